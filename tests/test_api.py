@@ -51,10 +51,10 @@ OVERLAP = "has elements that overlap; a plain array is accepted"
     ("out", "error", "message"),
     [
         ([[9.0]], TypeError, LIST),
-        (np.full((*OUT[:3], D), 9, "f4"), ValueError, "has shape (2, 4, 7, 3); it must be {shape}"),
-        (np.full(OUT[1:], 9, "f4"), ValueError, "has shape (4, 7, 6); it must be {shape}"),
-        (np.full(OUT, 9.0), TypeError, "has dtype float64; it must be float32"),
-        (np.full(OUT, 9, ">f4"), TypeError, "has dtype >f4; it must be float32"),
+        (np.full((*OUT[:3], D), 9, "f4"), ValueError, "must have shape {shape}; got (2, 4, 7, 3)"),
+        (np.full(OUT[1:], 9, "f4"), ValueError, "must have shape {shape}; got (4, 7, 6)"),
+        (np.full(OUT, 9.0), TypeError, "must have dtype float32; got float64"),
+        (np.full(OUT, 9, ">f4"), TypeError, "must have dtype float32; got >f4"),
         (read_only(), ValueError, "is read-only; a writable array is accepted"),
         (strided(HQ * NQ * DV, (0, NQ * DV * 4, DV * 4, 4)), ValueError, OVERLAP),
         (strided(B * HQ * NQ + DV, (4,) * 4), ValueError, OVERLAP),
@@ -154,9 +154,9 @@ def test_out_may_lie_between_the_inputs() -> None:
     ("change", "error", "message"),
     [
         (lambda x: x.tolist(), TypeError, "{} " + LIST),
-        (lambda x: x.astype("f8"), TypeError, "{} has dtype float64; it must be float32"),
-        (lambda x: x[:, :2], ValueError, "{} has shape {}; it must be {}"),
-        (lambda x: x[0], ValueError, "{} has shape {}; it must be {}"),
+        (lambda x: x.astype("f8"), TypeError, "{} must have dtype float32; got float64"),
+        (lambda x: x[:, :2], ValueError, "{} must have shape {}; got {}"),
+        (lambda x: x[0], ValueError, "{} must have shape {}; got {}"),
     ],
 )
 def test_backward_refuses(
@@ -170,7 +170,7 @@ def test_backward_refuses(
     given: dict[str, Any] = {"dout": dout, "out": out, "lse": lse, "dlse": np.ones_like(lse)}
     right = given[name]
     given[name] = wrong = change(right)
-    expected = message.format(name, np.shape(wrong), right.shape, backend=cpu_backend)
+    expected = message.format(name, right.shape, np.shape(wrong), backend=cpu_backend)
     with pytest.raises(error, match=f"^{re.escape(expected)}$"):
         tileattn.backward(q=q, k=k, v=v, **given)
 
@@ -179,13 +179,13 @@ def test_backward_refuses(
 def test_backward_needs(name: str) -> None:
     (dout, q, k, v), (out, lse) = saved()
     given: dict[str, Any] = {"dout": dout, "out": out, "lse": lse, name: None}
-    with pytest.raises(TypeError, match=f"^{name} is NoneType; a NumPy or CuPy array is accepted"):
+    with pytest.raises(TypeError, match=f"^{name} must be a NumPy or CuPy array; got None"):
         tileattn.backward(q=q, k=k, v=v, **given)
 
 
 def test_deterministic_is_a_flag() -> None:
     (dout, q, k, v), (out, lse) = saved()
-    with pytest.raises(TypeError, match=r"^deterministic is int; True or False is accepted$"):
+    with pytest.raises(TypeError, match=r"^deterministic must be True or False; got 1$"):
         tileattn.backward(dout, q, k, v, out, lse, deterministic=1)  # type: ignore[arg-type]  # wrong
 
 
@@ -194,39 +194,39 @@ def test_deterministic_is_a_flag() -> None:
 GOOD = np.ones((3, 2), np.float32)
 LSE = np.ones(3, np.float32)
 WIDE = GOOD.astype(np.float64)
-AS_MANY = "as many of each, at least one, are accepted"
+AS_MANY = "outs and lses must have as many entries, and at least one; got"
 
 
 @pytest.mark.parametrize(
     ("outs", "lses", "error", "message"),
     [
-        (None, [LSE], TypeError, "outs is NoneType; a sequence of arrays is accepted"),
-        ([GOOD], 3, TypeError, "lses is int; a sequence of arrays is accepted"),
+        (None, [LSE], TypeError, "outs must be a sequence of arrays; got None"),
+        ([GOOD], 3, TypeError, "lses must be a sequence of arrays; got 3"),
         (
             np.stack([GOOD, GOOD]),  # which may as well be one result, of two heads
             np.stack([LSE, LSE]),
             TypeError,
-            "outs is ndarray; a sequence of arrays is accepted "
-            "(list(outs) where its first axis counts the parts)",
+            "outs must be a sequence of arrays; got numpy.ndarray of dtype float32 and shape "
+            "(2, 3, 2) (list(outs) where its first axis counts the parts)",
         ),
-        ([], [], ValueError, "outs has 0 and lses has 0 entries; " + AS_MANY),
-        ([GOOD] * 2, [LSE], ValueError, "outs has 2 and lses has 1 entries; " + AS_MANY),
+        ([], [], ValueError, f"{AS_MANY} 0 and 0"),
+        ([GOOD] * 2, [LSE], ValueError, f"{AS_MANY} 2 and 1"),
         (
             [[1.0]],
             [LSE],
             TypeError,
-            "outs[0] is list; a NumPy or CuPy array is accepted (numpy.asarray(outs[0]) makes one)",
+            "outs[0] must be a NumPy or CuPy array; got [1.0] (numpy.asarray(outs[0]) makes one)",
         ),
         (
             [GOOD.astype(int)],
             [LSE],
             TypeError,
-            "outs[0] has dtype int64; accepted are float16, bfloat16, float32, float64",
+            "outs[0] must have dtype float16, bfloat16, float32 or float64; got int64",
         ),
-        ([GOOD, WIDE], [LSE] * 2, TypeError, "outs[1] has dtype float64; it must be float32"),
-        ([GOOD, GOOD[:, :1]], [LSE] * 2, ValueError, "outs[1] has shape (3, 1); it must be (3, 2)"),
-        ([GOOD] * 2, [LSE, WIDE[:, 0]], TypeError, "lses[1] has dtype float64; it must be float32"),
-        ([GOOD], [LSE[:2]], ValueError, "lses[0] has shape (2,); it must be (3,)"),
+        ([GOOD, WIDE], [LSE] * 2, TypeError, "outs[1] must have dtype float32; got float64"),
+        ([GOOD, GOOD[:, :1]], [LSE] * 2, ValueError, "outs[1] must have shape (3, 2); got (3, 1)"),
+        ([GOOD] * 2, [LSE, WIDE[:, 0]], TypeError, "lses[1] must have dtype float32; got float64"),
+        ([GOOD], [LSE[:2]], ValueError, "lses[0] must have shape (3,); got (2,)"),
     ],
 )
 def test_merge_refuses(outs: Any, lses: Any, error: type[Exception], message: str) -> None:
@@ -296,5 +296,5 @@ def test_explain_says_what_would_run() -> None:
 
 def test_explain_refuses_what_forward_refuses() -> None:
     q, k, v, _ = arrays()
-    with pytest.raises(TypeError, match=r"^causal is int"):
+    with pytest.raises(TypeError, match=r"^causal must be True or False"):
         tileattn.explain(q, k, v, causal=1)  # type: ignore[arg-type]  # wrong on purpose

@@ -82,10 +82,10 @@ def test_the_backend_is_that_of_both_passes() -> None:
 
 def test_what_is_wrong_is_refused_where_it_is_given() -> None:
     inputs, dout, _ = arrays()
-    with pytest.raises(TypeError, match=r"^causal is int"):
+    with pytest.raises(TypeError, match=r"^causal must be True or False"):
         tileattn.vjp(*inputs, causal=1)  # type: ignore[arg-type]  # wrong on purpose
     _, pullback = tileattn.vjp(*inputs)
-    with pytest.raises(ValueError, match=r"^dout has shape"):
+    with pytest.raises(ValueError, match=r"^dout must have shape"):
         pullback(dout[0])
-    with pytest.raises(TypeError, match=r"^deterministic is int"):
+    with pytest.raises(TypeError, match=r"^deterministic must be True or False"):
         pullback(dout, deterministic=1)

@@ -5,13 +5,13 @@ import pytest
 
 from tests.test_problem import DV, FLOATS, HKV, HQ, NK, NQ, SHAPE, B, K, Q, V, refused
 
-MISSHAPEN = f"has shape ({B}, {NK}); a shape that broadcasts to {SHAPE} is accepted"
+MISSHAPEN = f"must broadcast to {SHAPE}; got shape ({B}, {NK})"
 
 
 def test_heads_behind_the_sequence() -> None:
     q, k, v = (x.swapaxes(1, 2) for x in (Q, K, V))
     message = (
-        f"k has {NK} heads; a number that divides the {NQ} heads of q is accepted; if these are "
+        f"k must have a number of heads that divides the {NQ} heads of q; got {NK}; if these are "
         "(B, N, H, D), x.swapaxes(-3, -2) of each is (B, H, N, D), without a copy"
     )
     refused(ValueError, message, q=q, k=k, v=v)
@@ -19,7 +19,7 @@ def test_heads_behind_the_sequence() -> None:
 
 
 def test_no_guess_where_swapped_axes_would_explain_nothing() -> None:
-    message = f"k has {HKV} heads; a number that divides the {HQ - 2} heads of q is accepted"
+    message = f"k must have a number of heads that divides the {HQ - 2} heads of q; got {HKV}"
     refused(ValueError, message, q=Q[:, 2:])
     empty = np.zeros((B, HKV, 0, DV), np.float32)
     refused(ValueError, message, q=Q[:, 2:], k=K[:, :, :0], v=empty)
@@ -31,16 +31,14 @@ def test_no_guess_where_swapped_axes_would_explain_nothing() -> None:
 def test_swapped_bytes(name: str) -> None:
     swapped = Q.astype(Q.dtype.newbyteorder("S"))
     message = (
-        f"{name} has dtype {swapped.dtype}; accepted are {FLOATS}; its bytes are swapped, "
-        f"and {name}.astype({name}.dtype.newbyteorder('=')) is native"
+        f"{name} must have dtype {FLOATS}; got {swapped.dtype}; "
+        f"{name}.astype({name}.dtype.newbyteorder('=')) swaps its bytes"
     )
     refused(TypeError, message, **{name: swapped})
 
 
 def test_a_mask_that_is_to_be_added() -> None:
-    message = (
-        "mask has dtype float32; bool is accepted; bias= takes an array that is added to the scores"
-    )
+    message = "mask must have dtype bool; got float32; bias= takes what is added to the scores"
     refused(TypeError, message, mask=np.ones(NK, np.float32))
 
 
@@ -55,7 +53,7 @@ def test_a_mask_of_keys() -> None:
 @pytest.mark.parametrize("name", ["mask", "bias"])
 def test_a_matrix_for_each_batch_entry(name: str) -> None:
     message = (
-        f"{name} has shape ({B}, {NQ}, {NK}); a shape that broadcasts to {SHAPE} is accepted; "
+        f"{name} must broadcast to {SHAPE}; got shape ({B}, {NQ}, {NK}); "
         f"{name}[:, None] adds the axis of the heads"
     )
     refused(ValueError, message, **{name: np.ones((B, NQ, NK), bool if name == "mask" else float)})

@@ -121,36 +121,36 @@ TABLE = [[0, 1, 2], [3, 4, 5]]
         (
             {"kv_lengths": [0, 6]},
             ValueError,
-            "kv_lengths holds 6 for sequence 1, which would have 10 keys; lengths from 0 on are "
-            "accepted, up to 9 keys",
+            "kv_lengths must be from 0 to the capacity, 9, without the new keys; got 6 for "
+            "sequence 1, which would have 10 keys",
         ),
-        ({"kv_lengths": [-1, 0]}, ValueError, "kv_lengths holds -1 for sequence 0"),
-        ({"kv_lengths": [1]}, ValueError, "kv_lengths has shape (1,); one integer or shape (2,)"),
-        ({"kv_lengths": None}, TypeError, "kv_lengths is None; integers of shape (2,)"),
-        ({"k": K.astype(np.float32)}, TypeError, "k has dtype float32; it must be that of k_cache"),
-        ({"k": K[0]}, ValueError, "k has shape (2, 4, 5); (B, Hkv, N, D) is accepted"),
-        ({"k": K[:1], "v": V[:1]}, ValueError, "k has batch size 1; it must be that of k_cache, 2"),
+        ({"kv_lengths": [-1, 0]}, ValueError, "kv_lengths must be from 0 to"),
+        ({"kv_lengths": [1]}, ValueError, "kv_lengths must be an integer, or integers of"),
+        ({"kv_lengths": None}, TypeError, "kv_lengths must be an integer, or integers of"),
+        ({"k": K.astype(np.float32)}, TypeError, "k must have the dtype of k_cache, float64; got"),
+        ({"k": K[0]}, ValueError, "k must have shape (B, Hkv, N, D); got (2, 4, 5)"),
+        ({"k": K[:1], "v": V[:1]}, ValueError, "k must have the batch size of k_cache, 2; got 1"),
         (
             {"rotary": (np.ones((5, 2)), np.ones((5, 2)))},
             ValueError,
-            "kv_lengths holds 2 for sequence 1, which would have 6 keys; cos has 5 rows, one for",
+            "cos must have a row for each position; got 5 rows, and sequence 1 would have 6 keys",
         ),
-        ({"rotary": np.ones((2, 9, 2))}, TypeError, "rotary is ndarray; a tuple (cos, sin) is"),
-        ({"rotary": (None, K)}, TypeError, "cos is NoneType; a NumPy or CuPy array is accepted"),
-        ({"rotary": (K[0, 0], K[0, 0])}, ValueError, "cos has shape (4, 5); (M, R / 2) is"),
-        ({"interleaved": 1}, TypeError, "interleaved is int; True or False is accepted"),
-        ({"v": V[:, :, :3]}, ValueError, "v has shape (2, 2, 3, 3); but for the last axis it must"),
-        ({"k": K[:, :, :, :4]}, ValueError, "k has 2 heads of dimension 4; those of k_cache are 2"),
-        ({"cu_seqlens": [0, 4, 8]}, ValueError, "k has shape (2, 2, 4, 5); (Hkv, T, D) is"),
+        ({"rotary": np.ones((2, 9, 2))}, TypeError, "rotary must be a tuple (cos, sin) or None"),
+        ({"rotary": (None, K)}, TypeError, "cos must be a NumPy or CuPy array; got None"),
+        ({"rotary": (K[0, 0], K[0, 0])}, ValueError, "cos must have shape (M, R / 2)"),
+        ({"interleaved": 1}, TypeError, "interleaved must be True or False; got 1"),
+        ({"v": V[:, :, :3]}, ValueError, "v must have the shape of k, (2, 2, 4, 5), but"),
+        ({"k": K[:, :, :, :4]}, ValueError, "k must have the heads of k_cache, 2 of dim"),
+        ({"cu_seqlens": [0, 4, 8]}, ValueError, "k must have shape (Hkv, T, D); got"),
         (
             {"cu_seqlens": [0, 4, 7], "k": K.reshape(HKV, 8, D), "v": V.reshape(HKV, 8, DV)},
             ValueError,
-            "cu_seqlens ends with 7; it must end with the number of tokens of k, 8",
+            "cu_seqlens must end at the number of tokens of k, 8; got 7",
         ),
         (
             {"cu_seqlens": [0, 8], "k": K.reshape(HKV, 8, D), "v": V.reshape(HKV, 8, DV)},
             ValueError,
-            "cu_seqlens has 2 entries; it must have one more than k_cache, 3",
+            "cu_seqlens must have one more entry than k_cache, 3; got 2",
         ),
     ],
 )
@@ -166,17 +166,19 @@ def test_what_is_refused(changed: dict[str, Any], error: type[Exception], messag
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ([[0, 1, 2], [3, 4, 9]], "block_table holds 9 for page 2 of sequence 1; 0 to 5 are"),
-        ([[0, 1, -1], [3, -4, 5]], "block_table holds -4 for page 1 of sequence 1; 0 to 5 are"),
+        ([[0, 1, 2], [3, 4, 9]], "block_table must hold pages from 0 to 5; got 9 for page 2 of"),
+        ([[0, 1, -1], [3, -4, 5]], "block_table must hold pages from 0 to 5; got -4 for page 1 of"),
         (
             [[0, 1, 2], [3, 1, 5]],
-            "block_table holds 1 for page 1 of sequence 0 and for page 1 of sequence 1, and both",
+            "block_table must hold a page for each that gets new keys; got 1 for page 1 of "
+            "sequence 0 and for page 1 of sequence 1",
         ),
         (
             [[4, 4, 2], [3, 1, 5]],
-            "block_table holds 4 for page 0 of sequence 0 and for page 1 of sequence 0, and both",
+            "block_table must hold a page for each that gets new keys; got 4 for page 0 of "
+            "sequence 0 and for page 1 of sequence 0",
         ),
-        ([[0, 1, 2]], "k has batch size 2; it must be that of block_table, 1"),
+        ([[0, 1, 2]], "k must have the batch size of block_table, 1; got 2"),
     ],
 )
 def test_pages_that_are_refused(table: Any, message: str) -> None:
@@ -210,7 +212,7 @@ def test_a_cache_may_be_filled_to_its_end_and_take_no_more() -> None:
         x[...] = np.nan
     nothing = K[:, :, :0], V[:, :, :0]
     assert tileattn.append_kv(k_cache, v_cache, *nothing, kv_lengths=[4, 4]).tolist() == [4, 4]
-    with pytest.raises(ValueError, match=r"^kv_lengths holds 4 for sequence 0, which would have 5"):
+    with pytest.raises(ValueError, match=r"^kv_lengths must be .* got 4 for sequence 0, "):
         tileattn.append_kv(k_cache, v_cache, K[:, :, :1], V[:, :, :1], kv_lengths=[4, 3])
     assert np.isnan(k_cache).all()
     assert np.isnan(v_cache).all()
@@ -231,7 +233,7 @@ def test_pages_without_rows() -> None:
     options: dict[str, Any] = {"kv_lengths": 0, "block_table": TABLE}
     found = tileattn.append_kv(k_cache, v_cache, K[:, :, :0], V[:, :, :0], **options)
     assert found.tolist() == [0, 0]
-    with pytest.raises(ValueError, match=r"up to 0 keys$"):
+    with pytest.raises(ValueError, match=r"from 0 to the capacity, 0, "):
         tileattn.append_kv(k_cache, v_cache, K, V, **options)
 
 

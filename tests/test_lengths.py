@@ -62,47 +62,47 @@ def test_no_sequence_at_all() -> None:
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"cu_seqlens_q": 7}, ValueError, "cu_seqlens_q has shape (); (S + 1,) is accepted"),
-        ({"cu_seqlens_q": []}, ValueError, "cu_seqlens_q has shape (0,); (S + 1,) is accepted"),
-        ({"cu_seqlens_k": [CU_K]}, ValueError, "cu_seqlens_k has shape (1, 4); (S + 1,)"),
-        ({"cu_seqlens_q": "0"}, TypeError, "cu_seqlens_q is str; integers of shape (S + 1,)"),
-        ({"cu_seqlens_q": [0.0, 7.0]}, TypeError, "cu_seqlens_q has dtype float64; integers are"),
-        ({"cu_seqlens_q": [1, 3, 3, 7]}, ValueError, "cu_seqlens_q starts with 1; 0 is accepted"),
-        ({"cu_seqlens_k": [0, 6, 5, 11]}, ValueError, "cu_seqlens_k goes down, from 6 to 5;"),
+        ({"cu_seqlens_q": 7}, ValueError, "cu_seqlens_q must have shape (S + 1,) for S sequences;"),
+        ({"cu_seqlens_q": []}, ValueError, "cu_seqlens_q must have shape (S + 1,) for S sequences"),
+        ({"cu_seqlens_k": [CU_K]}, ValueError, "cu_seqlens_k must have shape (S + 1,) for S seque"),
+        ({"cu_seqlens_q": "0"}, TypeError, "cu_seqlens_q must be integers of shape (S + 1,); got"),
+        ({"cu_seqlens_q": [0.0, 7.0]}, TypeError, "cu_seqlens_q must be integers of shape (S + 1,"),
+        ({"cu_seqlens_q": [1, 3, 3, 7]}, ValueError, "cu_seqlens_q must start with 0; got 1"),
+        ({"cu_seqlens_k": [0, 6, 5, 11]}, ValueError, "cu_seqlens_k must not decrease; got 5 afte"),
         (
             {"cu_seqlens_k": [0, 5, 6, 10]},
             ValueError,
-            "cu_seqlens_k ends with 10; it must end with the number of tokens of k, 11",
+            "cu_seqlens_k must end at the number of tokens of k, 11; got 10",
         ),
         (
             {"cu_seqlens_q": [0, 3, 8, 8]},
             ValueError,
-            "cu_seqlens_q ends with 8; it must end with the number of tokens of q, 7",
+            "cu_seqlens_q must end at the number of tokens of q, 7; got 8",
         ),
         (
             {"cu_seqlens_k": [0, 11]},
             ValueError,
-            "cu_seqlens_k has 2 entries; it must have as many as cu_seqlens_q, 4",
+            "cu_seqlens_k must have as many entries as cu_seqlens_q, 4; got 2",
         ),
         (
             {"cu_seqlens_k": None},
             ValueError,
-            "cu_seqlens_q ends with 7; it must end with the number of tokens of k, 11, whose "
-            "sequences cu_seqlens_q has too",
+            "cu_seqlens_q must end at the number of tokens of k, 11; got 7 (cu_seqlens_q alone "
+            "holds for q and k)",
         ),
         (
             {"kv_lengths": [5, 2, 5]},
             ValueError,
-            "kv_lengths holds 2; lengths from 0 to the 1 keys of sequence 1 are accepted",
+            "kv_lengths must be from 0 to the 1 keys of sequence 1; got 2",
         ),
-        ({"kv_lengths": [5]}, ValueError, "kv_lengths has shape (1,); one integer or shape (3,)"),
-        ({"alibi_slopes": np.ones((1, HQ))}, ValueError, "alibi_slopes has shape (1, 4); accepted"),
+        ({"kv_lengths": [5]}, ValueError, "kv_lengths must be an integer, or integers of shape (3"),
+        ({"alibi_slopes": np.ones((1, HQ))}, ValueError, "alibi_slopes must have shape (4,) or (3"),
         (
             {"mask": np.ones((7, 11), bool)},
             tileattn.UnsupportedError,
-            "mask does not go with cu_seqlens_q; score_mod= and mask_mod= do",
+            "mask is not supported with cu_seqlens_q; use score_mod or mask_mod",
         ),
-        ({"bias": np.ones(11)}, tileattn.UnsupportedError, "bias does not go with cu_seqlens_q;"),
+        ({"bias": np.ones(11)}, tileattn.UnsupportedError, "bias is not supported with cu_seqlens"),
     ],
 )
 def test_what_is_refused(changed: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -112,7 +112,7 @@ def test_what_is_refused(changed: dict[str, Any], error: type[Exception], messag
 
 def test_a_batch_is_not_packed() -> None:
     x = np.zeros((2, HQ, 7, D))
-    message = "q has batch size 2; with cu_seqlens_q shapes (H, T, D) and (1, H, T, D) are accepted"
+    message = "q must have shape (H, T, D) or (1, H, T, D) with cu_seqlens_q; got batch size 2"
     with pytest.raises(ValueError, match=re.escape(message)):
         tileattn.forward(x, x, x, cu_seqlens_q=CU_Q)
 
@@ -145,25 +145,25 @@ def test_pages_take_the_place_of_batch_entries_of_keys() -> None:
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"block_table": [1, 0]}, ValueError, "block_table has shape (2,); (B, pages of a"),
-        ({"block_table": [[1.0]]}, TypeError, "block_table has dtype float64; integers are"),
-        ({"block_table": [[1, 0]]}, ValueError, "block_table has shape (1, 2); (2, pages of a"),
+        ({"block_table": [1, 0]}, ValueError, "block_table must have shape (B, pages of a sequenc"),
+        ({"block_table": [[1.0]]}, TypeError, "block_table must be integers of shape (B, pages of"),
+        ({"block_table": [[1, 0]]}, ValueError, "block_table must have shape (2, pages of a seque"),
         (
             {"kv_lengths": [5, 5]},
             ValueError,
-            "block_table holds 9 for page 1 of sequence 1; 0 to 2 are accepted",
+            "block_table must hold pages from 0 to 2; got 9 for page 1 of sequence 1",
         ),
         (
             {"block_table": [[-1, 0], [0, 0]]},
             ValueError,
-            "block_table holds -1 for page 0 of sequence 0; 0 to 2 are accepted",
+            "block_table must hold pages from 0 to 2; got -1 for page 0 of sequence 0",
         ),
-        ({"kv_lengths": [9, 3]}, ValueError, "kv_lengths holds 9; lengths from 0 to Nk = 8 are"),
-        ({"kv_lengths": None}, ValueError, "block_table needs kv_lengths"),
-        ({"cu_seqlens_k": [0, 3]}, ValueError, "cu_seqlens_k does not go with block_table;"),
-        ({"k": POOL[0]}, ValueError, "k has shape (2, 4, 8); with block_table (pages, Hkv, page,"),
-        ({"v": VALUES[:2]}, ValueError, "v has number of pages 2; it must be that of k, 3"),
-        ({"v": VALUES[:, :, :3]}, ValueError, "v has length 3; it must be that of k, 4"),
+        ({"kv_lengths": [9, 3]}, ValueError, "kv_lengths must be from 0 to Nk = 8; got 9"),
+        ({"kv_lengths": None}, ValueError, "kv_lengths must be given with block_table"),
+        ({"cu_seqlens_k": [0, 3]}, ValueError, "cu_seqlens_k must be None with block_table;"),
+        ({"k": POOL[0]}, ValueError, "k must have shape (pages, Hkv, page, D) with block_table; g"),
+        ({"v": VALUES[:2]}, ValueError, "v must have the number of pages of k, 3; got 2"),
+        ({"v": VALUES[:, :, :3]}, ValueError, "v must have the length of k, 4; got 3"),
     ],
 )
 def test_pages_that_are_refused(
@@ -175,5 +175,5 @@ def test_pages_that_are_refused(
 
 
 def test_packed_queries_over_pages_end_with_the_tokens() -> None:
-    with pytest.raises(ValueError, match=r"^cu_seqlens_q ends with 3; .* of q, 2$"):
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q must end at .* of q, 2; got 3$"):
         tileattn.forward(QUERY[0].repeat(2, 1), POOL, VALUES, **PAGES, cu_seqlens_q=[0, 1, 3])

@@ -17,7 +17,7 @@ Array = NDArray[Any]
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 3, 7, 5, 4, 8
 SHAPE = f"(B, Hq, Nq, Nk) = ({B}, {HQ}, {NQ}, {NK})"
 BF16 = ml_dtypes.bfloat16
-FLOATS = "float16, bfloat16, float32, float64"
+FLOATS = "float16, bfloat16, float32 or float64"
 
 Q = np.zeros((B, HQ, NQ, D), np.float32)
 K = np.zeros((B, HKV, NK, D), np.float32)
@@ -33,46 +33,47 @@ def refused(error: type[Exception], message: str, **changed: Any) -> None:
 
 # --- q, k and v ---------------------------------------------------------------------------------
 
-CONVERT = "a NumPy or CuPy array is accepted (numpy.asarray({0}) makes one)"
-RANKS = "accepted are (N, D), (H, N, D) and (B, H, N, D)"
+ARRAY = "must be a NumPy or CuPy array; got {1} (numpy.asarray({0}) makes one)"
+RANKS = "must have shape (N, D), (H, N, D) or (B, H, N, D)"
+DTYPE = f"must have dtype {FLOATS}"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("q", [[1.0]], TypeError, "is list; " + CONVERT),
-        ("q", Q.astype(int), TypeError, f"has dtype int64; accepted are {FLOATS}"),
-        ("q", Q.astype(object), TypeError, f"has dtype object; accepted are {FLOATS}"),
-        ("q", Q.astype(complex), TypeError, f"has dtype complex128; accepted are {FLOATS}"),
-        ("q", Q.astype(bool), TypeError, f"has dtype bool; accepted are {FLOATS}"),
-        ("k", K.astype(int), TypeError, f"has dtype int64; accepted are {FLOATS}"),
-        ("k", K.astype("f8"), TypeError, "has dtype float64; it must be that of q, float32"),
-        ("v", V.astype(BF16), TypeError, "has dtype bfloat16; it must be that of q, float32"),
-        ("q", Q[0, 0, 0], ValueError, f"has shape ({D},); {RANKS}"),
-        ("q", Q[None], ValueError, f"has shape (1, {B}, {HQ}, {NQ}, {D}); {RANKS}"),
-        ("k", K[0], ValueError, "has 3 axes; it must have as many as q, 4"),
-        ("v", V[0, 0], ValueError, "has 2 axes; it must have as many as q, 4"),
-        ("k", K[:1], ValueError, "has batch size 1; it must be that of q, 2"),
-        ("v", V[:1], ValueError, "has batch size 1; it must be that of q, 2"),
-        ("k", K[..., :3], ValueError, "has head dimension 3; it must be that of q, 4"),
-        ("v", V[:, :2], ValueError, "has 2 heads; it must have as many as k, 3"),
-        ("v", V[:, :, :4], ValueError, "has length 4; it must be that of k, 5"),
+        ("q", [[1.0]], TypeError, ARRAY.format("q", "[[1.0]]")),
+        ("q", Q.astype(int), TypeError, f"{DTYPE}; got int64"),
+        ("q", Q.astype(object), TypeError, f"{DTYPE}; got object"),
+        ("q", Q.astype(complex), TypeError, f"{DTYPE}; got complex128"),
+        ("q", Q.astype(bool), TypeError, f"{DTYPE}; got bool"),
+        ("k", K.astype(int), TypeError, f"{DTYPE}; got int64"),
+        ("k", K.astype("f8"), TypeError, "must have the dtype of q, float32; got float64"),
+        ("v", V.astype(BF16), TypeError, "must have the dtype of q, float32; got bfloat16"),
+        ("q", Q[0, 0, 0], ValueError, f"{RANKS}; got ({D},)"),
+        ("q", Q[None], ValueError, f"{RANKS}; got (1, {B}, {HQ}, {NQ}, {D})"),
+        ("k", K[0], ValueError, "must have as many axes as q, 4; got shape (3, 5, 4)"),
+        ("v", V[0, 0], ValueError, "must have as many axes as q, 4; got shape (5, 8)"),
+        ("k", K[:1], ValueError, "must have the batch size of q, 2; got 1"),
+        ("v", V[:1], ValueError, "must have the batch size of q, 2; got 1"),
+        ("k", K[..., :3], ValueError, "must have the head dimension of q, 4; got 3"),
+        ("v", V[:, :2], ValueError, "must have the number of heads of k, 3; got 2"),
+        ("v", V[:, :, :4], ValueError, "must have the length of k, 5; got 4"),
     ],
 )
 def test_arrays_refused(name: str, value: Any, error: type[Exception], message: str) -> None:
-    refused(error, f"{name} {message.format(name)}", **{name: value})
+    refused(error, f"{name} {message}", **{name: value})
 
 
 @pytest.mark.parametrize(("Hq", "Hkv"), [(4, 3), (6, 0)])
 def test_key_heads_that_do_not_divide_the_query_heads(Hq: int, Hkv: int) -> None:
-    message = f"k has {Hkv} heads; a number that divides the {Hq} heads of q is accepted"
+    message = f"k must have a number of heads that divides the {Hq} heads of q; got {Hkv}"
     refused(ValueError, message, q=Q[:, :Hq], k=K[:, :Hkv], v=V[:, :Hkv])
 
 
 # --- options that are arrays --------------------------------------------------------------------
 
 
-BROADCAST = f"a shape that broadcasts to {SHAPE} is accepted"
+BROADCAST = f"must broadcast to {SHAPE}"
 
 
 def blocks(*shape: int) -> tileattn.BlockMask:
@@ -82,63 +83,63 @@ def blocks(*shape: int) -> tileattn.BlockMask:
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("bias", 1.5, TypeError, "is float; " + CONVERT),
-        ("bias", np.zeros(NK, int), TypeError, f"has dtype int64; accepted are {FLOATS}"),
-        ("bias", np.zeros((NQ, NK - 1)), ValueError, f"has shape (7, 4); {BROADCAST}"),
-        ("bias", np.zeros((HKV, NQ, NK)), ValueError, f"has shape (3, 7, 5); {BROADCAST}"),
-        ("bias", np.zeros((1, 1, 1, 1, NK)), ValueError, f"has shape (1, 1, 1, 1, 5); {BROADCAST}"),
-        ("mask", np.ones(NK, int), TypeError, "has dtype int64; bool is accepted"),
-        ("mask", np.ones((NQ, 2), bool), ValueError, f"has shape (7, 2); {BROADCAST}"),
-        ("alibi_slopes", np.ones(HKV), ValueError, "has shape (3,); accepted is (6,) and (2, 6)"),
-        ("alibi_slopes", np.ones(HQ, int), TypeError, f"has dtype int64; accepted are {FLOATS}"),
-        ("sinks", np.ones(1), ValueError, "has shape (1,); accepted is (6,)"),
-        ("sinks", np.ones(HQ, bool), TypeError, f"has dtype bool; accepted are {FLOATS}"),
+        ("bias", 1.5, TypeError, ARRAY.format("bias", "1.5")),
+        ("bias", np.zeros(NK, int), TypeError, f"{DTYPE}; got int64"),
+        ("bias", np.zeros((NQ, NK - 1)), ValueError, f"{BROADCAST}; got shape (7, 4)"),
+        ("bias", np.zeros((HKV, NQ, NK)), ValueError, f"{BROADCAST}; got shape (3, 7, 5)"),
+        ("bias", np.zeros((1, 1, 1, 1, NK)), ValueError, f"{BROADCAST}; got shape (1, 1, 1, 1, 5)"),
+        ("mask", np.ones(NK, int), TypeError, "must have dtype bool; got int64"),
+        ("mask", np.ones((NQ, 2), bool), ValueError, f"{BROADCAST}; got shape (7, 2)"),
+        ("alibi_slopes", np.ones(HKV), ValueError, "must have shape (6,) or (2, 6); got (3,)"),
+        ("alibi_slopes", np.ones(HQ, int), TypeError, f"{DTYPE}; got int64"),
+        ("sinks", np.ones(1), ValueError, "must have shape (6,); got (1,)"),
+        ("sinks", np.ones(HQ, bool), TypeError, f"{DTYPE}; got bool"),
         (
             "block_mask",
             np.ones((1, 1), bool),
             TypeError,
-            "is ndarray; a tileattn.BlockMask is accepted "
+            "must be a tileattn.BlockMask; got numpy.ndarray of dtype bool and shape (1, 1) "
             "(BlockMask.from_mask makes one from a boolean array)",
         ),
         (
             "block_mask",
             blocks(3, 2),
             ValueError,
-            "has (1, 1, 3, 2) blocks of (4, 4); with Nq=7 and Nk=5, a shape that "
-            "broadcasts over batch and heads to (2, 6, 2, 2) is accepted",
+            "must have blocks that broadcast over batch and heads to (2, 6, 2, 2), for Nq=7, Nk=5 "
+            "and blocks of (4, 4); got (1, 1, 3, 2)",
         ),
     ],
 )
 def test_array_options(name: str, value: Any, error: type[Exception], message: str) -> None:
-    refused(error, f"{name} {message.format(name)}", **{name: value})
+    refused(error, f"{name} {message}", **{name: value})
 
 
 def test_a_block_mask_is_used() -> None:
     assert parse(Q, K, V, {"block_mask": blocks(2, 2)})[0].enabled_options == {"block_mask"}
 
 
-INTEGERS = "integers of shape (2,) are accepted"
-ONE = "one integer or shape (2,) is accepted"
-LIMIT = "integers up to 2**60 in size are accepted"
+INTEGERS = "must be an integer, or integers of shape (2,)"
+NDARRAY = "numpy.ndarray of dtype"
+LIMIT = "must hold integers up to 2**60 in size"
 
 
 @pytest.mark.parametrize("name", ["kv_lengths", "q_offset"])
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        (1.0, TypeError, f"is float; {INTEGERS}"),
-        (True, TypeError, f"is bool; {INTEGERS}"),
-        ("3", TypeError, f"is str; {INTEGERS}"),
-        ([1, [2]], TypeError, f"is [1, [2]]; {INTEGERS}"),
-        ([1.0, 2.0], TypeError, "has dtype float64; integers are accepted"),
-        (np.ones(B, bool), TypeError, "has dtype bool; integers are accepted"),
-        (1 << 80, TypeError, "has dtype object; integers are accepted"),
-        ([1, 2, 3], ValueError, f"has shape (3,); {ONE}"),
-        ([], ValueError, f"has shape (0,); {ONE}"),
-        (np.ones((B, 1), int), ValueError, f"has shape (2, 1); {ONE}"),
-        (1 << 61, ValueError, f"holds 2305843009213693952; {LIMIT}"),
-        (np.array([0, 2**64 - 1], "u8"), ValueError, f"holds 18446744073709551615; {LIMIT}"),
-        (-(1 << 63), ValueError, f"holds -9223372036854775808; {LIMIT}"),
+        (1.0, TypeError, f"{INTEGERS}; got 1.0"),
+        (True, TypeError, f"{INTEGERS}; got True"),
+        ("3", TypeError, f"{INTEGERS}; got '3'"),
+        ([1, [2]], TypeError, f"{INTEGERS}; got [1, [2]]"),
+        ([1.0, 2.0], TypeError, f"{INTEGERS}; got [1.0, 2.0]"),
+        (np.ones(2, bool), TypeError, f"{INTEGERS}; got {NDARRAY} bool and shape (2,)"),
+        (1 << 80, TypeError, f"{INTEGERS}; got {1 << 80}"),
+        ([1, 2, 3], ValueError, f"{INTEGERS}; got shape (3,)"),
+        ([], ValueError, f"{INTEGERS}; got shape (0,)"),
+        (np.ones((B, 1), int), ValueError, f"{INTEGERS}; got shape (2, 1)"),
+        (1 << 61, ValueError, f"{LIMIT}; got 2305843009213693952"),
+        (np.array([0, 2**64 - 1], "u8"), ValueError, f"{LIMIT}; got 18446744073709551615"),
+        (-(1 << 63), ValueError, f"{LIMIT}; got -9223372036854775808"),
     ],
 )
 def test_integers_refused(name: str, value: Any, error: type[Exception], message: str) -> None:
@@ -147,7 +148,7 @@ def test_integers_refused(name: str, value: Any, error: type[Exception], message
 
 @pytest.mark.parametrize(("lengths", "wrong"), [([0, 6], 6), ([-1, 5], -1), (7, 7)])
 def test_lengths_past_the_keys(lengths: Any, wrong: int) -> None:
-    message = f"kv_lengths holds {wrong}; lengths from 0 to Nk = 5 are accepted"
+    message = f"kv_lengths must be from 0 to Nk = 5; got {wrong}"
     refused(ValueError, message, kv_lengths=lengths)
 
 
@@ -163,46 +164,51 @@ def test_every_form_of_integers_is_accepted(value: Any) -> None:
 
 # --- options that are numbers -------------------------------------------------------------------
 
-CAP = "a positive number, or None for no cap, is accepted"
-PROBABILITY = "a probability in [0, 1) is accepted"
-SEED = "an integer from 0 to 2**64 - 1 is accepted"
-PAIR = "a pair (left, right) or None is accepted"
-OPEN = "each side must be 0 or more, or None to leave it open"
+FINITE = "a finite number or None"
+CAP = "a positive number, or None for no cap"
+PROBABILITY = "a number from 0 up to, but not including, 1"
+SEED = "an integer from 0 to 2**64 - 1"
+PAIR = "a pair (left, right), each a non-negative integer or None, or None"
+NOT_ONE = "not -1, for an open side"
+FLAG = "True or False"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("scale", "1", TypeError, "str; a finite number is accepted"),
-        ("scale", True, TypeError, "bool; a finite number is accepted"),
-        ("scale", 1j, TypeError, "complex; a finite number is accepted"),
-        ("scale", -(10**400), ValueError, f"{-(10**400)}; a finite number is accepted"),
-        ("scale", math.nan, ValueError, "nan; a finite number is accepted"),
-        ("scale", -math.inf, ValueError, "-inf; a finite number is accepted"),
-        ("softcap", [1.0], TypeError, f"list; {CAP}"),
-        ("softcap", 0, ValueError, f"0; {CAP}"),
-        ("softcap", -2.5, ValueError, f"-2.5; {CAP}"),
-        ("softcap", math.inf, ValueError, f"inf; {CAP}"),
-        ("dropout_p", None, TypeError, f"NoneType; {PROBABILITY}"),
-        ("dropout_p", 1.0, ValueError, f"1.0; {PROBABILITY}"),
-        ("dropout_p", -0.1, ValueError, f"-0.1; {PROBABILITY}"),
-        ("dropout_p", math.nan, ValueError, f"nan; {PROBABILITY}"),
-        ("seed", 1.0, TypeError, "float; an integer is accepted"),
-        ("seed", False, TypeError, "bool; an integer is accepted"),
-        ("seed", -1, ValueError, f"-1; {SEED}"),
-        ("seed", 1 << 64, ValueError, f"18446744073709551616; {SEED}"),
-        ("causal", 1, TypeError, "int; True or False is accepted"),
-        ("causal", None, TypeError, "NoneType; True or False is accepted"),
-        ("window", 3, TypeError, f"3; {PAIR}"),
-        ("window", (3,), TypeError, f"(3,); {PAIR}"),
-        ("window", (1.0, None), TypeError, "(1.0, None); each side must be an integer or None"),
-        ("window", (None, True), TypeError, "(None, True); each side must be an integer or None"),
-        ("window", (-1, 2), ValueError, f"(-1, 2); {OPEN} (as FlashAttention's -1 does)"),
-        ("window", [2, -3], ValueError, f"[2, -3]; {OPEN}"),
+        ("scale", "1", TypeError, f"{FINITE}; got '1'"),
+        ("scale", True, TypeError, f"{FINITE}; got True"),
+        ("scale", 1j, TypeError, f"{FINITE}; got 1j"),
+        ("scale", np.timedelta64(1), TypeError, f"{FINITE}; got np.timedelta64(1)"),
+        ("scale", np.zeros(1), TypeError, f"{FINITE}; got {NDARRAY} float64 and shape (1,)"),
+        ("scale", -(10**400), ValueError, f"{FINITE}; got an integer of 1329 bits"),
+        ("scale", math.nan, ValueError, f"{FINITE}; got nan"),
+        ("scale", -math.inf, ValueError, f"{FINITE}; got -inf"),
+        ("softcap", [1.0], TypeError, f"{CAP}; got [1.0]"),
+        ("softcap", 0, ValueError, f"{CAP}; got 0"),
+        ("softcap", -2.5, ValueError, f"{CAP}; got -2.5"),
+        ("softcap", math.inf, ValueError, f"{CAP}; got inf"),
+        ("dropout_p", None, TypeError, f"{PROBABILITY}; got None"),
+        ("dropout_p", 1.0, ValueError, f"{PROBABILITY}; got 1.0"),
+        ("dropout_p", -0.1, ValueError, f"{PROBABILITY}; got -0.1"),
+        ("dropout_p", math.nan, ValueError, f"{PROBABILITY}; got nan"),
+        ("seed", None, TypeError, f"{SEED}; got None"),
+        ("seed", 1.0, TypeError, f"{SEED}; got 1.0"),
+        ("seed", False, TypeError, f"{SEED}; got False"),
+        ("seed", -1, ValueError, f"{SEED}; got -1"),
+        ("seed", 1 << 64, ValueError, f"{SEED}; got 18446744073709551616"),
+        ("causal", 1, TypeError, f"{FLAG}; got 1"),
+        ("causal", None, TypeError, f"{FLAG}; got None"),
+        ("window", 3, TypeError, f"{PAIR}; got 3"),
+        ("window", (3,), TypeError, f"{PAIR}; got (3,)"),
+        ("window", (1.0, None), TypeError, f"{PAIR}; got (1.0, None)"),
+        ("window", (None, True), TypeError, f"{PAIR}; got (None, True)"),
+        ("window", (-1, 2), ValueError, f"{PAIR}, with None, {NOT_ONE}; got (-1, 2)"),
+        ("window", [2, -3], ValueError, f"{PAIR}; got [2, -3]"),
     ],
 )
 def test_numbers_refused(name: str, value: Any, error: type[Exception], message: str) -> None:
-    refused(error, f"{name} is {message}", **{name: value})
+    refused(error, f"{name} must be {message}", **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -217,7 +223,7 @@ def test_numbers_refused(name: str, value: Any, error: type[Exception], message:
 )
 def test_unknown_options(name: str, hint: str) -> None:
     accepted = ", ".join(Options.__annotations__)
-    refused(TypeError, f"unknown option {name!r}{hint}; accepted are {accepted}", **{name: 1})
+    refused(TypeError, f"unknown option {name!r}{hint}; the options are {accepted}", **{name: 1})
 
 
 # --- what is accepted ---------------------------------------------------------------------------
@@ -248,6 +254,15 @@ def test_defaults() -> None:
 def test_defaults_given_by_hand_are_the_defaults() -> None:
     given = dict.fromkeys(Options.__annotations__) | {"causal": False, "dropout_p": 0, "seed": 0}
     assert parse(Q, K, V, given)[0] == parse(Q, K, V, {})[0]
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.int16, BF16, np.array])
+def test_numbers_of_numpy_are_numbers(number: Any) -> None:
+    plain = parse(Q, K, V, {"scale": 2, "softcap": 3, "seed": 5})[0]
+    given = {"scale": number(2), "softcap": number(3), "seed": np.uint8(5)}
+    assert parse(Q, K, V, given)[0] == plain
+    zero = parse(Q, K, V, {"dropout_p": number(0), "seed": np.array(0)})[0]
+    assert zero == parse(Q, K, V, {})[0]
 
 
 @pytest.mark.parametrize(
@@ -322,10 +337,10 @@ def test_arrays_become_views_with_four_axes() -> None:
 @pytest.mark.parametrize(
     ("x", "error", "message"),
     [
-        ([1.0], TypeError, "lse is list; " + CONVERT.format("lse")),
-        (np.zeros((2, 3)), TypeError, "lse has dtype float64; it must be float32"),
-        (np.zeros((2, 3), ">f4"), TypeError, "lse has dtype >f4; it must be float32"),
-        (np.zeros((3, 2), np.float32), ValueError, "lse has shape (3, 2); it must be (2, 3)"),
+        ([1.0], TypeError, "lse " + ARRAY.format("lse", "[1.0]")),
+        (np.zeros((2, 3)), TypeError, "lse must have dtype float32; got float64"),
+        (np.zeros((2, 3), ">f4"), TypeError, "lse must have dtype float32; got >f4"),
+        (np.zeros((3, 2), np.float32), ValueError, "lse must have shape (2, 3); got (3, 2)"),
     ],
 )
 def test_check_array(x: Any, error: type[Exception], message: str) -> None:

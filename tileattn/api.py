@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-import numpy as np
-
 from tileattn.backends import registry
 from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.protocol import Explanation
@@ -21,6 +19,7 @@ from tileattn.problem import (
     Operands,
     Options,
     Problem,
+    arrays_of,
     aux_arrays,
     check_array,
     four_axes,
@@ -28,8 +27,7 @@ from tileattn.problem import (
     refuse_pages,
 )
 from tileattn.results import Attention, Gradients, wanted
-
-_ARRAYS = ("bias", "mask", "tree_mask", "alibi_slopes", "sinks")
+from tileattn.validation import check_flags
 
 
 def forward(
@@ -297,10 +295,7 @@ def backward(
     call, operands = _validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
     operands = operands._replace(wrt=wanted(wrt, options))
-    if not isinstance(deterministic, bool | np.bool_):
-        raise TypeError(
-            f"deterministic is {type(deterministic).__name__}; True or False is accepted"
-        )
+    check_flags(deterministic=deterministic)
     if workspace is not None:
         inputs = {"q": q, "k": k, "v": v, **extra, **options, **aux_arrays(options)}
         ensure_workspace(call.backend, workspace, inputs)
@@ -388,15 +383,12 @@ def _validated(
         CALLS.keep(key, call)
         return call, operands
     arrays = {"q": q, "k": k, "v": v, **extra}
-    arrays |= {name: options.get(name) for name in _ARRAYS}
-    arrays |= aux_arrays(options)
+    arrays |= arrays_of(options)
     able = registry.candidates(backend, arrays)
     problem, operands = parse(q, k, v, options)
     chosen = registry.supporting(able, problem)
     for name, x in extra.items():
-        of_rows = name in {"lse", "dlse"}
-        shape = problem.out_shape[:-1] if of_rows else problem.out_shape
-        check_array(name, x, shape, problem.accum_dtype if of_rows else problem.dtype)
+        check_array(name, x, problem.shape_of(name), problem.dtype_of(name))
     call = prepared_call(chosen, problem, operands)
     CALLS.keep(key, call)
     if call.of_any_lengths:

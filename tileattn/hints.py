@@ -39,11 +39,9 @@ def of_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...]) -> str:
     """Guess at an array whose dtype is not accepted."""
     native = x.dtype.newbyteorder("=")
     if native != x.dtype and native in dtypes:
-        return (
-            f"; its bytes are swapped, and {name}.astype({name}.dtype.newbyteorder('=')) is native"
-        )
+        return f"; {name}.astype({name}.dtype.newbyteorder('=')) swaps its bytes"
     if name == "mask" and x.dtype.kind == "f":
-        return "; bias= takes an array that is added to the scores"
+        return "; bias= takes what is added to the scores"
     return ""
 
 

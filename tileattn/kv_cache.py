@@ -9,7 +9,8 @@ from tileattn.backends.buffers import ensure_writable
 from tileattn.backends.registry import ensure_one_owner
 from tileattn.lengths import Paging, integers, offsets_of, paging
 from tileattn.problem import check_dtype
-from tileattn.rotary import check_flags, check_tables, rope
+from tileattn.rotary import check_tables, rope
+from tileattn.validation import check_flags, must_be
 
 
 def append_kv(
@@ -93,7 +94,7 @@ def append_kv(
     starts = _starts(k, cu_seqlens, B, whose)
     old = integers("kv_lengths", kv_lengths, B)
     if old is None:
-        raise TypeError(f"kv_lengths is None; integers of shape ({B},) are accepted")
+        raise TypeError(must_be("kv_lengths", f"an integer, or integers of shape ({B},)", old))
     new = _checked_lengths(old, starts, k_cache, pages, tables)
     ensure_writable("k_cache", k_cache, {"v_cache": v_cache, **given})
     ensure_writable("v_cache", v_cache, given)
@@ -142,7 +143,7 @@ def _tables(k: Any, rotary: Any, interleaved: Any) -> dict[str, Any]:
     if rotary is None:
         return {}
     if not isinstance(rotary, tuple) or len(rotary) != 2:
-        raise TypeError(f"rotary is {type(rotary).__name__}; a tuple (cos, sin) is accepted")
+        raise TypeError(must_be("rotary", "a tuple (cos, sin) or None", rotary))
     tables = dict(zip(("cos", "sin"), rotary, strict=True))
     for name, x in tables.items():
         check_dtype(name, x)
@@ -162,13 +163,13 @@ def _checked_lengths(
     capacity = k_cache.shape[2] if pages is None else pages.capacity
     for b in np.flatnonzero((old < 0) | (new > capacity)):
         raise ValueError(
-            f"kv_lengths holds {old[b]} for sequence {b}, which would have {new[b]} keys; "
-            f"lengths from 0 on are accepted, up to {capacity} keys"
+            f"kv_lengths must be from 0 to the capacity, {capacity}, without the new keys; got "
+            f"{old[b]} for sequence {b}, which would have {new[b]} keys"
         )
     for b in np.flatnonzero((new > old) & (new > len(tables.get("cos", new)))) if tables else ():
         raise ValueError(
-            f"kv_lengths holds {old[b]} for sequence {b}, which would have {new[b]} keys; cos has "
-            f"{len(tables['cos'])} rows, one for each position"
+            f"cos must have a row for each position; got {len(tables['cos'])} rows, and sequence "
+            f"{b} would have {new[b]} keys, with its {old[b]} of kv_lengths"
         )
     if pages is not None:
         pages.check(new)
@@ -184,26 +185,26 @@ def _check_arrays(k_cache: Any, v_cache: Any, k: Any, v: Any, *, packed: bool) -
         check_dtype(name, x)
         if x.dtype != k_cache.dtype:
             raise TypeError(
-                f"{name} has dtype {x.dtype}; it must be that of k_cache, {k_cache.dtype}"
+                f"{name} must have the dtype of k_cache, {k_cache.dtype}; got {x.dtype}"
             )
         cached = name.endswith("cache")
         if x.ndim != (4 if cached else axes):
-            accepted = "(B, Hkv, N, D)" if cached or not packed else "(Hkv, T, D)"
-            raise ValueError(f"{name} has shape {x.shape}; {accepted} is accepted")
+            shape = "(B, Hkv, N, D)" if cached or not packed else "(Hkv, T, D)"
+            raise ValueError(f"{name} must have shape {shape}; got {x.shape}")
     if v_cache.shape[:3] != k_cache.shape[:3]:
         raise ValueError(
-            f"v_cache has shape {v_cache.shape}; but for the last axis it must be that of k_cache, "
-            f"{k_cache.shape}"
+            f"v_cache must have the shape of k_cache, {k_cache.shape}, but for the last axis; got "
+            f"{v_cache.shape}"
         )
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
-            f"v has shape {v.shape}; but for the last axis it must be that of k, {k.shape}"
+            f"v must have the shape of k, {k.shape}, but for the last axis; got {v.shape}"
         )
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if (x.shape[-3], x.shape[-1]) != (cache.shape[1], cache.shape[3]):
             raise ValueError(
-                f"{name} has {x.shape[-3]} heads of dimension {x.shape[-1]}; those of {name}_cache "
-                f"are {cache.shape[1]} of {cache.shape[3]}"
+                f"{name} must have the heads of {name}_cache, {cache.shape[1]} of dimension "
+                f"{cache.shape[3]}; got {x.shape[-3]} of {x.shape[-1]}"
             )
 
 
@@ -219,8 +220,8 @@ def _check_writers(old: Any, new: Any, pages: Paging) -> None:
     for page in found[places > 1]:
         (b, n), (other, m) = np.argwhere(written & (table == page))[:2]
         raise ValueError(
-            f"block_table holds {page} for page {n} of sequence {b} and for page {m} of sequence "
-            f"{other}, and both get new keys; a page for each is accepted"
+            f"block_table must hold a page for each that gets new keys; got {page} for page {n} "
+            f"of sequence {b} and for page {m} of sequence {other}"
         )
 
 
@@ -228,17 +229,16 @@ def _starts(k: Any, cu_seqlens: Any, B: int, whose: str) -> Any:
     """Say how many new tokens lie before each sequence, and how many there are."""
     if cu_seqlens is None:
         if len(k) != B:
-            raise ValueError(f"k has batch size {len(k)}; it must be that of {whose}, {B}")
+            raise ValueError(f"k must have the batch size of {whose}, {B}; got {len(k)}")
         return np.arange(B + 1) * k.shape[2]
     starts = offsets_of("cu_seqlens", cu_seqlens)
     if len(starts) != B + 1:
         raise ValueError(
-            f"cu_seqlens has {len(starts)} entries; it must have one more than {whose}, {B + 1}"
+            f"cu_seqlens must have one more entry than {whose}, {B + 1}; got {len(starts)}"
         )
     if isinstance(starts, np.ndarray) and starts[-1] != k.shape[1]:
         raise ValueError(
-            f"cu_seqlens ends with {starts[-1]}; it must end with the number of tokens of k, "
-            f"{k.shape[1]}"
+            f"cu_seqlens must end at the number of tokens of k, {k.shape[1]}; got {starts[-1]}"
         )
     return starts
 

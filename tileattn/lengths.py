@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tileattn.errors import UnsupportedError
-from tileattn.validation import refuse_masked
+from tileattn.validation import must_be, refuse_masked
 
 FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
 
@@ -66,15 +66,15 @@ class Paging(NamedTuple):
         table, count = self.block_table, len(kv_lengths)
         if table.shape[0] != count:
             raise ValueError(
-                f"block_table has shape {table.shape}; ({count}, pages of a sequence) is accepted"
+                f"block_table must have shape ({count}, pages of a sequence); got {table.shape}"
             )
         if not isinstance(table, np.ndarray) or not isinstance(kv_lengths, np.ndarray):
             return
         used = np.arange(table.shape[1]) * self.page < kv_lengths[:, np.newaxis]
         for b, n in np.argwhere(used & ((table < 0) | (table >= self.pages))):
             raise ValueError(
-                f"block_table holds {table[b, n]} for page {n} of sequence {b}; 0 to "
-                f"{self.pages - 1} are accepted"
+                f"block_table must hold pages from 0 to {self.pages - 1}; got {table[b, n]} for "
+                f"page {n} of sequence {b}"
             )
 
 
@@ -163,14 +163,12 @@ def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
     if table is None:
         return None
     if options.get("cu_seqlens_k") is not None:
-        raise ValueError("cu_seqlens_k does not go with block_table; kv_lengths= has the lengths")
+        raise ValueError("cu_seqlens_k must be None with block_table; kv_lengths has the lengths")
     if options.get("kv_lengths") is None:
-        raise ValueError("block_table needs kv_lengths: how many keys of its pages a sequence has")
-    table = as_integers("block_table", table, "(B, pages of a sequence)")
+        raise ValueError("kv_lengths must be given with block_table; got None")
+    table = as_integers("block_table", table, "integers of shape (B, pages of a sequence)")
     if table.ndim != 2:
-        raise ValueError(
-            f"block_table has shape {table.shape}; (B, pages of a sequence) is accepted"
-        )
+        raise ValueError(f"block_table must have shape (B, pages of a sequence); got {table.shape}")
     return Paging(_remembered(table), *(k.shape[n] for n in (0, 2)))
 
 
@@ -183,12 +181,12 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
     for option in _DENSE:
         if options.get(option) is not None:
             raise UnsupportedError(
-                f"{option} does not go with {name}; score_mod= and mask_mod= do, and so does a "
-                "batch that is padded"
+                f"{option} is not supported with {name}; use score_mod or mask_mod, or pad the "
+                "sequences to a batch"
             )
     if batch != 1:
         raise ValueError(
-            f"q has batch size {batch}; with {name} shapes (H, T, D) and (1, H, T, D) are accepted"
+            f"q must have shape (H, T, D) or (1, H, T, D) with {name}; got batch size {batch}"
         )
     found = [offsets_of(n, x) for n, x in given.items()]
     if options.get("block_table") is not None:
@@ -196,11 +194,11 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
     packed = Packing(found[0], found[-1])
     if len(packed.cu_seqlens_q) != len(packed.cu_seqlens_k):
         raise ValueError(
-            f"cu_seqlens_k has {len(packed.cu_seqlens_k)} entries; it must have as many as "
-            f"cu_seqlens_q, {len(packed.cu_seqlens_q)}"
+            f"cu_seqlens_k must have as many entries as cu_seqlens_q, {len(packed.cu_seqlens_q)}; "
+            f"got {len(packed.cu_seqlens_k)}"
         )
-    other = "" if len(given) == 2 else f", whose sequences {name} has too"
-    return _ending(packed, (name, [*given][-1]), (Nq, Nk), other)
+    both = "" if len(given) == 2 else f" ({name} alone holds for q and k)"
+    return _ending(packed, (name, [*given][-1]), (Nq, Nk), both)
 
 
 def _ending(
@@ -210,27 +208,23 @@ def _ending(
     for offsets, name, array, n in zip(packed, names, "qk", tokens, strict=True):
         if isinstance(offsets, np.ndarray) and offsets[-1] != n:
             raise ValueError(
-                f"{name} ends with {offsets[-1]}; it must end with the number of tokens of "
-                f"{array}, {n}{more}"
+                f"{name} must end at the number of tokens of {array}, {n}; got {offsets[-1]}{more}"
             )
     return packed
 
 
 def offsets_of(name: str, x: Any) -> Any:
     """Give the tokens before each sequence, and those of all."""
-    x = as_integers(name, x, "(S + 1,)")
+    x = as_integers(name, x, "integers of shape (S + 1,)")
     if x.ndim != 1 or not len(x):
-        raise ValueError(f"{name} has shape {x.shape}; (S + 1,) is accepted, for S sequences")
+        raise ValueError(f"{name} must have shape (S + 1,) for S sequences; got {x.shape}")
     offsets = _remembered(x)
     if not isinstance(x, np.ndarray):
         return offsets
     if offsets[0]:
-        raise ValueError(f"{name} starts with {offsets[0]}; 0 is accepted")
+        raise ValueError(f"{name} must start with 0; got {offsets[0]}")
     for n in np.flatnonzero(offsets[1:] < offsets[:-1]):
-        raise ValueError(
-            f"{name} goes down, from {offsets[n]} to {offsets[n + 1]}; numbers that do not "
-            "decrease are accepted"
-        )
+        raise ValueError(f"{name} must not decrease; got {offsets[n + 1]} after {offsets[n]}")
     return offsets
 
 
@@ -244,9 +238,7 @@ def kv_lengths_of(x: Any, count: int, keys: Any) -> Any:
             most = (
                 f"Nk = {keys}" if isinstance(keys, int) else f"the {keys[n]} keys of sequence {n}"
             )
-            raise ValueError(
-                f"kv_lengths holds {lengths[n]}; lengths from 0 to {most} are accepted"
-            )
+            raise ValueError(f"kv_lengths must be from 0 to {most}; got {lengths[n]}")
     return lengths
 
 
@@ -254,13 +246,14 @@ def origin_of(x: Any, entries: int) -> Any:
     """Give where the call starts in a larger one, for each sequence."""
     if x is None:
         return None
-    x = as_integers("origin", x, f"(4,) or ({entries}, 4)")
+    what = f"integers of shape (4,) or ({entries}, 4), of Python or NumPy"
+    x = as_integers("origin", x, what)
     if not isinstance(x, np.ndarray):
-        raise TypeError(f"origin is {type(x).__name__}; integers of Python or NumPy are accepted")
+        raise TypeError(must_be("origin", what, x))
     if x.shape not in ((4,), (entries, 4)):
-        raise ValueError(f"origin has shape {x.shape}; (4,) and ({entries}, 4) are accepted")
+        raise ValueError(f"origin must be {what}; got shape {x.shape}")
     for wrong in x[(x < 0) | (x >= _MOST)].flat:
-        raise ValueError(f"origin holds {wrong}; integers from 0 to 2**31 - 1 are accepted")
+        raise ValueError(f"origin must hold integers from 0 to 2**31 - 1; got {wrong}")
     return np.array(np.broadcast_to(x, (entries, 4)), np.int64, order="C")
 
 
@@ -268,9 +261,10 @@ def integers(name: str, x: Any, count: int) -> Any:
     """One integer for each sequence, from an integer, a sequence or an array."""
     if x is None:
         return None
-    x = as_integers(name, x, f"({count},)")
+    what = f"an integer, or integers of shape ({count},)"
+    x = as_integers(name, x, what)
     if x.shape not in ((), (count,)):
-        raise ValueError(f"{name} has shape {x.shape}; one integer or shape ({count},) is accepted")
+        raise ValueError(f"{name} must be {what}; got shape {x.shape}")
     if not x.shape:
         return np.full(count, int(x), np.int64)
     return _remembered(x)
@@ -281,20 +275,21 @@ def _remembered(x: Any) -> Any:
     return x.astype(np.int64) if isinstance(x, np.ndarray) else x
 
 
-def as_integers(name: str, x: Any, shape: str) -> Any:
-    """Make an array of an integer, a sequence or an array."""
+def as_integers(name: str, x: Any, what: str) -> Any:
+    """Make an array of an integer, a sequence or an array; an error says ``what`` it must be."""
+    given = x
     if isinstance(x, int | list | tuple | np.integer) and not isinstance(x, bool):
         try:
             x = np.asarray(x) if np.size(x) else np.zeros(np.shape(x), np.int64)
-        except ValueError:
-            raise TypeError(f"{name} is {x!r}; integers of shape {shape} are accepted") from None
-    if not hasattr(x, "dtype"):
-        raise TypeError(f"{name} is {type(x).__name__}; integers of shape {shape} are accepted")
+        except (ValueError, TypeError, OverflowError):
+            raise TypeError(must_be(name, what, given)) from None
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(must_be(name, what, given))
     refuse_masked(name, x)
-    if x.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {x.dtype}; integers are accepted")
+    if getattr(x.dtype, "kind", None) not in ("i", "u"):
+        raise TypeError(must_be(name, what, given))
     if isinstance(x, np.ndarray):
         x = np.asarray(x)  # of a subclass, too
         for wrong in x[(x < -FAR) | (x > FAR)].flat:
-            raise ValueError(f"{name} holds {wrong}; integers up to 2**60 in size are accepted")
+            raise ValueError(f"{name} must hold integers up to 2**60 in size; got {wrong}")
     return x

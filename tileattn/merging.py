@@ -1,6 +1,6 @@
 """Join partial results: attention over disjoint sets of keys."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from tileattn.algorithm.softmax import RowState
 from tileattn.dtypes import accum_dtype
 from tileattn.problem import check_array, check_dtype
 from tileattn.results import Attention
+from tileattn.validation import must_be
 
 
 def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
@@ -55,8 +56,8 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
     outs, lses = _listed("outs", outs), _listed("lses", lses)
     if len(outs) != len(lses) or not outs:
         raise ValueError(
-            f"outs has {len(outs)} and lses has {len(lses)} entries; as many of each, at "
-            "least one, are accepted"
+            "outs and lses must have as many entries, and at least one; got "
+            f"{len(outs)} and {len(lses)}"
         )
     check_dtype("outs[0]", outs[0])
     sums = accum_dtype(outs[0].dtype)
@@ -72,12 +73,10 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
 
 
 def _listed(name: str, x: Any) -> list[Any]:
+    what = "a sequence of arrays"
     if hasattr(x, "dtype"):  # one array may hold the parts, or be one part
-        raise TypeError(
-            f"{name} is {type(x).__name__}; a sequence of arrays is accepted "
-            f"(list({name}) where its first axis counts the parts)"
-        )
-    try:
-        return list(x)
-    except TypeError:
-        raise TypeError(f"{name} is {type(x).__name__}; a sequence of arrays is accepted") from None
+        remedy = f"list({name}) where its first axis counts the parts"
+        raise TypeError(must_be(name, what, x, remedy))
+    if not isinstance(x, Iterable):
+        raise TypeError(must_be(name, what, x))
+    return list(x)

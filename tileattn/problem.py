@@ -16,9 +16,12 @@ from tileattn.lengths import Packing, Paging, Places, places_of
 from tileattn.origin import from_origin, origin_arrays
 from tileattn.scalars import dropout_of, scale_of, seed_of, softcap_of
 from tileattn.tree_mask import tree_arrays, with_tree
-from tileattn.validation import require_array
+from tileattn.validation import must_be, require_array, scalar
 from tileattn.window import window_of, without_far_sides
 
+_ARRAYS = ("bias", "mask", "tree_mask", "alibi_slopes", "sinks")
+_NUMBERS = ("scale", "softcap", "dropout_p", "seed")
+_OF_ROWS = ("lse", "dlse")
 _BOOLEAN = (np.dtype(np.bool_),)
 # Where keys and queries are. With none of these each sequence has all keys, and ends with them.
 _PLACES = ("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table")
@@ -134,6 +137,14 @@ class Problem:
         """Shape of ``out`` as the caller sees it."""
         return (self.B, self.Hq, self.Nq, self.Dv)[4 - self.ndim :]
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Shape of a result or its upstream gradient, as the caller sees it."""
+        return self.out_shape[:-1] if name in _OF_ROWS else self.out_shape
+
+    def dtype_of(self, name: str) -> np.dtype[Any]:
+        """Dtype of a result and its upstream gradient."""
+        return self.accum_dtype if name in _OF_ROWS else self.dtype
+
 
 class Operands(NamedTuple):
     """The arrays of one call, as views with all four axes, and which gradients are asked for.
@@ -205,10 +216,8 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
     block_mask = options.get("block_mask")
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
-            raise TypeError(
-                f"block_mask is {type(block_mask).__name__}; a tileattn.BlockMask is accepted "
-                "(BlockMask.from_mask makes one from a boolean array)"
-            )
+            remedy = "BlockMask.from_mask makes one from a boolean array"
+            raise TypeError(must_be("block_mask", "a tileattn.BlockMask", block_mask, remedy))
         block_mask.check(*shape)
     score_mod, mask_mod = _functions(options, shape)
     window = window_of(options.get("window"), options.get("causal", False))
@@ -223,7 +232,7 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         dropout_p=dropout_of(options.get("dropout_p", 0.0)),
         seed=seed_of(options.get("seed", 0)),
         ndim=ndim,
-        enabled_options=frozenset(name for name, value in options.items() if _in_use(value)),
+        enabled_options=frozenset(name for name, value in options.items() if _in_use(name, value)),
         score_mod=score_mod,
         mask_mod=mask_mod,
         sequences=None if packed is None else entries,
@@ -252,15 +261,19 @@ def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, An
     )
 
 
+def arrays_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the arrays among the options, by their names in messages."""
+    given = {name: options[name] for name in _ARRAYS if options.get(name) is not None}
+    return given | aux_arrays(options)
+
+
 def aux_arrays(options: Mapping[str, Any]) -> dict[str, Any]:
     """Give the arrays ``aux`` by their names in messages; raise TypeError if it is no sequence."""
     aux = options.get("aux")
     if aux is None:
         return {}
     if not isinstance(aux, tuple | list):
-        raise TypeError(
-            f"aux is {type(aux).__name__}; a tuple of arrays is accepted (aux=(array,) for one)"
-        )
+        raise TypeError(must_be("aux", "a tuple of arrays", aux, "aux=(array,) for one"))
     return {f"aux[{n}]": x for n, x in enumerate(aux)}
 
 
@@ -268,19 +281,22 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
     """Raise if an array is not exactly of one shape and dtype."""
     require_array(name, x)
     if x.dtype != dtype:
-        raise TypeError(f"{name} has dtype {x.dtype}; it must be {dtype}")
+        raise TypeError(f"{name} must have dtype {dtype}; got {x.dtype}")
+    check_shape(name, x, shape)
+
+
+def check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if an array is not exactly of one shape."""
     if x.shape != shape:
-        raise ValueError(f"{name} has shape {x.shape}; it must be {shape}")
+        raise ValueError(f"{name} must have shape {shape}; got {x.shape}")
 
 
 def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -> None:
     """Raise TypeError if an argument is not an array of one of some dtypes."""
     require_array(name, x)
     if x.dtype not in dtypes:
-        names = ", ".join(dtype.name for dtype in dtypes)
-        accepted = f"accepted are {names}" if len(dtypes) > 1 else f"{names} is accepted"
         hint = hints.of_dtype(name, x, dtypes)
-        raise TypeError(f"{name} has dtype {x.dtype}; {accepted}{hint}")
+        raise TypeError(f"{name} must have dtype {_names(dtypes)}; got {x.dtype}{hint}")
 
 
 def four_axes(x: Any) -> Any:
@@ -302,8 +318,8 @@ def check_names(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in Options.__annotations__:
             hint = hints.of_option(name, Options.__annotations__)
-            accepted = ", ".join(Options.__annotations__)
-            raise TypeError(f"unknown option {name!r}{hint}; accepted are {accepted}")
+            known = ", ".join(Options.__annotations__)
+            raise TypeError(f"unknown option {name!r}{hint}; the options are {known}")
 
 
 def _sizes(
@@ -313,17 +329,17 @@ def _sizes(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, x)
         if x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}; it must be that of q, {q.dtype}")
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}; got {x.dtype}")
         if not 2 <= x.ndim <= 4:
             raise ValueError(
-                f"{name} has shape {x.shape}; accepted are (N, D), (H, N, D) and (B, H, N, D)"
+                f"{name} must have shape (N, D), (H, N, D) or (B, H, N, D); got {x.shape}"
             )
         if paged and name != "q" and x.ndim != 4:
             raise ValueError(
-                f"{name} has shape {x.shape}; with block_table (pages, Hkv, page, D) is accepted"
+                f"{name} must have shape (pages, Hkv, page, D) with block_table; got {x.shape}"
             )
         if not paged and x.ndim != q.ndim:
-            raise ValueError(f"{name} has {x.ndim} axes; it must have as many as q, {q.ndim}")
+            raise ValueError(f"{name} must have as many axes as q, {q.ndim}; got shape {x.shape}")
     B, Hq, Nq, D = (1,) * (4 - q.ndim) + q.shape
     Bk, Hkv, Nk, Dk = (1,) * (4 - k.ndim) + k.shape
     Bv, Hv, Nv, Dv = (1,) * (4 - v.ndim) + v.shape
@@ -331,15 +347,14 @@ def _sizes(
     for name, axis, got, other, expected in (
         *((("v", "number of pages", Bv, "k", Bk),) if paged else batch),
         ("k", "head dimension", Dk, "q", D),
+        ("v", "number of heads", Hv, "k", Hkv),
         ("v", "length", Nv, "k", Nk),
     ):
         if got != expected:
-            raise ValueError(f"{name} has {axis} {got}; it must be that of {other}, {expected}")
-    if Hv != Hkv:
-        raise ValueError(f"v has {Hv} heads; it must have as many as k, {Hkv}")
+            raise ValueError(f"{name} must have the {axis} of {other}, {expected}; got {got}")
     if Hq % Hkv if Hkv else Hq:
         raise ValueError(
-            f"k has {Hkv} heads; a number that divides the {Hq} heads of q is accepted"
+            f"k must have a number of heads that divides the {Hq} heads of q; got {Hkv}"
             + hints.of_heads(q, k)
         )
     return q.ndim, (B, Hq, Hkv, Nq, Nk, D, Dv)
@@ -352,8 +367,8 @@ def _array(
         return
     check_dtype(name, x, dtypes)
     if x.shape not in shapes:
-        accepted = " and ".join(map(str, dict.fromkeys(shapes)))
-        raise ValueError(f"{name} has shape {x.shape}; accepted is {accepted}")
+        fitting = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"{name} must have shape {fitting}; got {x.shape}")
 
 
 def _broadcastable(
@@ -365,8 +380,8 @@ def _broadcastable(
     axes = shape[4 - x.ndim :] if x.ndim <= 4 else ()
     if x.ndim > 4 or any(n not in (1, m) for n, m in zip(x.shape, axes, strict=True)):
         raise ValueError(
-            f"{name} has shape {x.shape}; a shape that broadcasts to (B, Hq, Nq, Nk) = {shape} "
-            "is accepted" + hints.of_keys(name, x, shape)
+            f"{name} must broadcast to (B, Hq, Nq, Nk) = {shape}; got shape {x.shape}"
+            + hints.of_keys(name, x, shape)
         )
 
 
@@ -379,12 +394,12 @@ def _functions(
         require_array(name, x)
         if kind_of(x) is None:
             raise TypeError(
-                f"{name} has dtype {x.dtype}; accepted are booleans, integers of up to 64 bits, "
-                f"uint64 excepted, and {', '.join(dtype.name for dtype in DTYPES)}"
+                f"{name} must hold booleans, integers of up to 64 bits but not uint64, or "
+                f"{_names(DTYPES)}; got dtype {x.dtype}"
             )
     score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
     if aux and score_mod is None and mask_mod is None:
-        raise ValueError(f"aux has {len(aux)} arrays, and there is no score_mod or mask_mod")
+        raise ValueError(f"aux must be empty without score_mod or mask_mod; got {len(aux)} arrays")
     arrays = tuple(aux.values())
     score = None if score_mod is None else score_expression(score_mod, arrays)
     mask = None if mask_mod is None else mask_expression(mask_mod, arrays)
@@ -398,7 +413,14 @@ def _functions(
     return score, with_tree(mask, options, len(arrays))
 
 
-def _in_use(value: Any) -> bool:
+def _names(dtypes: Sequence[np.dtype[Any]]) -> str:
+    """Write down some dtypes: a, b or c."""
+    *first, last = (dtype.name for dtype in dtypes)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _in_use(name: str, value: Any) -> bool:
     """Whether an option differs from its default of None, False or zero."""
+    value = scalar(value) if name in _NUMBERS else value
     plain = isinstance(value, int | float | np.generic | tuple | list)
     return value is not None and not (plain and not value)

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from tileattn.validation import must_be
+
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")
 """Names of the inputs that have a gradient."""
 
@@ -77,13 +79,13 @@ def wanted(wrt: Any, options: Mapping[str, Any]) -> frozenset[str] | None:
     """Check the names of the gradients that are asked for."""
     if wrt is None:
         return None
-    if isinstance(wrt, str) or not isinstance(wrt, Iterable):
-        raise TypeError(f"wrt is {wrt!r}; a sequence of names is accepted, as ('q', 'k')")
-    names = tuple(wrt)
+    what = f"a sequence of names among {', '.join(DIFFERENTIABLE)}"
+    names = tuple(wrt) if isinstance(wrt, Iterable) and not isinstance(wrt, str) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(must_be("wrt", what, wrt))
     for name in names:
-        if not isinstance(name, str) or name not in DIFFERENTIABLE:
-            accepted = ", ".join(DIFFERENTIABLE)
-            raise ValueError(f"wrt has {name!r}; accepted are {accepted}")
+        if name not in DIFFERENTIABLE:
+            raise ValueError(must_be("wrt", what, wrt))
         if name in DIFFERENTIABLE[3:] and options.get(name) is None:
-            raise ValueError(f"wrt has {name!r}, and the call has no {name}; leave it out")
+            raise ValueError(f"wrt must not have {name!r}: the call has no {name}")
     return frozenset(names)

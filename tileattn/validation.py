@@ -1,18 +1,57 @@
-"""What no argument of any call may be."""
+"""What the arguments of any call must be, and the form of the messages that say so."""
 
+import math
+import numbers
+import reprlib
 from typing import Any
 
 import numpy as np
+
+from tileattn.dtypes import BFLOAT16
+
+_LONGEST = 200  # bits of an integer that a message writes out
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = _brief.maxlong = 80
+
+
+def must_be(name: str, what: str, x: Any, remedy: str = "") -> str:
+    """Write the message for an argument that is not what it must be."""
+    return f"{name} must be {what}; got {shown(x)}" + (f" ({remedy})" if remedy else "")
+
+
+def shown(x: Any) -> str:
+    """Describe an argument: a plain value by itself, an array by its dtype and shape."""
+    if isinstance(x, int) and x.bit_length() > _LONGEST:
+        return f"an integer of {x.bit_length()} bits"
+    if isinstance(x, bool | int | float | complex | str | bytes | np.generic | None):
+        return _brief.repr(x)
+    if isinstance(x, tuple | list | dict | set | frozenset):
+        return " ".join(_brief.repr(x).split())
+    kind = x if isinstance(x, type) else type(x)
+    named = kind.__qualname__
+    if kind.__module__ != "builtins":
+        named = f"{kind.__module__}.{named}"
+    if kind is x:
+        return f"the class {named}"
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{named} of dtype {x.dtype} and shape {x.shape}"
+    return f"an object of type {named}"
 
 
 def require_array(name: str, x: Any) -> None:
     """Raise TypeError if an argument is no array, or one whose mask would be lost."""
     if not hasattr(x, "dtype") or not hasattr(x, "strides"):
         raise TypeError(
-            f"{name} is {type(x).__name__}; a NumPy or CuPy array is accepted "
-            f"(numpy.asarray({name}) makes one)"
+            must_be(name, "a NumPy or CuPy array", x, f"numpy.asarray({name}) makes one")
         )
     refuse_masked(name, x)
+
+
+def require_numpy(name: str, x: Any) -> None:
+    """Raise TypeError if an argument is no NumPy array, or a matrix."""
+    refuse_masked(name, x)
+    if not isinstance(x, np.ndarray) or isinstance(x, np.matrix):
+        raise TypeError(must_be(name, "a NumPy array", x, f"numpy.asarray({name}) makes one"))
 
 
 def refuse_masked(name: str, x: Any) -> None:
@@ -22,3 +61,58 @@ def refuse_masked(name: str, x: Any) -> None:
             f"{name} is numpy.ma.MaskedArray, whose mask would be lost; its filled() makes a plain "
             "array of it"
         )
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise TypeError if a flag is no truth value."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(must_be(name, "True or False", flag))
+
+
+def real(name: str, x: Any, what: str) -> float:
+    """Make a finite float of a number; raise an error that says ``what`` it must be."""
+    number = scalar(x)
+    plain = isinstance(number, numbers.Real | BFLOAT16.type)
+    if not plain or isinstance(number, bool | np.timedelta64):
+        raise TypeError(must_be(name, what, x))
+    try:
+        value = float(number)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(must_be(name, what, x))
+    return value + 0.0  # not -0.0: calls that compare equal have the same bits
+
+
+def integer(
+    name: str, x: Any, what: str, low: int = 0, end: int | None = None, whole: Any = None
+) -> int:
+    """Make an int of an integer from ``low`` to ``end - 1``, which may be a part of an argument."""
+    number, given = scalar(x), x if whole is None else whole
+    if isinstance(number, bool | np.timedelta64) or not isinstance(number, int | np.integer):
+        raise TypeError(must_be(name, what, given))
+    value = int(number)
+    if value < low or (end is not None and value >= end):
+        raise ValueError(must_be(name, what, given))
+    return value
+
+
+def integers_of(name: str, x: Any, what: str, count: int, low: int = 0) -> tuple[int, ...]:
+    """Make ints of a tuple of so many integers."""
+    if not isinstance(x, tuple | list):
+        raise TypeError(must_be(name, what, x))
+    if len(x) != count:
+        raise ValueError(must_be(name, what, x))
+    return tuple(integer(name, n, what, low, whole=x) for n in x)
+
+
+def scalar(x: Any) -> Any:
+    """Take the number out of a NumPy array without axes."""
+    return x[()] if isinstance(x, np.ndarray) and not x.shape else x
+
+
+def lengths_of(name: str, x: Any) -> tuple[int, int, int, int]:
+    """Make ints of the four lengths of a shape."""
+    B, Hq, Nq, Nk = integers_of(name, x, "four non-negative integers (B, Hq, Nq, Nk)", 4)
+    return B, Hq, Nq, Nk

@@ -2,22 +2,22 @@
 
 from typing import Any
 
-import numpy as np
-
 from tileattn.lengths import FAR
+from tileattn.validation import check_flags, integer, must_be
+
+_PAIR = "a pair (left, right), each a non-negative integer or None, or None"
 
 Window = tuple[int | None, int | None]
 
 
 def window_of(window: Any, causal: Any) -> Window:
     """Both sides of the window, causal folded into the right one."""
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"causal is {type(causal).__name__}; True or False is accepted")
+    check_flags(causal=causal)
     left: int | None = None
     right: int | None = None
     if window is not None:
         if not isinstance(window, tuple | list) or len(window) != 2:
-            raise TypeError(f"window is {window!r}; a pair (left, right) or None is accepted")
+            raise TypeError(must_be("window", _PAIR, window))
         left, right = (_side(side, window) for side in window)
     if causal:
         right = 0
@@ -38,11 +38,7 @@ def without_far_sides(window: Window, Nq: int, Nk: int) -> Window:
 def _side(side: Any, window: Any) -> int | None:
     if side is None:
         return None
-    if isinstance(side, bool) or not isinstance(side, int | np.integer):
-        raise TypeError(f"window is {window!r}; each side must be an integer or None")
-    if side < 0:
-        raise ValueError(
-            f"window is {window!r}; each side must be 0 or more, or None to leave it open"
-            + (" (as FlashAttention's -1 does)" if side == -1 else "")
-        )
-    return min(int(side), 2 * FAR)  # further than any key is from any position
+    minus_one = type(side) is int and side == -1  # FlashAttention's
+    what = _PAIR + (", with None, not -1, for an open side" if minus_one else "")
+    # Further than any key is from any position.
+    return min(integer("window", side, what, whole=window), 2 * FAR)

@@ -61,5 +61,5 @@ def test_what_rounds_to_one_is_refused() -> None:
     nearly = np.nextafter(np.longdouble(1), np.longdouble(0))
     if float(nearly) < 1:
         pytest.skip("the platform's long double is a double")
-    with pytest.raises(ValueError, match=r"^dropout_p is .*; it must be at least 0 and below 1$"):
+    with pytest.raises(ValueError, match=r"^dropout_p must be .*, but not including, 1; got "):
         dropout_mask((1, 1, 2, 2), nearly, 0)

@@ -53,7 +53,7 @@ def test_a_rank_that_refuses_is_named() -> None:
         return dist.forward(q, K, V, comm)
 
     first, second, third = raised(on_ranks(3, run))
-    assert second == "ValueError: k has head dimension 8; it must be that of q, 4"
+    assert second == "ValueError: k must have the head dimension of q, 4; got 8"
     assert first == third == f"RuntimeError: rank 1 has failed: {second}"
 
 
@@ -65,7 +65,7 @@ def test_a_rank_that_refuses_is_named() -> None:
         ({"layout": 3}, "layout is 3; 'contiguous', 'zigzag' and a tileattn.distributed.Layout"),
         ({"layout": Layout.contiguous([24])}, "layout is of 1 ranks, and there are 2"),
         ({"layout": Layout.contiguous([11, 13])}, "layout gives rank 0 11 tokens, and its arrays"),
-        ({"mask": np.ones((12, 23), bool)}, "mask has shape (12, 23); a shape that broadcasts"),
+        ({"mask": np.ones((12, 23), bool)}, "mask must broadcast to (B, Hq, Nq, Nk)"),
         ({"unknown": 1}, "unknown option 'unknown'"),
         (
             {"schedule": "star"},
@@ -91,7 +91,7 @@ def test_gradients_need_what_forward_has_returned() -> None:
         return dist.backward(out, Q, K, V, out[..., :11, :], lse, comm)
 
     first, _ = raised(on_ranks(2, run))
-    assert first.startswith("ValueError: out has shape (1, 2, 11, 8); it must be (1, 2, 12, 8)")
+    assert first.startswith("ValueError: out must have shape (1, 2, 12, 8); got (1, 2, 11, 8)")
 
 
 def test_gradients_are_asked_for_by_all_ranks_alike() -> None:

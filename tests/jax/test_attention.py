@@ -301,7 +301,7 @@ def test_equal_functions_share_a_program_and_keep_nothing_alive() -> None:
 
 def test_errors_come_where_the_call_is_written() -> None:
     q, k, v = (jnp.asarray(x) for x in given()[:3])
-    with pytest.raises(ValueError, match="k has head dimension 8; it must be that of q, 16"):
+    with pytest.raises(ValueError, match="k must have the head dimension of q, 16; got 8"):
         jax.jit(attention)(q, k[..., :8], v)
     with pytest.raises(TypeError, match="unknown option 'is_causal'"):
         attention(q, k, v, is_causal=True)
@@ -316,7 +316,7 @@ def test_errors_come_where_the_call_is_written() -> None:
 
 def test_errors_of_values_come_from_the_program() -> None:
     q, k, v = (jnp.asarray(x) for x in given()[:3])
-    with pytest.raises(jax.errors.JaxRuntimeError, match="kv_lengths holds 60; lengths from 0 to"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="kv_lengths must be from 0 to"):
         jax.jit(lambda n: attention(q, k, v, kv_lengths=n))(jnp.array([60, 3])).block_until_ready()
 
 

@@ -262,10 +262,10 @@ def test_a_cache_is_read_without_new_keys() -> None:
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"cache_seqlens": torch.tensor([5, 7])}, ValueError, "kv_lengths holds 7"),
+        ({"cache_seqlens": torch.tensor([5, 7])}, ValueError, "kv_lengths must be .*; got 7"),
         ({"cache_seqlens": None}, TypeError, "cache_seqlens must be given with k"),
-        ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
-        ({"alibi_slopes": torch.zeros(7)}, ValueError, "alibi_slopes has shape"),
+        ({"softcap": -1.0}, ValueError, "softcap must be .*; got -1.0"),
+        ({"alibi_slopes": torch.zeros(7)}, ValueError, "alibi_slopes must have shape"),
         (
             {"cache_leftpad": LENGTHS},
             ValueError,

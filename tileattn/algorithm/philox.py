@@ -12,13 +12,14 @@ for query ``i`` and key ``j``. An element is kept where its word is at least
 ``floor(dropout_p * 2**32)``.
 """
 
-import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+from tileattn.scalars import dropout_of, seed_of
+from tileattn.validation import lengths_of
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)  # the golden ratio and sqrt(3) - 1, as 32-bit fractions
@@ -128,7 +129,8 @@ def dropout_mask(
     array([[[[1, 0, 0, 0, 0, 0],
              [0, 0, 1, 0, 1, 0]]]])
     """
-    (B, Hq, Nq, Nk), dropout_p, seed = _checked(shape, dropout_p, seed)
+    B, Hq, Nq, Nk = lengths_of("shape", shape)
+    dropout_p, seed = dropout_of(dropout_p), seed_of(seed)
     heads = np.arange(Hq)
     kept = np.empty((B, Hq, Nq, Nk), np.bool_)
     for b in range(B):
@@ -191,29 +193,3 @@ def _pieces(heads: int, rows: int, counters_per_row: int) -> Iterator[tuple[slic
     for h in range(0, heads, head_step):
         for r in range(0, rows, row_step):
             yield slice(h, h + head_step), slice(r, r + row_step)
-
-
-def _checked(shape: Any, dropout_p: Any, seed: Any) -> tuple[tuple[int, int, int, int], float, int]:
-    """Make Python's numbers of all, which 64 bits do not overflow."""
-    accepted = "four lengths (B, Hq, Nq, Nk) are accepted"
-    if not isinstance(shape, tuple | list) or not all(map(_is_integer, shape)):
-        raise TypeError(f"shape is {shape!r}; {accepted}")
-    if len(shape) != 4 or min(shape) < 0:
-        raise ValueError(f"shape is {tuple(shape)!r}; {accepted}, none of them negative")
-    real = isinstance(dropout_p, numbers.Real | ml_dtypes.bfloat16)
-    if isinstance(dropout_p, bool) or not real:
-        raise TypeError(
-            f"dropout_p is {dropout_p!r}; a real number from 0 up to, not including, 1 is accepted"
-        )
-    if not 0 <= float(dropout_p) < 1:
-        raise ValueError(f"dropout_p is {dropout_p!r}; it must be at least 0 and below 1")
-    if not _is_integer(seed):
-        raise TypeError(f"seed is {seed!r}; an integer from 0 to 2**64 - 1 is accepted")
-    if not 0 <= int(seed) < 2**64:
-        raise ValueError(f"seed is {seed!r}; it must be at least 0 and below 2**64")
-    B, Hq, Nq, Nk = (int(n) for n in shape)
-    return (B, Hq, Nq, Nk), float(dropout_p), int(seed)
-
-
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
