@@ -181,7 +181,7 @@ def test_masks_are_combined() -> None:
 
 def test_what_is_not_combined() -> None:
     mask = BlockMask.from_mask(PAIRS[0], (2, 3))
-    with pytest.raises(ValueError, match=r"^the masks of & must have blocks of one size; got \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"^the masks of & must have blocks of one size; got "):
         mask & BlockMask.from_mask(PAIRS[1], (3, 3))
     for other in (PAIRS[1][..., :10], PAIRS[1][..., :9], PAIRS[1][[0, 1, 1]]):
         with pytest.raises(ValueError, match=r"^the masks of [&|] must fit one problem; "):
