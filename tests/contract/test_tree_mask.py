@@ -201,23 +201,23 @@ def test_trees_of_calls_with_fewer_axes(backend: Runner) -> None:
     ("changed", "error", "message"),
     [
         ({"tree_mask": [[[True]]]}, TypeError, "tree_mask is list"),
-        ({"tree_mask": np.ones((1, 2, 2))}, TypeError, "tree_mask has dtype float64; bool is"),
+        ({"tree_mask": np.ones((1, 2, 2))}, TypeError, "tree_mask must have dtype bool; got"),
         (
             {"tree_mask": np.ones((2, 2), bool)},
             ValueError,
-            "tree_mask has shape (2, 2); accepted is (1, 2, 2) and (3, 2, 2)",
+            "tree_mask must have shape (1, 2, 2) or (3, 2, 2); got (2, 2)",
         ),
         (
             {"tree_mask": np.ones((3, 2, 3), bool)},
             ValueError,
-            "tree_mask has shape (3, 2, 3); accepted is (1, 2, 2) and (3, 2, 2)",
+            "tree_mask must have shape (1, 2, 2) or (3, 2, 2); got (3, 2, 3)",
         ),
         (
             {"cu_seqlens_q": [0, 2], "cu_seqlens_k": [0, NK]},
             tileattn.UnsupportedError,
-            "tree_mask does not go with cu_seqlens_q; score_mod= and mask_mod= do",
+            "tree_mask is not supported with cu_seqlens_q; use score_mod or mask_mod",
         ),
-        ({"aux": (np.zeros(3),)}, ValueError, "aux has 1 arrays, and there is no score_mod or"),
+        ({"aux": (np.zeros(3),)}, ValueError, "aux must be empty without score_mod or"),
     ],
 )
 def test_what_is_refused(changed: dict[str, Any], error: type[Exception], message: str) -> None:
