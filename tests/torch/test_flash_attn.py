@@ -279,7 +279,7 @@ def test_a_cache_is_read_without_new_keys() -> None:
         ),
         ({"cache_batch_idx": 1}, ValueError, r"cache_batch_idx must have shape \(B,\)"),
         ({"block_table": [0, 1]}, ValueError, r"block_table must have shape \(B, pages of a seq"),
-        ({"return_softmax_lse": 1}, TypeError, "return_softmax_lse is int"),
+        ({"return_softmax_lse": 1}, TypeError, "return_softmax_lse must be True or False"),
         ({"rotary_interleaved": 1}, TypeError, r"rotary_interleaved (is|must be) "),
         ({"learnable_sink": torch.zeros(3)}, ValueError, r"must have shape .* got \(3,\)"),
         ({"window_size": 5}, TypeError, "window_size must be a pair .* got 5"),
@@ -323,7 +323,7 @@ def test_rows_of_another_rank_are_named() -> None:
         ({"cu_seqlens_k": None}, "cu_seqlens_k must be integers"),
         ({"cu_seqlens_k": 3}, "cu_seqlens_k must be integers"),
         ({"cu_seqlens_k": None, "block_table": [[0]]}, "cu_seqlens_k must be integers"),
-        ({"return_attn_probs": 1}, "return_attn_probs is int"),
+        ({"return_attn_probs": 1}, "return_attn_probs must be True or False"),
         ({"dropout_p": torch.zeros(2)}, r"dropout_p (is|must be) "),
     ],
 )
