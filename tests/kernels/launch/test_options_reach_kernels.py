@@ -32,7 +32,7 @@ SCORELESS = {
     *("backward_daux_sum", "backward_dq_convert", "backward_dq_convert_sm90"),
     *("backward_dsinks", "backward_preprocess", "forward_combine"),
     *("classify_tiles", "list_key_tiles", "list_query_tiles", "rank_key_tiles"),
-    *("order_key_blocks", "order_query_blocks"),
+    *("count_key_blocks", "count_query_blocks", "order_key_blocks", "order_query_blocks"),
 }
 # Kernels that compute the logsumexp again, which dropout does not change.
 WITHOUT_DROPOUT = {"backward_large_scores", "naive_large_scores"}

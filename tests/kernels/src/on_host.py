@@ -16,12 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tileattn.expressions.nodes import Node
-from tileattn.kernels.config.block_order import (
-    BLOCK_BYTES,
-    ORDERS_KEYS,
-    ORDERS_QUERIES,
-    ordered_blocks,
-)
+from tileattn.kernels.config.block_order import COUNTS, ORDERS_QUERIES, order_bytes, ordered_blocks
 from tileattn.kernels.config.functions import functions_text
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.config.tile_lists import KERNELS
@@ -69,6 +64,7 @@ inline u32 __ballot_sync(u32, bool x) { return x; }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 template <class T> T __shfl_xor_sync(u32, T x, int) { return x; }
 inline void __syncthreads() {}
+inline int __syncthreads_count(bool x) { return x; }
 inline void sync_threads() {}
 inline void overlap_launches() {}
 struct float16;
@@ -264,17 +260,19 @@ def sequence_blocks(
 
 def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> Array:
     """Put the work tiles of a plan in order: a row of integers for each `PackedBlock`."""
-    key = next(x.key for x in plan.launches if x.key.kernel in (ORDERS_QUERIES, ORDERS_KEYS))
+    key = next(x.key for x in plan.launches if x.key.kernel in COUNTS)
     count = ordered_blocks(plan.problem, key)
-    found = np.full((count, BLOCK_BYTES // 4), -1, np.int32)
+    found = np.full(order_bytes(plan.problem, key) // 4, -1, np.int32)
     counter = np.ones(1, np.uint32)
     block, places = block_with(plan, integers), slots({})
     for name, x in (("block_order", found), ("tile_counter", counter)):
         block[places[name]] = x.ctypes.data
-    library = built(folder, kernel_texts(key, 1, "float32"), f"{key.kernel}.cpp")
-    library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(count))
+    counting = [x for x in plan.launches if x.key.kernel == COUNTS[key.kernel]]
+    for each, grid in (*((x.key, x.grid) for x in counting), (key, count)):
+        library = built(folder, kernel_texts(each, 1, "float32"), f"{each.kernel}.cpp")
+        library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(grid))
     assert counter[0] == (key.kernel != ORDERS_QUERIES)  # a forward pass finds zero
-    return found
+    return found[: 12 * count].reshape(count, 12)
 
 
 def block_with(plan: LaunchPlan, integers: Mapping[str, Array]) -> Array:

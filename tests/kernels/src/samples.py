@@ -9,7 +9,7 @@ import numpy as np
 from tileattn.backends.cupy import partial_rows
 from tileattn.dtypes import DTYPES, NAMED
 from tileattn.expressions.functions import mask_expression, score_expression
-from tileattn.kernels.config.block_order import ORDERS_KEYS, ORDERS_QUERIES
+from tileattn.kernels.config.block_order import COUNTS, ORDERS_KEYS, ORDERS_QUERIES, WHOLE
 from tileattn.kernels.config.context import LaunchContext
 from tileattn.kernels.config.families import backward_launches, forward_launches
 from tileattn.kernels.config.hopper import (
@@ -176,6 +176,8 @@ def _packed_keys(arch: str, combination: int) -> Iterator[KernelKey]:
             of_asked = (dtype, dim) == asked[0] and not key.head_flags
             if of_asked or key.kernel in (*_OF_HOPPER, *_ORDERS):
                 yield key
+    many = replace(problem_of("bfloat16", 64, {"cu_seqlens_q"}), sequences=WHOLE + 1)
+    yield from (key for key in _keys(many, context_of(arch)) if key.kernel in COUNTS.values())
 
 
 def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:

@@ -9,7 +9,7 @@ import pytest
 from tests.kernels.src.samples import TILED, is_tuned, representative_keys
 from tileattn.dtypes import DTYPES
 from tileattn.errors import KernelCompileError
-from tileattn.kernels.config.block_order import ORDERS_KEYS, ORDERS_QUERIES
+from tileattn.kernels.config.block_order import COUNTS
 from tileattn.kernels.config.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
@@ -112,8 +112,8 @@ def test_every_source(archs: tuple[str, ...]) -> None:
         HOPPER_DQ_CONVERT,
         *HOPPER_DS,
         LATENT,
-        ORDERS_QUERIES,
-        ORDERS_KEYS,
+        *COUNTS,
+        *COUNTS.values(),
         *LISTS["forward"],
         *LISTS["backward"],
     }

@@ -1,5 +1,6 @@
 """Where kernels find the blocks of packed sequences, run on the CPU."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from tests.kernels.launch.planning import H200, asked, backward, forward
 from tests.kernels.src.on_host import Found, ordered, sequence_blocks
+from tileattn.kernels.config.block_order import CHUNK, WHOLE
 from tileattn.kernels.config.context import block_count
 from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.launch.layout import contiguous_inputs
@@ -95,12 +97,18 @@ def test_nothing_beyond_the_arrays_whatever_offsets_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (70, 20)], ids=str)
 @pytest.mark.parametrize(
     ("D", "l2_bytes", "count"),
-    [(64, 1 << 30, 17), (64, 1 << 21, 17), (256, 1 << 21, 1023), (256, 1, 1024)],
+    [
+        *((64, 1 << 30, 17), (64, 1 << 21, 17), (256, 1 << 21, 1023), (256, 1, 1024)),
+        (64, 1 << 21, 5000),
+    ],
 )
 def test_the_longest_sequences_go_first(
     D: int, l2_bytes: int, count: int, window: Window, tmp_path: Path
 ) -> None:
-    """Each block is there once; those that share the L2 cache take turns."""
+    """Each block is there once; those that share the L2 cache take turns.
+
+    Of many blocks each chunk has an order of its own.
+    """
     rng = np.random.default_rng(D)
     lengths = rng.integers(0, 700, (2, count)) * rng.integers(0, 2, (2, count))
     lengths[:, 17:] //= 20
@@ -119,18 +127,24 @@ def test_the_longest_sequences_go_first(
             x.workers for x in plan.launches if x.key.kernel in (HOPPER, *HOPPER_BACKWARDS)
         )
         row_bytes = (4 * D, HQ * (8 if D <= 128 else 4) * D)[axis]  # wide heads have no sums of dq
-        blocks = []  # the turn, the rank and the block
+        numbers = (queries, keys)[axis][-1] // tile[axis] + count
+        blocks = []  # the chunk and the turn, the rank and the block
         for b, (Nq, Nk) in enumerate(lengths.T):
             rows, ranks = (_of_queries, _of_keys)[axis](Nq, Nk, window, *tile)
             fit = l2_bytes // 2 // row_bytes // max(rows, 1)
             turn = -rows, b // min(max(1, fit), workers)
-            blocks += [(turn, rank, (b, n)) for n, rank in enumerate(ranks)]
+            number = (queries, keys)[axis][b] // tile[axis] + b
+            for n, rank in enumerate(ranks):
+                chunk = (number + n) // CHUNK if numbers > WHOLE else 0
+                blocks.append(((chunk, *turn), rank, (b, n)))
         blocks.sort()
         turns = [turn for turn, *_ in blocks]
+        places = {turn: n for n, turn in reversed([*enumerate(turns)])}
+        alike_in = Counter(turns)
         found = ordered(tmp_path, plan, **ends)[:, :10].tolist()
         for (turn, _, block), (b, n, *place) in zip(blocks, found, strict=False):
             assert (b, n) == block
-            alike = turns.index(turn), turns.count(turn), 1
+            alike = places[turn], alike_in[turn], 1
             assert place == [queries[b], keys[b], *lengths[:, b], len(blocks), *alike]
         for b, n, *place in found[len(blocks) :]:
             assert n * tile[axis] >= lengths[axis, b]

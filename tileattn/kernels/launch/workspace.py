@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tileattn.kernels.config.block_order import (
-    BLOCK_BYTES,
     ORDERS_KEYS,
     ORDERS_QUERIES,
+    order_bytes,
     ordered_blocks,
 )
 from tileattn.kernels.config.context import KernelLaunch, block_count, padded_rows
@@ -51,8 +51,7 @@ def workspace_of(
         zeros["head_flags"] = P.entries * P.Hkv * _COUNT
     for key in keys:
         if key.kernel in (ORDERS_QUERIES, ORDERS_KEYS):
-            order = ordered_blocks(P, key) * BLOCK_BYTES
-            parts["block_order"] = max(order, parts.get("block_order", 0))
+            parts["block_order"] = max(order_bytes(P, key), parts.get("block_order", 0))
         if key.kernel == ORDERS_QUERIES and is_forward:
             parts |= {"tile_counter": _COUNT, "claims": heads * ordered_blocks(P, key) * _COUNT}
         if key.kernel == COMBINE:

@@ -12,6 +12,18 @@ constexpr int ORDERED = THREADS / TOGETHER;
 
 constexpr int NEAR_ENDS = 1024;  // of sequences, that shared memory has room for
 
+// Each number is compared with all of its chunk, so that the time grows with the numbers, not with
+// their square. Up to WHOLE numbers are one chunk. Of more, a chunk is several times what runs at a
+// time: chunks follow each other, and each begins with its longest sequences. As in block_order.py.
+constexpr int WHOLE = 4096, CHUNK = 1024;
+static_assert(CHUNK % ORDERED == 0, "a CTA has numbers of one chunk");
+__device__ inline int chunk_of(int numbers) { return numbers <= WHOLE ? numbers : CHUNK; }
+
+// How many blocks each chunk has, where there are several: count_blocks writes it behind the order.
+__device__ inline int* chunk_counts(const Params& p, int numbers) {
+    return reinterpret_cast<int*>(p.block_order + numbers);
+}
+
 // What decides about the place of a block: the longest go first. Its sequence takes turns with others
 // of the same `turn`, those of the lowest rank first.
 struct BlockRank {
@@ -28,6 +40,49 @@ struct BlockRank {
         heads = min(fit, Hkv);
     }
 };
+
+// Of a block of queries: those of a sequence with most keys go first.
+struct QueryRanks {
+    const Params& p;
+
+    __device__ BlockRank operator()(const Sequence& sequence, int q0) const {
+        const SlidingWindow window(p, sequence);
+        auto keys = [&](int first) {
+            const Range range = window.key_range(first, min(first + BLOCK_Q, window.Nq));
+            return (range.hi + BLOCK_K - 1) / BLOCK_K - range.lo / BLOCK_K;
+        };
+        const int last = max(0, (window.Nq - 1) / BLOCK_Q * BLOCK_Q);
+        const int rows = max(keys(0), keys(last)) * BLOCK_K;
+        const bool few = PAGED && sequence.Nq * p.group <= p.few_rows;
+        return BlockRank(p, sequence, rows, -keys(q0), q0 < window.Nq && !few);
+    }
+};
+// Of a block of keys: those of a sequence stay in their order, in which they may wait for each other.
+struct KeyRanks {
+    const Params& p;
+
+    __device__ BlockRank operator()(const Sequence& sequence, int k0) const {
+        const int rows = int((sequence.Nq + ROW_PAD - 1) / ROW_PAD * ROW_PAD);
+        return BlockRank(p, sequence, rows, k0, k0 < sequence.Nk);
+    }
+};
+
+// Count the blocks of a chunk, one for each CTA.
+template <int BLOCK, class Rank>
+__device__ inline void count_blocks(const Params& p, const Integers& ends, i64 rows, Rank rank) {
+    const int numbers = block_count<BLOCK>(p, rows), begin = int(blockIdx.x) * CHUNK;
+    int count = 0;
+    for (int first = begin; first < begin + CHUNK; first += THREADS) {
+        const int number = first + int(threadIdx.x);
+        bool exists = false;
+        if (number < numbers) {
+            const HeadBlock<BLOCK> at(p, ends, 1, 0, number);
+            exists = rank(Sequence(p, at.b), at.block * BLOCK).turn > 0;
+        }
+        count += __syncthreads_count(exists);
+    }
+    if (threadIdx.x == 0) chunk_counts(p, numbers)[blockIdx.x] = count;
+}
 
 // Write blocks to their places in the order. rank(sequence, first row) is that of a block. Of two that
 // are alike the first goes first.
@@ -46,13 +101,16 @@ __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 r
     __syncthreads();
     const Integers searched = fit ? Integers{near_ends, sizeof(int)} : ends;
 
-    // All numbers in a circle, from the first that is this CTA's own.
-    const int first_own = int(blockIdx.x) * ORDERED, end = first_own + numbers;
+    // All numbers of the chunk in a circle, from the first that is this CTA's own.
+    const int first_own = int(blockIdx.x) * ORDERED, chunk = chunk_of(numbers);
+    const int chunk_begin = first_own / chunk * chunk, chunk_end = min(chunk_begin + chunk, numbers);
+    const int end = first_own + chunk_end - chunk_begin;
     const int slot = int(threadIdx.x) / TOGETHER, own = first_own + slot;
     i64 turn = 0;
-    int rank_of_own = 0, count = 0, first = 0, together = 0, before = 0;
+    int rank_of_own = 0, count = 0, first = 0, together = 0, before = 0, base = 0;
     for (int start = first_own; start < end; start += THREADS) {
-        const int given = start + int(threadIdx.x), number = given < numbers ? given : given - numbers;
+        const int given = start + int(threadIdx.x);
+        const int number = given < chunk_end ? given : given - (chunk_end - chunk_begin);
         const HeadBlock<BLOCK> at(p, searched, 1, 0, number);
         const Sequence sequence(p, at.b);
         const BlockRank its = rank(sequence, at.block * BLOCK);
@@ -75,15 +133,23 @@ __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 r
         const int compared = min(THREADS, end - start);
 #pragma unroll 4
         for (int n = int(threadIdx.x) % TOGETHER; n < compared; n += TOGETHER) {
-            const bool alike = turns[n] == turn, earlier = start + n < own || start + n >= numbers;
+            const bool alike = turns[n] == turn, earlier = start + n < own || start + n >= chunk_end;
             count += turns[n] > 0;
             first += turns[n] > turn;
             together += alike;
             before += alike && ranks[n] < rank_of_own + earlier;
         }
     }
+    if (chunk < numbers) {
+        count = 0;  // of all chunks
+        for (int n = int(threadIdx.x) % TOGETHER; n * chunk < numbers; n += TOGETHER) {
+            const int there = chunk_counts(p, numbers)[n];
+            count += there, base += n * chunk < chunk_begin ? there : 0;
+        }
+    }
 #pragma unroll
     for (int step = TOGETHER / 2; step; step /= 2) {
+        base += __shfl_xor_sync(~0u, base, step);
         count += __shfl_xor_sync(~0u, count, step);
         first += __shfl_xor_sync(~0u, first, step);
         together += __shfl_xor_sync(~0u, together, step);
@@ -91,6 +157,7 @@ __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 r
     }
     if (own >= numbers || threadIdx.x % TOGETHER) return;
     PackedBlock block = blocks[slot];
-    block.count = count, block.first = first, block.together = together;
-    p.block_order[first + before] = block;
+    block.count = count, block.first = base + first, block.together = together;
+    // What is no block comes after all that are.
+    p.block_order[turn > 0 ? base + first + before : count + chunk_begin - base + before] = block;
 }

@@ -1,0 +1,8 @@
+// Before order_key_blocks, where blocks are many: how many of them each chunk has.
+#include "block_order.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
+    count_key_blocks(const __grid_constant__ Params p) {
+    overlap_launches();
+    count_blocks<BLOCK_K>(p, p.key_ends(), p.Nk, KeyRanks{p});
+}
