@@ -124,7 +124,8 @@ def forward(
         a pair are not computed.
     aux : tuple of array
         Arrays that these two index. Negative indices count from the end, as in NumPy; an index past
-        an end is moved to it. Floating arrays that ``score_mod`` reads have gradients.
+        an end is moved to it. Floating arrays that ``score_mod`` reads have gradients. Arrays that
+        the functions capture join them.
 
     Raises
     ------

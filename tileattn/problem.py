@@ -10,7 +10,8 @@ from tileattn import hints
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.dtypes import DTYPES, accum_dtype
 from tileattn.errors import UnsupportedError
-from tileattn.expressions.functions import check_indices, kind_of, mask_expression, score_expression
+from tileattn.expressions.arrays import kind_of
+from tileattn.expressions.functions import check_indices, mask_expression, score_expression
 from tileattn.expressions.nodes import Node
 from tileattn.lengths import Packing, Paging, Places, places_of
 from tileattn.origin import from_origin, origin_arrays

@@ -14,46 +14,41 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.dtypes import DTYPES
 from tileattn.expressions import build
+from tileattn.expressions.arrays import Arrays, kind_of
+from tileattn.expressions.captures import with_stand_ins
 from tileattn.expressions.intervals import all_bounds
 from tileattn.expressions.nodes import INDICES, Kind, Node, constant, elements
 from tileattn.expressions.state import state_of
-from tileattn.expressions.trace import Traced, TracedArray, node_of, trace
+from tileattn.expressions.trace import Source, Traced, TracedArray, node_of, trace
 
 _MOST = 256  # traced functions that are kept
 
 Aux = Sequence[Any]
 
 
-def kind_of(x: Any) -> Kind | None:
-    """Kind of the elements of an array; None for an array that is no ``aux``."""
-    if x.dtype in DTYPES:
-        return Kind.FLOAT
-    if x.dtype == np.bool_:
-        return Kind.BOOLEAN
-    fits = x.dtype.kind == "i" or (x.dtype.kind == "u" and x.dtype.itemsize < 8)
-    return Kind.INTEGER if fits and x.dtype.isnative else None
-
-
 def read_functions(options: Mapping[str, Any], aux: Aux | None = None) -> Any:
     """Return options with the expressions of functions in the place of the functions.
 
-    ``aux`` stands in for the arrays of the options: dtypes and shapes are enough. Options whose
-    arrays are not valid are returned as they are: ``parse`` names what is wrong.
+    Arrays that functions capture join ``aux``. Where ``aux`` stands in for the arrays of the
+    options, dtypes and shapes are enough, and captured arrays are refused. Options whose arrays are
+    not valid are returned as they are: ``parse`` names what is wrong.
     """
     score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
     if score_mod is None and mask_mod is None:
         return options
     given = options.get("aux") if aux is None else aux
-    arrays = () if given is None else given
+    arrays: Aux = () if given is None else given
     if not isinstance(arrays, tuple | list) or any(not _is_valid(x) for x in arrays):
         return options
+    arrays = Arrays(arrays) if aux is None else arrays
     found = dict(options)
     if score_mod is not None:
         found["score_mod"] = score_expression(score_mod, arrays)
     if mask_mod is not None:
         found["mask_mod"] = mask_expression(mask_mod, arrays)
+    if isinstance(arrays, Arrays) and len(arrays) > len(arrays.parameters):
+        found["aux"] = tuple(arrays)
     return found
 
 
@@ -127,15 +122,18 @@ def _traced(function: Any, name: str, inputs: tuple[str, ...], aux: Aux) -> Node
     """Look up the expression of a function, or trace it."""
     if not callable(function):
         raise TypeError(f"`{name}` must be a function; got {type(function).__name__}")
-    facts = [(kind, len(x.shape)) for x in aux if (kind := kind_of(x)) is not None]
+    arrays = aux if isinstance(aux, Arrays) else None
+    parameters = aux if arrays is None else arrays.parameters
+    facts = [(kind, len(x.shape)) for x in parameters if (kind := kind_of(x)) is not None]
     state = state_of(function)
     key = None if state is None else (state, name, tuple(facts))
     node = _CACHE.get(key)
     if node is None:
         try:
-            value = trace(function, name, inputs, facts)
+            source = Source(name, arrays)
+            value = trace(with_stand_ins(function, source), source, inputs, facts)
         except TypeError:
-            _check_parameters(function, name, inputs, len(aux))
+            _check_parameters(function, name, inputs, len(parameters))
             raise
         node = _result(value, name)
         _CACHE.keep(key, node)
@@ -169,6 +167,7 @@ def _result(value: Any, name: str) -> Node:
     if isinstance(value, Traced) or (plain and not isinstance(value, complex)):
         return node_of(value, Traced(constant(0), name))
     kind = "an array of aux" if isinstance(value, TracedArray) else type(value).__name__
+    kind = "ndarray" if isinstance(value, np.ndarray) else kind
     raise TypeError(
         f"{name} returns {kind}; one value computed from its parameters is accepted"
         + (" (is there a return?)" if value is None else "")

@@ -123,6 +123,12 @@ def _has_fixed(module: ModuleType, attributes: frozenset[str]) -> bool:
     return module in _MODULES and all(type(x) in plain or _is_fixed(x) for x in found)
 
 
+def names_of(code: CodeType) -> tuple[str, ...] | None:
+    """List the global names that code looks up; None if it may do more than that."""
+    reads = _reads(code)
+    return None if reads.is_opaque else reads.names
+
+
 @lru_cache(maxsize=1024)
 def _reads(code: CodeType) -> _Reads:
     """List what code looks up, that of the functions inside it too."""

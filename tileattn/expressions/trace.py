@@ -1,6 +1,6 @@
 """Trace a Python function: call it with values that write down what is done with them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -9,6 +9,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from tileattn.array_names import ArrayNames, kind_name
 from tileattn.expressions import build
+from tileattn.expressions.arrays import Arrays, is_array, kind_of
 from tileattn.expressions.nodes import Kind, Node, constant
 
 _WITHOUT_IF = (
@@ -32,7 +33,7 @@ class Traced(ArrayNames, NDArrayOperatorsMixin):
 
     __slots__ = ("function", "node")
 
-    def __init__(self, node: Node, function: str) -> None:
+    def __init__(self, node: Node, function: "Source | str") -> None:
         self.node = node
         self.function = function
 
@@ -49,6 +50,18 @@ class Traced(ArrayNames, NDArrayOperatorsMixin):
         if name not in _FUNCTIONS or len(given) != _input_count(name):
             raise self.refused(f"calls {name}; {ACCEPTED}")
         return self._made(_FUNCTIONS[name], given)
+
+    def called(self, name: str, given: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Call a function by any library's name for it, or read a tensor at traced indices."""
+        if name != "__getitem__":
+            return super().called(name, given, options)
+        array, key = given
+        return self.source.captured(array)[key]
+
+    @property
+    def source(self) -> "Source":
+        """The function that is traced."""
+        return self.function if isinstance(self.function, Source) else Source(self.function)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *given: Any, **options: Any) -> Any:
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
@@ -100,13 +113,51 @@ class Traced(ArrayNames, NDArrayOperatorsMixin):
             raise self.refused(f"calls {error}") from None
 
 
+class Source:
+    """The function that is traced: its name in messages, and the arrays of its call.
+
+    Parameters
+    ----------
+    name : str
+        Of the option.
+    arrays : Arrays, optional
+        Those of the call, which captured ones join; without, they are refused.
+    """
+
+    __slots__ = ("arrays", "name")
+
+    def __init__(self, name: str, arrays: Arrays | None = None) -> None:
+        self.name = name
+        self.arrays = arrays
+
+    def __str__(self) -> str:
+        return self.name
+
+    def captured(self, x: Any, variable: str = "") -> "Traced | TracedArray":
+        """Give an array that is no parameter, as one of ``aux``."""
+        kind = kind_of(x)
+        if self.arrays is None or kind is None:
+            given = f"`{variable}`, an array" if variable else "an array"
+            name = variable or "array"
+            raise TypeError(
+                f"{self.name} indexes {given} of dtype {x.dtype} that is no parameter; pass "
+                f"aux=({name},) and add the parameter {name} behind j"
+            )
+        return array_or_element(self.arrays.number(x), kind, len(x.shape), self)
+
+
 class TracedArray:
     """One of the arrays ``aux`` in a traced function, of which elements are taken by indices."""
 
     __slots__ = ("_function", "_indices", "_kind", "_ndim", "_number")
 
     def __init__(
-        self, number: int, kind: Kind, ndim: int, function: str, indices: tuple[Node, ...] = ()
+        self,
+        number: int,
+        kind: Kind,
+        ndim: int,
+        function: Source | str,
+        indices: tuple[Node, ...] = (),
     ) -> None:
         self._number = number
         self._kind = kind
@@ -149,7 +200,7 @@ class TracedArray:
 
 
 def array_or_element(
-    number: int, kind: Kind, ndim: int, function: str, indices: tuple[Node, ...] = ()
+    number: int, kind: Kind, ndim: int, function: Source | str, indices: tuple[Node, ...] = ()
 ) -> Traced | TracedArray:
     """Give what is left of an array after so many indices: a value, where all axes have one."""
     if len(indices) == ndim:
@@ -165,7 +216,9 @@ def node_of(x: Any, among: Traced) -> Node:
         x._refuse()
     if isinstance(x, np.generic):
         x = x.item() if x.dtype.kind in "biuc" else float(x)
-    if getattr(x, "shape", None) == () and hasattr(x, "item"):
+    if not isinstance(x, bool | int | float) and is_array(x) and x.shape == ():
+        if not _is_constant(x):
+            return node_of(among.source.captured(x), among)
         x = x.item()
     if isinstance(x, bool):
         return constant(x)
@@ -175,14 +228,21 @@ def node_of(x: Any, among: Traced) -> Node:
         return constant(int(x))
     if isinstance(x, float):
         return constant(float(x))
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
+    if is_array(x):
         raise among.refused(
-            f"computes with an array of shape {x.shape} that is no parameter; arrays are passed "
-            "as aux=(array, ...) and indexed inside"
+            f"computes with an array of shape {tuple(x.shape)}; its elements are accepted, as "
+            "array[h, i - j]"
         )
     raise among.refused(
         f"computes with {type(x).__name__}; booleans, integers and floats are accepted"
     )
+
+
+def _is_constant(x: Any) -> bool:
+    """Return True for an array without axes whose value is at hand, and has no gradient."""
+    if isinstance(x, np.ndarray):
+        return True
+    return not getattr(x, "requires_grad", True) and str(x.device) == "cpu"
 
 
 def _power(x: Node, y: Node) -> Node:
@@ -240,7 +300,10 @@ ACCEPTED = "functions must be among " + ", ".join(sorted([*_FUNCTIONS, "clip", "
 
 
 def trace(
-    function: Callable[..., Any], name: str, inputs: Sequence[str], aux: Sequence[tuple[Kind, int]]
+    function: Callable[..., Any],
+    name: Source | str,
+    inputs: Sequence[str],
+    aux: Sequence[tuple[Kind, int]],
 ) -> Any:
     """Call a function with traced inputs and arrays; return what it returns.
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from tileattn.expressions.functions import read_functions
 from tileattn.jax.call import ARRAYS, arrays_of, call_of
 from tileattn.jax.callbacks import Callbacks
 from tileattn.jax.differentiation import differentiable
@@ -66,6 +67,7 @@ def attention(
     >>> attention(q, k, v, causal=True).shape
     (2, 4, 100, 32)
     """
+    options = read_functions(options)
     arrays = arrays_of(q, k, v, options)
     arrays = varying(arrays, axes_of(arrays))
     call = call_of(arrays, backend, {n: x for n, x in options.items() if n not in ARRAYS})

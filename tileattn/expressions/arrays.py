@@ -1,0 +1,58 @@
+"""The arrays that functions index: those of ``aux``, and behind them those that they capture."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from tileattn.dtypes import DTYPES
+from tileattn.expressions.nodes import Kind
+
+
+class Arrays(list[Any]):
+    """The arrays of a call: those of ``aux``, which are parameters, and any that are captured.
+
+    Parameters
+    ----------
+    aux : iterable of array
+        What the caller passes.
+    """
+
+    def __init__(self, aux: Iterable[Any] = ()) -> None:
+        super().__init__(aux)
+        self.parameters = tuple(self)
+
+    def number(self, x: Any) -> int:
+        """Return the number of an array, which joins the others if it is new."""
+        for n, known in enumerate(self):
+            if known is x:
+                return n
+        self.append(x)
+        return len(self) - 1
+
+
+def kind_of(x: Any) -> Kind | None:
+    """Kind of the elements of an array; None for an array that is no ``aux``."""
+    dtype = dtype_of(x)
+    if dtype is None or dtype in DTYPES:
+        return None if dtype is None else Kind.FLOAT
+    if dtype == np.bool_:
+        return Kind.BOOLEAN
+    fits = dtype.kind == "i" or (dtype.kind == "u" and dtype.itemsize < 8)
+    return Kind.INTEGER if fits and dtype.isnative else None
+
+
+def dtype_of(x: Any) -> np.dtype[Any] | None:
+    """Return NumPy's dtype for that of an array of any library; None if there is none."""
+    if isinstance(x.dtype, np.dtype):
+        return x.dtype
+    try:
+        return np.dtype(str(x.dtype).removeprefix("torch."))
+    except TypeError:
+        return None
+
+
+def is_array(x: Any) -> bool:
+    """Return True for an array of any library, but not for one of NumPy's numbers."""
+    has_all = all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__"))
+    return has_all and not isinstance(x, np.generic | type)

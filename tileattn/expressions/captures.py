@@ -1,0 +1,147 @@
+"""Put stand-ins in the place of what a function captures, for the time that it is traced.
+
+An array around a function, ``ids`` in ``lambda b, h, i, j: ids[i] == ids[j]``, takes no traced
+index. Its stand-in does: such a read becomes one of an element of ``aux``. Tensors of PyTorch need
+none: they ask the index what to do. JAX's functions refuse traced values; NumPy's take their place.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import repeat
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from tileattn.array_names import ArrayNames
+from tileattn.expressions.arrays import is_array
+from tileattn.expressions.state import names_of
+from tileattn.expressions.trace import Source, Traced, TracedArray
+
+_DEPTH = 4  # of functions that call functions
+
+
+def with_stand_ins(function: Any, source: Source) -> Any:
+    """Return a function that reads stand-ins for the arrays around it; itself if there is none."""
+    return _StandIns(source).of("", function, 0)
+
+
+class _StandIns:
+    """What stands in for the variables of a function."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._functions: dict[int, Any] = {}
+
+    def of(self, name: str, x: Any, depth: int) -> Any:
+        """Return what stands in for a variable; the variable itself where nothing needs to."""
+        if isinstance(x, FunctionType):
+            return self._function(x, depth) if depth < _DEPTH else x
+        if isinstance(x, MethodType):
+            inner = self.of(name, x.__func__, depth)
+            return x if inner is x.__func__ else MethodType(inner, x.__self__)
+        if type(x) is partial:
+            return partial(self.of(name, x.func, depth), *x.args, **x.keywords)
+        if isinstance(x, ModuleType):
+            return _Module(x) if x.__name__.partition(".")[0] == "jax" else x
+        if hasattr(type(x), "__torch_function__") or not is_array(x):
+            return x
+        if type(x) is np.ndarray:
+            array = x.view(_NumpyArray)
+            array.source, array.name, array.whole = self._source, name, x
+            return array
+        return _OtherArray(self._source, name, x)
+
+    def _function(self, x: FunctionType, depth: int) -> Any:
+        if id(x) in self._functions:  # also where it calls itself
+            return self._functions[id(x)]
+        self._functions[id(x)] = x
+        code, scope, defaults = x.__code__, x.__globals__, x.__defaults__ or ()
+        names = names_of(code)
+        if names is None:
+            return x
+        variables = {name: self.of(name, scope[name], depth + 1) for name in names if name in scope}
+        cells = zip(code.co_freevars, x.__closure__ or (), strict=True)
+        parameters = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        made = FunctionType(
+            code,
+            {**scope, **variables},
+            x.__name__,
+            tuple(map(self.of, parameters, defaults, repeat(depth + 1))),
+            tuple(self._cell(name, cell, depth + 1) for name, cell in cells),
+        )
+        keywords = x.__kwdefaults__ or {}
+        made.__dict__.update(x.__dict__)
+        made.__kwdefaults__ = {name: self.of(name, y, depth + 1) for name, y in keywords.items()}
+        self._functions[id(x)] = made
+        return made
+
+    def _cell(self, name: str, cell: CellType, depth: int) -> CellType:
+        try:
+            return CellType(self.of(name, cell.cell_contents, depth))
+        except ValueError:  # not assigned yet
+            return cell
+
+
+def _is_traced(key: Any) -> bool:
+    return any(isinstance(x, Traced) for x in (key if isinstance(key, tuple) else (key,)))
+
+
+class _NumpyArray(np.ndarray[Any, Any]):
+    """A view of a captured array that takes traced indices."""
+
+    source = Source("")
+    name = ""
+    whole: Any = None
+
+    def __getitem__(self, key: Any) -> Any:
+        if not _is_traced(key):
+            return super().__getitem__(key)
+        whole = self.view(np.ndarray) if self.whole is None else self.whole
+        return self.source.captured(whole, self.name)[key]
+
+    def __array_finalize__(self, other: Any) -> None:
+        self.source = getattr(other, "source", self.source)
+
+
+class _OtherArray:
+    """A captured array of another library, such as JAX, that takes traced indices."""
+
+    def __init__(self, source: Source, name: str, array: Any) -> None:
+        self._source, self._name, self._array = source, name, array
+
+    def __getitem__(self, key: Any) -> Any:
+        if not _is_traced(key):
+            return self._array[key]
+        return self._source.captured(self._array, self._name)[key]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._array, name)
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __jax_array__(self) -> Any:
+        return self._array
+
+
+class _Module:
+    """A module of JAX, whose functions take traced values."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        x = getattr(self._module, name)
+        if isinstance(x, ModuleType):
+            return _Module(x)
+        return partial(_either, x, name) if callable(x) and not isinstance(x, type) else x
+
+
+def _either(function: Callable[..., Any], name: str, *given: Any, **options: Any) -> Any:
+    """Call a function of JAX, or what it is of traced values."""
+    for x in (*given, *options.values()):
+        if isinstance(x, ArrayNames | TracedArray):
+            number: Any = x
+            return number.called(name, given, options)
+    return function(*given, **options)
