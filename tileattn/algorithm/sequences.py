@@ -103,7 +103,8 @@ class PagedKV:
         """Copy the rows of a span; pages past it are not looked at."""
         page, D = x.shape[2:]
         first, end = span.start // page, -(-span.stop // page)
-        rows = x[self.pages[first:end]].swapaxes(0, 1).reshape(self.heads, 1, -1, D)
+        pages = x[self.pages[first:end]].swapaxes(0, 1)
+        rows = pages.reshape(self.heads, 1, (end - first) * page, D)
         return rows[:, :, span.start - first * page : span.stop - first * page]
 
 

@@ -121,7 +121,7 @@ class LlvmBackend:
         forward, backward, heads = (width, target.keys), (ROWS, width), 1
         if kernel == "decode":
             forward = min(DECODE_ROWS, max(1, P.group * batch.Nq)), DECODE_KEYS
-            heads = min(P.group, forward[0])
+            heads = max(1, min(P.group, forward[0]))
         queries = forward[0] // heads, forward[1]
         tiles, moved, traffic = explained(P, operands, queries, backward, heads)
         parallel = is_parallel(forward_work(batch, kernel))
