@@ -13,9 +13,9 @@ from torch.jit._builtins import _register_builtin
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from tileattn.rotary import check_flags
 from tileattn.torch.functional import attend, new_dropout
 from tileattn.torch.tensors import PLAIN, check_tensor, is_kind
+from tileattn.validation import check_flags
 
 NAMES = ("query", "key", "value")
 

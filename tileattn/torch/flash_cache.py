@@ -11,11 +11,11 @@ from tileattn.backends.registry import candidates, supporting
 from tileattn.errors import UnsupportedError
 from tileattn.lengths import integers
 from tileattn.problem import parse
-from tileattn.rotary import check_flags
 from tileattn.torch.eager import is_eager, layouts
 from tileattn.torch.flash_options import Integers, Window, checked, translated
 from tileattn.torch.functional import attention, integer_tensor, number
 from tileattn.torch.tensors import array_of, check_integers, on, tensor_of
+from tileattn.validation import check_flags
 from tileattn.window import window_of
 
 _AXES = {"cache_batch_idx": ("B,",), "block_table": ("B", "pages of a sequence")}

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from tileattn.rotary import check_flags
 from tileattn.torch.functional import attention, integer_tensor, new_dropout
 from tileattn.torch.tensors import check_tensor
+from tileattn.validation import check_flags
 
 Integers = torch.Tensor | Sequence[Any]
 Window = Sequence[int | None]

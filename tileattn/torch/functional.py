@@ -11,12 +11,12 @@ from tileattn.call_cache import CALLS
 from tileattn.errors import UnsupportedError
 from tileattn.problem import aux_arrays, check_names
 from tileattn.results import Attention
-from tileattn.rotary import check_flags
 from tileattn.scalars import dropout_of, scale_of, seed_of, softcap_of
 from tileattn.torch import eager
 from tileattn.torch.handles import name_of
 from tileattn.torch.operators import DIFFERENTIABLE, INPUTS, TENSORS
 from tileattn.torch.tensors import autocast, check_integers, check_tensor
+from tileattn.validation import check_flags
 from tileattn.window import window_of
 
 _INTEGERS = (
