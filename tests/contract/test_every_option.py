@@ -32,7 +32,8 @@ def holds(entry: str, names: Collection[str]) -> bool:
     try:
         found = ENTRIES[entry](call)
     except (TypeError, ValueError, NotImplementedError) as error:
-        assert any(name in str(error) for name in names), error
+        if not any(name in str(error) for name in names):
+            raise
         return False
     hold(call, found)
     return True
