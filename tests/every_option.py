@@ -116,8 +116,9 @@ def call_with(options: Mapping[str, Any]) -> Call:
     if "cu_seqlens_q" in options:
         q = (1, HQ, int(ENDS_Q[-1]))
         k = k if "block_table" in options else (1, HKV, int(ENDS_K[-1]))
-    arrays = (_normal(n, *shape) for n, shape in enumerate(((*q, D), (*k, D), (*k, DV), (*q, DV))))
-    return Call(*arrays, options)
+    return Call(
+        _normal(0, *q, D), _normal(1, *k, D), _normal(2, *k, DV), _normal(3, *q, DV), options
+    )
 
 
 class Results(NamedTuple):
