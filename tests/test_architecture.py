@@ -146,7 +146,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The oracle's arithmetic shares no code with what it judges; its entry validates the call as
     # the library does, and does nothing else with it.
     "dense_reference": {"dropout_reference", "dual", "packed_reference", "results"},
-    "reference": LEAVES | {"dense_reference", "problem"},
+    "reference": LEAVES | {"dense_reference", "expressions", "problem"},
     "record": set(),
     "algorithm": FACTS | {"record"},
     "traffic": FACTS | {"algorithm", "record"},

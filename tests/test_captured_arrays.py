@@ -9,6 +9,7 @@ import pytest
 import tileattn
 from tests.arrays import normal
 from tileattn.expressions.functions import mask_expression
+from tileattn.testing import assert_attention_close, error_bound
 
 B, HQ, HKV, NQ, NK, D, DV = SIZES = (2, 4, 2, 19, 23, 5, 7)
 RNG = np.random.default_rng(0)
@@ -67,6 +68,13 @@ def test_captured_arrays_are_parameters(name: str) -> None:
     attention, pullback = tileattn.vjp(q, k, v, score_mod=FUNCTIONS[name])
     expected, back = tileattn.vjp(q, k, v, score_mod=with_aux, aux=(TABLE,))
     np.testing.assert_array_equal(attention.out, expected.out)
+    options = {"score_mod": FUNCTIONS[name]}
+    bounds = error_bound(q, k, v, dout, **options)
+    oracle = tileattn.reference.forward(q, k, v, **options)
+    assert_attention_close(attention, oracle, bounds)
+    assert_attention_close(
+        pullback(dout), tileattn.reference.backward(dout, q, k, v, **options), bounds
+    )
     grads, others = pullback(dout), back(dout)
     np.testing.assert_array_equal(grads.dq, others.dq)
     assert grads.daux is not None

@@ -65,8 +65,14 @@ class ArrayNames:
         """Make the error that says what is not supported."""
         raise NotImplementedError
 
+    def element(self, tensor: Any, key: Any) -> Any:
+        """Read a tensor of PyTorch at an index."""
+        raise self.refused(f"reads {type(tensor).__name__} at {key!r}")
+
     def called(self, name: str, given: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Call a function by any library's name for it."""
+        """Call a function by any library's name for it, or read a tensor at an index."""
+        if name == "__getitem__":
+            return self.element(*given)
         unset = [key for key in ("inplace", "out") if options.get(key) in (None, False)]
         options = {key: x for key, x in options.items() if key not in unset}
         special = _SPECIAL.get(name)
@@ -88,7 +94,8 @@ class ArrayNames:
     ) -> Any:
         del types
         options = dict(kwargs or {})
-        (number, *_) = (x for x in (*args, *options.values()) if isinstance(x, cls))
+        given = [y for x in (*args, *options.values()) for y in (x if type(x) is tuple else (x,))]
+        number = next(x for x in given if isinstance(x, cls))
         return number.called(function.__name__, args, options)
 
     def __getattr__(self, name: str) -> Any:

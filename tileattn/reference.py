@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.dense_reference import evaluate_backward, evaluate_forward
+from tileattn.expressions.captures import with_parameters
+from tileattn.expressions.functions import read_functions
 from tileattn.problem import arrays_of, check_dtype, check_shape, parse, refuse_pages
 from tileattn.results import Attention, Gradients
 from tileattn.validation import check_flags, require_numpy
@@ -60,7 +62,7 @@ def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
     array([[2.],
            [2.]])
     """
-    check_call(q, k, v, options)
+    options = check_call(q, k, v, options)
     out, lse = evaluate_forward(q, k, v, np.float64, options).results
     lead = (0,) * (4 - q.ndim)
     return Attention(out[lead], lse[lead])
@@ -116,7 +118,7 @@ def backward(
     Dao et al., "FlashAttention", arXiv:2205.14135, appendix B.2.
     """
     refuse_pages("backward", options)
-    check_call(q, k, v, options, dout=dout, out=out, lse=lse, dlse=dlse)
+    options = check_call(q, k, v, options, dout=dout, out=out, lse=lse, dlse=dlse)
     check_flags(deterministic=deterministic)
     dense = evaluate_forward(q, k, v, np.float64, options)
     grads = evaluate_backward(dense, dout, dlse).grads
@@ -124,12 +126,17 @@ def backward(
     return grads._replace(dq=grads.dq[lead], dk=grads.dk[lead], dv=grads.dv[lead])
 
 
-def check_call(q: Any, k: Any, v: Any, options: dict[str, Any], **rows: Any) -> None:
-    """Validate a call as the library does; results and their gradients may have any dtype."""
+def check_call(q: Any, k: Any, v: Any, options: dict[str, Any], **rows: Any) -> dict[str, Any]:
+    """Validate a call as the library does; results and their gradients may have any dtype.
+
+    Return its options, where arrays that functions capture are parameters.
+    """
     rows = {name: x for name, x in rows.items() if x is not None}
     for name, x in {"q": q, "k": k, "v": v, **rows, **arrays_of(options)}.items():
         require_numpy(name, x)
-    problem, _ = parse(q, k, v, options)
+    read = read_functions(options)
+    problem, _ = parse(q, k, v, read)
     for name, x in rows.items():
         check_dtype(name, x)
         check_shape(name, x, problem.shape_of(name))
+    return with_parameters(options, read.get("aux") or ())

@@ -5,7 +5,7 @@ index. Its stand-in does: such a read becomes one of an element of ``aux``. Tens
 none: they ask the index what to do. JAX's functions refuse traced values; NumPy's take their place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -16,12 +16,12 @@ import numpy as np
 from tileattn.array_names import ArrayNames
 from tileattn.expressions.arrays import is_array
 from tileattn.expressions.state import names_of
-from tileattn.expressions.trace import Source, Traced, TracedArray
+from tileattn.expressions.trace import Source, TracedArray
 
 _DEPTH = 4  # of functions that call functions
 
 
-def with_stand_ins(function: Any, source: Source) -> Any:
+def with_stand_ins(function: Any, source: "Source | _Parameters") -> Any:
     """Return a function that reads stand-ins for the arrays around it; itself if there is none."""
     return _StandIns(source).of("", function, 0)
 
@@ -29,7 +29,7 @@ def with_stand_ins(function: Any, source: Source) -> Any:
 class _StandIns:
     """What stands in for the variables of a function."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: "Source | _Parameters") -> None:
         self._source = source
         self._functions: dict[int, Any] = {}
 
@@ -83,14 +83,49 @@ class _StandIns:
             return cell
 
 
+def with_parameters(options: Mapping[str, Any], arrays: Sequence[Any]) -> dict[str, Any]:
+    """Return options whose functions get all arrays as parameters, also those that they capture.
+
+    ``arrays`` are those of ``aux`` and, behind them, captured ones.
+    """
+    count, found = len(options.get("aux") or ()), dict(options)
+    if len(arrays) == count:
+        return found
+    for name in ("score_mod", "mask_mod"):
+        if found.get(name) is not None:
+            found[name] = partial(_with_parameters, found[name], arrays, count)
+    return {**found, "aux": tuple(arrays)}
+
+
+def _with_parameters(function: Any, arrays: Sequence[Any], count: int, *given: Any) -> Any:
+    parameters = given[len(given) - len(arrays) :]
+    source = _Parameters(arrays, parameters)
+    own = given[: len(given) - len(arrays) + count]
+    return with_stand_ins(function, source)(*own)
+
+
+class _Parameters:
+    """Gives parameters for captured arrays."""
+
+    def __init__(self, arrays: Sequence[Any], parameters: Sequence[Any]) -> None:
+        self._arrays, self._parameters = arrays, parameters
+
+    def captured(self, x: Any, variable: str = "") -> Any:
+        """Give the parameter that stands for an array, which may be a view made anew."""
+        del variable
+        place = x.__array_interface__
+        found = zip(self._arrays, self._parameters, strict=True)
+        return next(given for known, given in found if known.__array_interface__ == place)
+
+
 def _is_traced(key: Any) -> bool:
-    return any(isinstance(x, Traced) for x in (key if isinstance(key, tuple) else (key,)))
+    return any(isinstance(x, ArrayNames) for x in (key if isinstance(key, tuple) else (key,)))
 
 
 class _NumpyArray(np.ndarray[Any, Any]):
     """A view of a captured array that takes traced indices."""
 
-    source = Source("")
+    source: "Source | _Parameters" = Source("")
     name = ""
     whole: Any = None
 
@@ -107,7 +142,7 @@ class _NumpyArray(np.ndarray[Any, Any]):
 class _OtherArray:
     """A captured array of another library, such as JAX, that takes traced indices."""
 
-    def __init__(self, source: Source, name: str, array: Any) -> None:
+    def __init__(self, source: "Source | _Parameters", name: str, array: Any) -> None:
         self._source, self._name, self._array = source, name, array
 
     def __getitem__(self, key: Any) -> Any:

@@ -1,6 +1,6 @@
 """Trace a Python function: call it with values that write down what is done with them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -51,12 +51,9 @@ class Traced(ArrayNames, NDArrayOperatorsMixin):
             raise self.refused(f"calls {name}; {ACCEPTED}")
         return self._made(_FUNCTIONS[name], given)
 
-    def called(self, name: str, given: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Call a function by any library's name for it, or read a tensor at traced indices."""
-        if name != "__getitem__":
-            return super().called(name, given, options)
-        array, key = given
-        return self.source.captured(array)[key]
+    def element(self, tensor: Any, key: Any) -> Any:
+        """Read a tensor at a traced index."""
+        return self.source.captured(tensor)[key]
 
     @property
     def source(self) -> "Source":

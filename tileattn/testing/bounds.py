@@ -107,7 +107,7 @@ def error_bound(
     """
     if dout is not None:
         refuse_pages("backward", options)
-    check_call(q, k, v, options, dout=dout, dlse=dlse)
+    options = check_call(q, k, v, options, dout=dout, dlse=dlse)
     dtype = q.dtype
     sums = accum_dtype(dtype)
     dtypes = {"out": dtype, "lse": sums, "dq": dtype, "dk": dtype, "dv": dtype}
