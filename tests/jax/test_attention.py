@@ -159,6 +159,32 @@ def test_vmap_makes_a_call_for_each_element() -> None:
     assert np.array_equal(summed[1], alone)
 
 
+@pytest.mark.parametrize("axes", [(1, 0, 2, -1), (None, 1, -2, 0), (4, 3, 0, 1)], ids=str)
+def test_vmap_over_any_axis(axes: Any) -> None:
+    """There are as many elements as batch entries, so that no shape tells one axis from another."""
+    elements = [np.stack([x, 2 * x]) for x in given()]
+    elements[3] = RNG.normal(size=(2, 2, 1, 37, 53)).astype(np.float32)
+    one_by_one = [x if axis is not None else x[:1] for x, axis in zip(elements, axes, strict=True)]
+    moved = [
+        jnp.asarray(x[0] if axis is None else np.moveaxis(x, 0, axis))
+        for x, axis in zip(one_by_one, axes, strict=True)
+    ]
+
+    def call(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return attention(q, k, v, bias=bias)
+
+    def gradients(*arrays: Any) -> Any:
+        return jax.grad(lambda *x: call(*x).sum(), (0, 1, 2, 3))(*arrays)
+
+    expected = [[jnp.asarray(x[n % len(x)]) for x in one_by_one] for n in range(2)]
+    out = jax.vmap(call, axes, out_axes=2)(*moved)
+    grads = jax.jit(jax.vmap(gradients, axes))(*moved)
+    for n, arrays in enumerate(expected):
+        assert np.array_equal(out[:, :, n], call(*arrays))
+        for found, alone in zip(grads, gradients(*arrays), strict=True):
+            assert np.array_equal(found[n], alone)
+
+
 def test_scan_checkpoint_and_a_loop_over_steps() -> None:
     q, k, v = (jnp.asarray(x) for x in given()[:3])
 
