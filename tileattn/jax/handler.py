@@ -1,10 +1,13 @@
 """The function that compiled programs call: it runs one of Python on their arrays."""
 
+import atexit
 import ctypes
 import math
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -40,6 +43,9 @@ _calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
 # A program may still run when nobody has it any more.
 _latest: deque[Call] = deque(maxlen=1024)
 
+_NAP, _QUIET = 0.01, 2  # at exit: seconds between two looks, and looks that find no call running
+_running = set[object]()
+
 
 def number_of(call: Call) -> int:
     """Give a call a number, for as long as the call lives."""
@@ -56,7 +62,26 @@ def target(platform: str) -> str:
     jax.ffi.register_ffi_target(
         name, jax.ffi.pycapsule(run), platform=PLATFORMS[platform], api_version=1
     )
+    atexit.register(_finish, platform)  # so that it runs before JAX clears its clients
     return name
+
+
+def _finish(platform: str) -> None:
+    """Wait for the programs of a platform before the interpreter ends.
+
+    A thread of XLA's that calls Python while the interpreter ends is ended by Python. XLA's client
+    would wait for this thread for good as it is deleted. Programs whose results nobody has cannot
+    be waited for, so the client of the CPU is never deleted.
+    """
+    for x in jax.live_arrays(platform):
+        with suppress(Exception):  # of a program that has failed, or an array that is deleted
+            x.block_until_ready()
+    quiet = 0
+    while quiet < _QUIET:
+        time.sleep(_NAP)
+        quiet = 0 if _running else quiet + 1
+    if platform == "cpu":
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices(backend=platform)[0].client))
 
 
 def _on_host(call: Call, frame: Frame) -> None:
@@ -91,12 +116,15 @@ def _handler(run: Callable[[Call, Frame], None]) -> Any:
     """Make a handler; nothing may leave it but an error of XLA's."""
 
     def handle(pointer: Any) -> int | None:
-        frame = Frame(pointer.contents)
+        frame, call = Frame(pointer.contents), object()
+        _running.add(call)
         try:
             if not frame.answers_metadata():
                 run(_calls[frame.handle], frame)
         except BaseException as error:
             return frame.error(error)
+        finally:
+            _running.discard(call)
         return None
 
     return HANDLER(handle)

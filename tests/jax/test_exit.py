@@ -1,0 +1,55 @@
+"""Programs that end while calls are still pending: the interpreter ends, too."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax")
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 60  # it takes a few
+
+# Programs of several devices run in threads of XLA's. A call in one of them must not meet an
+# interpreter that ends: Python would end the thread, for which XLA waits.
+PENDING = """
+import sys, time
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import tileattn
+from tileattn.jax import attention
+calls = []
+# It knows none of this module's names: what knows one of them keeps JAX's client alive.
+known = {"sleep": time.sleep, "n": float(sys.argv[2]), "calls": calls, "call": tileattn.forward}
+slow = "lambda *args, **options: (sleep(n), calls.append(None), call(*args, **options))[2]"
+tileattn.forward = eval(slow, known)
+mesh, spec = jax.make_mesh((4,), ("x",)), PartitionSpec("x")
+x = jax.device_put(jnp.ones((4, 2, 8, 4)), NamedSharding(mesh, spec))
+mapped = jax.shard_map(lambda x: attention(x, x, x), mesh=mesh, in_specs=spec, out_specs=spec)
+call = jax.jit(mapped)
+y = call(x).block_until_ready()
+calls.clear()
+for _ in range(3):
+    y = call(y)
+if sys.argv[1] == "dropped":
+    del y
+print("pending" if len(calls) < 12 else "over", flush=True)
+"""
+
+
+@pytest.mark.parametrize("seconds", ["0.05", "0.4"])
+@pytest.mark.parametrize("result", ["kept", "dropped"])
+def test_the_interpreter_ends(result: str, seconds: str) -> None:
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PENDING, result, seconds]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=os.environ | devices | {"JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "pending\n"), done.stderr
