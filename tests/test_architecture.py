@@ -119,20 +119,21 @@ def own_imports(path: Path) -> set[str]:
 
 # What each module may import. A package stands for its modules that have no row of their own; they
 # may import one another.
-LEAVES = {"array_names", "validation", "dtypes", "errors", "results"}
+LEAVES = {"argument_names", "array_names", "validation", "dtypes", "errors", "results"}
 FACTS = LEAVES | {"algorithm.block_mask", "expressions", "lengths", "problem", "scalars", "window"}
 KERNELS = {"kernels.jit", "kernels.config", "kernels.launch", "kernels.llvm"}
 MAY_IMPORT: dict[str, set[str]] = {
     "array_names": set(),
     "dtypes": set(),
     "errors": set(),
-    "validation": {"dtypes"},
+    "argument_names": set(),
+    "validation": {"argument_names", "dtypes"},
     "results": {"validation"},
-    "hints": set(),
+    "hints": {"argument_names"},
     "expressions": LEAVES,
     "algorithm.block_pairs": LEAVES | {"expressions"},
     "algorithm.block_mask": LEAVES | {"algorithm.block_pairs", "expressions"},
-    "lengths": {"errors", "validation"},
+    "lengths": {"argument_names", "errors", "validation"},
     "window": {"lengths", "validation"},
     "scalars": {"validation"},
     "tree_mask": {"expressions"},
@@ -172,7 +173,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"rotary", "testing"},
     "jax": FACTS | {"", "backends", "distributed"},
     "distributed": FACTS | {"", "algorithm", "backends"},
-    "torch": FACTS | {"", "backends", "call_cache", "distributed", "rotary"},
+    "torch": FACTS | {"", "backends", "call_cache", "distributed"},
     "progress": set(),
     "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "progress", "selfcheck"},
     "__main__": {"cli"},

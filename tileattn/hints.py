@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from tileattn.argument_names import called
+
 # Arguments of PyTorch, FlashAttention and their relatives: the option's name, or what to do.
 ALIASES = {
     "attn_bias": "bias",
@@ -39,7 +41,7 @@ def of_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...]) -> str:
     """Guess at an array whose dtype is not accepted."""
     native = x.dtype.newbyteorder("=")
     if native != x.dtype and native in dtypes:
-        return f"; {name}.astype({name}.dtype.newbyteorder('=')) swaps its bytes"
+        return f"; {called(name)}.astype({called(name)}.dtype.newbyteorder('=')) swaps its bytes"
     if name == "mask" and x.dtype.kind == "f":
         return "; bias= takes what is added to the scores"
     return ""
@@ -58,8 +60,8 @@ def of_keys(name: str, x: Any, shape: tuple[int, int, int, int]) -> str:
     """Guess at a bias or mask that does not broadcast."""
     B, _, Nq, Nk = shape
     if x.shape == (B, Nq, Nk):
-        return f"; {name}[:, None] adds the axis of the heads"
+        return f"; {called(name)}[:, None] adds the axis of the heads"
     if x.shape != (B, Nk):
         return ""
-    of_each = f"; {name}[:, None, None, :] has the keys of each batch entry"
+    of_each = f"; {called(name)}[:, None, None, :] has the keys of each batch entry"
     return f"{of_each}, and kv_lengths= masks out those past an end" if name == "mask" else of_each

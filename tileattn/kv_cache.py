@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from tileattn.argument_names import called
 from tileattn.backends.buffers import ensure_writable
 from tileattn.backends.registry import ensure_one_owner
 from tileattn.lengths import Paging, integers, offsets_of, paging
@@ -163,13 +164,15 @@ def _checked_lengths(
     capacity = k_cache.shape[2] if pages is None else pages.capacity
     for b in np.flatnonzero((old < 0) | (new > capacity)):
         raise ValueError(
-            f"kv_lengths must be from 0 to the capacity, {capacity}, without the new keys; got "
+            f"{called('kv_lengths')} must be from 0 to the capacity, {capacity}, without the new "
+            "keys; got "
             f"{old[b]} for sequence {b}, which would have {new[b]} keys"
         )
     for b in np.flatnonzero((new > old) & (new > len(tables.get("cos", new)))) if tables else ():
         raise ValueError(
-            f"cos must have a row for each position; got {len(tables['cos'])} rows, and sequence "
-            f"{b} would have {new[b]} keys, with its {old[b]} of kv_lengths"
+            f"{called('cos')} must have a row for each position; got {len(tables['cos'])} rows, "
+            "and sequence "
+            f"{b} would have {new[b]} keys, with its {old[b]} of {called('kv_lengths')}"
         )
     if pages is not None:
         pages.check(new)
@@ -220,7 +223,8 @@ def _check_writers(old: Any, new: Any, pages: Paging) -> None:
     for page in found[places > 1]:
         (b, n), (other, m) = np.argwhere(written & (table == page))[:2]
         raise ValueError(
-            f"block_table must hold a page for each that gets new keys; got {page} for page {n} "
+            f"{called('block_table')} must hold a page for each that gets new keys; got {page} "
+            f"for page {n} "
             f"of sequence {b} and for page {m} of sequence {other}"
         )
 
@@ -229,12 +233,12 @@ def _starts(k: Any, cu_seqlens: Any, B: int, whose: str) -> Any:
     """Say how many new tokens lie before each sequence, and how many there are."""
     if cu_seqlens is None:
         if len(k) != B:
-            raise ValueError(f"k must have the batch size of {whose}, {B}; got {len(k)}")
+            raise ValueError(f"k must have the batch size of {called(whose)}, {B}; got {len(k)}")
         return np.arange(B + 1) * k.shape[2]
     starts = offsets_of("cu_seqlens", cu_seqlens)
     if len(starts) != B + 1:
         raise ValueError(
-            f"cu_seqlens must have one more entry than {whose}, {B + 1}; got {len(starts)}"
+            f"cu_seqlens must have one more entry than {called(whose)}, {B + 1}; got {len(starts)}"
         )
     if isinstance(starts, np.ndarray) and starts[-1] != k.shape[1]:
         raise ValueError(

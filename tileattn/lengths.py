@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tileattn.argument_names import called
 from tileattn.errors import UnsupportedError
 from tileattn.validation import must_be, refuse_masked
 
@@ -66,14 +67,16 @@ class Paging(NamedTuple):
         table, count = self.block_table, len(kv_lengths)
         if table.shape[0] != count:
             raise ValueError(
-                f"block_table must have shape ({count}, pages of a sequence); got {table.shape}"
+                f"{called('block_table')} must have shape ({count}, pages of a sequence); got "
+                f"{table.shape}"
             )
         if not isinstance(table, np.ndarray) or not isinstance(kv_lengths, np.ndarray):
             return
         used = np.arange(table.shape[1]) * self.page < kv_lengths[:, np.newaxis]
         for b, n in np.argwhere(used & ((table < 0) | (table >= self.pages))):
             raise ValueError(
-                f"block_table must hold pages from 0 to {self.pages - 1}; got {table[b, n]} for "
+                f"{called('block_table')} must hold pages from 0 to {self.pages - 1}; got "
+                f"{table[b, n]} for "
                 f"page {n} of sequence {b}"
             )
 
@@ -163,12 +166,19 @@ def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
     if table is None:
         return None
     if options.get("cu_seqlens_k") is not None:
-        raise ValueError("cu_seqlens_k must be None with block_table; kv_lengths has the lengths")
+        raise ValueError(
+            f"{called('cu_seqlens_k')} must be None with {called('block_table')}; "
+            f"{called('kv_lengths')} has the lengths"
+        )
     if options.get("kv_lengths") is None:
-        raise ValueError("kv_lengths must be given with block_table; got None")
+        raise ValueError(
+            f"{called('kv_lengths')} must be given with {called('block_table')}; got None"
+        )
     table = as_integers("block_table", table, "integers of shape (B, pages of a sequence)")
     if table.ndim != 2:
-        raise ValueError(f"block_table must have shape (B, pages of a sequence); got {table.shape}")
+        raise ValueError(
+            f"{called('block_table')} must have shape (B, pages of a sequence); got {table.shape}"
+        )
     return Paging(_remembered(table), *(k.shape[n] for n in (0, 2)))
 
 
@@ -181,12 +191,14 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
     for option in _DENSE:
         if options.get(option) is not None:
             raise UnsupportedError(
-                f"{option} is not supported with {name}; use score_mod or mask_mod, or pad the "
+                f"{called(option)} is not supported with {called(name)}; use score_mod or "
+                "mask_mod, or pad the "
                 "sequences to a batch"
             )
     if batch != 1:
         raise ValueError(
-            f"q must have shape (H, T, D) or (1, H, T, D) with {name}; got batch size {batch}"
+            f"{called('q')} must have shape (H, T, D) or (1, H, T, D) with {called(name)}; got "
+            f"batch size {batch}"
         )
     found = [offsets_of(n, x) for n, x in given.items()]
     if options.get("block_table") is not None:
@@ -194,10 +206,15 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
     packed = Packing(found[0], found[-1])
     if len(packed.cu_seqlens_q) != len(packed.cu_seqlens_k):
         raise ValueError(
-            f"cu_seqlens_k must have as many entries as cu_seqlens_q, {len(packed.cu_seqlens_q)}; "
+            f"{called('cu_seqlens_k')} must have as many entries as {called('cu_seqlens_q')}, "
+            f"{len(packed.cu_seqlens_q)}; "
             f"got {len(packed.cu_seqlens_k)}"
         )
-    both = "" if len(given) == 2 else f" ({name} alone holds for q and k)"
+    both = (
+        ""
+        if len(given) == 2
+        else f" ({called(name)} alone holds for {called('q')} and {called('k')})"
+    )
     return _ending(packed, (name, [*given][-1]), (Nq, Nk), both)
 
 
@@ -208,7 +225,8 @@ def _ending(
     for offsets, name, array, n in zip(packed, names, "qk", tokens, strict=True):
         if isinstance(offsets, np.ndarray) and offsets[-1] != n:
             raise ValueError(
-                f"{name} must end at the number of tokens of {array}, {n}; got {offsets[-1]}{more}"
+                f"{called(name)} must end at the number of tokens of {called(array)}, {n}; got "
+                f"{offsets[-1]}{more}"
             )
     return packed
 
@@ -217,14 +235,16 @@ def offsets_of(name: str, x: Any) -> Any:
     """Give the tokens before each sequence, and those of all."""
     x = as_integers(name, x, "integers of shape (S + 1,)")
     if x.ndim != 1 or not len(x):
-        raise ValueError(f"{name} must have shape (S + 1,) for S sequences; got {x.shape}")
+        raise ValueError(f"{called(name)} must have shape (S + 1,) for S sequences; got {x.shape}")
     offsets = _remembered(x)
     if not isinstance(x, np.ndarray):
         return offsets
     if offsets[0]:
-        raise ValueError(f"{name} must start with 0; got {offsets[0]}")
+        raise ValueError(f"{called(name)} must start with 0; got {offsets[0]}")
     for n in np.flatnonzero(offsets[1:] < offsets[:-1]):
-        raise ValueError(f"{name} must not decrease; got {offsets[n + 1]} after {offsets[n]}")
+        raise ValueError(
+            f"{called(name)} must not decrease; got {offsets[n + 1]} after {offsets[n]}"
+        )
     return offsets
 
 
@@ -238,7 +258,7 @@ def kv_lengths_of(x: Any, count: int, keys: Any) -> Any:
             most = (
                 f"Nk = {keys}" if isinstance(keys, int) else f"the {keys[n]} keys of sequence {n}"
             )
-            raise ValueError(f"kv_lengths must be from 0 to {most}; got {lengths[n]}")
+            raise ValueError(f"{called('kv_lengths')} must be from 0 to {most}; got {lengths[n]}")
     return lengths
 
 
@@ -264,7 +284,7 @@ def integers(name: str, x: Any, count: int) -> Any:
     what = f"an integer, or integers of shape ({count},)"
     x = as_integers(name, x, what)
     if x.shape not in ((), (count,)):
-        raise ValueError(f"{name} must be {what}; got shape {x.shape}")
+        raise ValueError(f"{called(name)} must be {what}; got shape {x.shape}")
     if not x.shape:
         return np.full(count, int(x), np.int64)
     return _remembered(x)
@@ -291,5 +311,5 @@ def as_integers(name: str, x: Any, what: str) -> Any:
     if isinstance(x, np.ndarray):
         x = np.asarray(x)  # of a subclass, too
         for wrong in x[(x < -FAR) | (x > FAR)].flat:
-            raise ValueError(f"{name} must hold integers up to 2**60 in size; got {wrong}")
+            raise ValueError(f"{called(name)} must hold integers up to 2**60 in size; got {wrong}")
     return x

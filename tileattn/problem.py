@@ -8,6 +8,7 @@ import numpy as np
 
 from tileattn import hints
 from tileattn.algorithm.block_mask import BlockMask
+from tileattn.argument_names import called
 from tileattn.dtypes import DTYPES, accum_dtype
 from tileattn.errors import UnsupportedError
 from tileattn.expressions.arrays import kind_of
@@ -282,14 +283,14 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
     """Raise if an array is not exactly of one shape and dtype."""
     require_array(name, x)
     if x.dtype != dtype:
-        raise TypeError(f"{name} must have dtype {dtype}; got {x.dtype}")
+        raise TypeError(f"{called(name)} must have dtype {dtype}; got {x.dtype}")
     check_shape(name, x, shape)
 
 
 def check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
     """Raise ValueError if an array is not exactly of one shape."""
     if x.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}; got {x.shape}")
+        raise ValueError(f"{called(name)} must have shape {shape}; got {x.shape}")
 
 
 def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -> None:
@@ -297,7 +298,7 @@ def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -
     require_array(name, x)
     if x.dtype not in dtypes:
         hint = hints.of_dtype(name, x, dtypes)
-        raise TypeError(f"{name} must have dtype {_names(dtypes)}; got {x.dtype}{hint}")
+        raise TypeError(f"{called(name)} must have dtype {_names(dtypes)}; got {x.dtype}{hint}")
 
 
 def four_axes(x: Any) -> Any:
@@ -330,17 +331,23 @@ def _sizes(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, x)
         if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {q.dtype}; got {x.dtype}")
+            raise TypeError(
+                f"{called(name)} must have the dtype of {called('q')}, {q.dtype}; got {x.dtype}"
+            )
         if not 2 <= x.ndim <= 4:
             raise ValueError(
-                f"{name} must have shape (N, D), (H, N, D) or (B, H, N, D); got {x.shape}"
+                f"{called(name)} must have shape (N, D), (H, N, D) or (B, H, N, D); got {x.shape}"
             )
         if paged and name != "q" and x.ndim != 4:
             raise ValueError(
-                f"{name} must have shape (pages, Hkv, page, D) with block_table; got {x.shape}"
+                f"{called(name)} must have shape (pages, Hkv, page, D) with "
+                f"{called('block_table')}; got {x.shape}"
             )
         if not paged and x.ndim != q.ndim:
-            raise ValueError(f"{name} must have as many axes as q, {q.ndim}; got shape {x.shape}")
+            raise ValueError(
+                f"{called(name)} must have as many axes as {called('q')}, {q.ndim}; got shape "
+                f"{x.shape}"
+            )
     B, Hq, Nq, D = (1,) * (4 - q.ndim) + q.shape
     Bk, Hkv, Nk, Dk = (1,) * (4 - k.ndim) + k.shape
     Bv, Hv, Nv, Dv = (1,) * (4 - v.ndim) + v.shape
@@ -352,11 +359,13 @@ def _sizes(
         ("v", "length", Nv, "k", Nk),
     ):
         if got != expected:
-            raise ValueError(f"{name} must have the {axis} of {other}, {expected}; got {got}")
+            raise ValueError(
+                f"{called(name)} must have the {axis} of {called(other)}, {expected}; got {got}"
+            )
     if Hq % Hkv if Hkv else Hq:
         raise ValueError(
-            f"k must have a number of heads that divides the {Hq} heads of q; got {Hkv}"
-            + hints.of_heads(q, k)
+            f"{called('k')} must have a number of heads that divides the {Hq} heads of "
+            f"{called('q')}; got {Hkv}" + hints.of_heads(q, k)
         )
     return q.ndim, (B, Hq, Hkv, Nq, Nk, D, Dv)
 
@@ -369,7 +378,7 @@ def _array(
     check_dtype(name, x, dtypes)
     if x.shape not in shapes:
         fitting = " or ".join(map(str, dict.fromkeys(shapes)))
-        raise ValueError(f"{name} must have shape {fitting}; got {x.shape}")
+        raise ValueError(f"{called(name)} must have shape {fitting}; got {x.shape}")
 
 
 def _broadcastable(
@@ -381,7 +390,7 @@ def _broadcastable(
     axes = shape[4 - x.ndim :] if x.ndim <= 4 else ()
     if x.ndim > 4 or any(n not in (1, m) for n, m in zip(x.shape, axes, strict=True)):
         raise ValueError(
-            f"{name} must broadcast to (B, Hq, Nq, Nk) = {shape}; got shape {x.shape}"
+            f"{called(name)} must broadcast to (B, Hq, Nq, Nk) = {shape}; got shape {x.shape}"
             + hints.of_keys(name, x, shape)
         )
 
@@ -395,7 +404,7 @@ def _functions(
         require_array(name, x)
         if kind_of(x) is None:
             raise TypeError(
-                f"{name} must hold booleans, integers of up to 64 bits but not uint64, or "
+                f"{called(name)} must hold booleans, integers of up to 64 bits but not uint64, or "
                 f"{_names(DTYPES)}; got dtype {x.dtype}"
             )
     score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from tileattn.argument_names import called
 from tileattn.backends.registry import ensure_one_owner
 from tileattn.dtypes import accum_dtype
 from tileattn.lengths import as_integers
@@ -67,7 +68,9 @@ def rope(
         check_dtype(name, array)
     owner = ensure_one_owner({"x": x, "cos": cos, "sin": sin}, {"positions": positions})
     if not 2 <= x.ndim <= 4:
-        raise ValueError(f"x must have shape (N, D), (H, N, D) or (B, H, N, D); got {x.shape}")
+        raise ValueError(
+            f"{called('x')} must have shape (N, D), (H, N, D) or (B, H, N, D); got {x.shape}"
+        )
     check_tables(x, cos, sin)
     check_flags(interleaved=interleaved, inverse=inverse)
     p = _positions(x, positions, len(cos))
@@ -97,29 +100,34 @@ def check_tables(x: Any, cos: Any, sin: Any) -> None:
     """Raise ValueError if tables do not have the shape that rows of an array need."""
     if cos.ndim != 2 or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
-            "cos must have shape (M, R / 2), with R at most the head dimension, "
+            f"{called('cos')} must have shape (M, R / 2), with R at most the head dimension, "
             f"{x.shape[-1]}; got {cos.shape}"
         )
     if sin.shape != cos.shape:
-        raise ValueError(f"sin must have the shape of cos, {cos.shape}; got {sin.shape}")
+        raise ValueError(
+            f"{called('sin')} must have the shape of {called('cos')}, {cos.shape}; got {sin.shape}"
+        )
 
 
 def _positions(x: Any, positions: Any, M: int) -> Any:
     """Validate positions: one integer, that of the first row, or one for each row."""
     N = x.shape[-2]
     shape = f"({N},)" if x.ndim < 4 else f"({N},) or {(x.shape[0], N)}"
-    what, rows = f"an integer, or integers of shape {shape}", f"from 0 to {M - 1}, the rows of cos"
+    what, rows = (
+        f"an integer, or integers of shape {shape}",
+        f"from 0 to {M - 1}, the rows of {called('cos')}",
+    )
     p = as_integers("positions", 0 if positions is None else positions, what)
     if p.shape == () and isinstance(p, np.ndarray):
         first, last = int(p), int(p) + N - 1
         if N and (first < 0 or last >= M):
-            raise ValueError(f"positions must be {rows}; got {first} to {last}")
+            raise ValueError(f"{called('positions')} must be {rows}; got {first} to {last}")
         return p
     if p.shape not in ((), (N,)) and (x.ndim < 4 or p.shape != (x.shape[0], N)):
-        raise ValueError(f"positions must be {what}; got shape {p.shape}")
+        raise ValueError(f"{called('positions')} must be {what}; got shape {p.shape}")
     if isinstance(p, np.ndarray):
         for wrong in p[(p < 0) | (p >= M)].flat:
-            raise ValueError(f"positions must be {rows}; got {wrong}")
+            raise ValueError(f"{called('positions')} must be {rows}; got {wrong}")
     return p
 
 

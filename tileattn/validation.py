@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tileattn.argument_names import called
 from tileattn.dtypes import BFLOAT16
 
 _LONGEST = 200  # bits of an integer that a message writes out
@@ -16,7 +17,7 @@ _brief.maxstring = _brief.maxother = _brief.maxlong = 80
 
 def must_be(name: str, what: str, x: Any, remedy: str = "") -> str:
     """Write the message for an argument that is not what it must be."""
-    return f"{name} must be {what}; got {shown(x)}" + (f" ({remedy})" if remedy else "")
+    return f"{called(name)} must be {what}; got {shown(x)}" + (f" ({remedy})" if remedy else "")
 
 
 def shown(x: Any) -> str:
@@ -33,16 +34,17 @@ def shown(x: Any) -> str:
         named = f"{kind.__module__}.{named}"
     if kind is x:
         return f"the class {named}"
-    if hasattr(x, "dtype") and hasattr(x, "shape"):
+    try:
         return f"{named} of dtype {x.dtype} and shape {x.shape}"
-    return f"an object of type {named}"
+    except (AttributeError, RuntimeError):  # PyTorch's nested tensors have no shape
+        return f"an object of type {named}"
 
 
 def require_array(name: str, x: Any) -> None:
     """Raise TypeError if an argument is no array, or one whose mask would be lost."""
     if not hasattr(x, "dtype") or not hasattr(x, "strides"):
         raise TypeError(
-            must_be(name, "a NumPy or CuPy array", x, f"numpy.asarray({name}) makes one")
+            must_be(name, "a NumPy or CuPy array", x, f"numpy.asarray({called(name)}) makes one")
         )
     refuse_masked(name, x)
 
@@ -51,14 +53,17 @@ def require_numpy(name: str, x: Any) -> None:
     """Raise TypeError if an argument is no NumPy array, or a matrix."""
     refuse_masked(name, x)
     if not isinstance(x, np.ndarray) or isinstance(x, np.matrix):
-        raise TypeError(must_be(name, "a NumPy array", x, f"numpy.asarray({name}) makes one"))
+        raise TypeError(
+            must_be(name, "a NumPy array", x, f"numpy.asarray({called(name)}) makes one")
+        )
 
 
 def refuse_masked(name: str, x: Any) -> None:
     """Raise TypeError if an argument is a masked array: what it masks would be used."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            f"{name} is numpy.ma.MaskedArray, whose mask would be lost; its filled() makes a plain "
+            f"{called(name)} is numpy.ma.MaskedArray, whose mask would be lost; its filled() "
+            "makes a plain "
             "array of it"
         )
 

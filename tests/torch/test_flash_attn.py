@@ -262,7 +262,7 @@ def test_a_cache_is_read_without_new_keys() -> None:
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"cache_seqlens": torch.tensor([5, 7])}, ValueError, "kv_lengths must be .*; got 7"),
+        ({"cache_seqlens": torch.tensor([5, 7])}, ValueError, "cache_seqlens must be .*; got 7"),
         ({"cache_seqlens": None}, TypeError, "cache_seqlens must be given with k"),
         ({"softcap": -1.0}, ValueError, "softcap must be .*; got -1.0"),
         ({"alibi_slopes": torch.zeros(7)}, ValueError, "alibi_slopes must have shape"),
@@ -334,3 +334,80 @@ def test_what_is_refused_of_packed_sequences(changed: Any, message: str) -> None
         flash.flash_attn_varlen_func(q, k, v, **(given | changed))
     with pytest.raises(TypeError, match="cu_seqlens must be integers"):
         flash.flash_attn_varlen_qkvpacked_func(torch.zeros(9, 3, HQ, D), None)
+
+
+X = torch.zeros(2, 5, HQ, D)
+CACHES = torch.zeros(2, 2, 8, HKV, D)
+CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "func": (flash.flash_attn_func, {"q": X, "k": X, "v": X}),
+    "varlen": (
+        flash.flash_attn_varlen_func,
+        {**dict.fromkeys("qkv", X[0]), "cu_seqlens_q": [0, 5], "cu_seqlens_k": [0, 5]},
+    ),
+    "packed": (
+        flash.flash_attn_varlen_qkvpacked_func,
+        {"qkv": torch.zeros(5, 3, HQ, D), "cu_seqlens": [0, 5]},
+    ),
+    "read": (flash.flash_attn_with_kvcache, {"q": X, "k_cache": CACHES[0], "v_cache": CACHES[1]}),
+    "append": (
+        flash.flash_attn_with_kvcache,
+        {
+            **{"q": X, "k_cache": CACHES[0], "v_cache": CACHES[1]},
+            **{"k": X[:, :, :HKV], "v": X[:, :, :HKV], "cache_seqlens": [0, 0]},
+            **{"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.ones(8, 4)},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("func", {"softmax_scale": "a"}, "softmax_scale must be a finite number"),
+        ("func", {"window_size": (-5, 0)}, "window_size must be a pair"),
+        ("func", {"learnable_sink": torch.zeros(3)}, r"learnable_sink must have shape \(4,\)"),
+        ("func", {"learnable_sink": 1}, "learnable_sink is int"),
+        ("varlen", {"seqused_k": [9]}, "seqused_k must be from 0 to the 5 keys"),
+        ("varlen", {"seqused_k": [2, 2]}, "seqused_k must be an integer, or integers of shape"),
+        (
+            "varlen",
+            {"cu_seqlens_k": [0, 4]},
+            "cu_seqlens_k must end at the number of tokens of k, 5",
+        ),
+        ("packed", {"cu_seqlens": [0, 4]}, "cu_seqlens must end at the number of tokens"),
+        ("read", {"cache_seqlens": [3, 9]}, "cache_seqlens must be from 0 to"),
+        ("read", {"k_cache": CACHES[0].double()}, "k_cache must have the dtype of q"),
+        (
+            "read",
+            {"v_cache": CACHES[1][:, :7]},
+            "v_cache must have the length of k_cache, 8; got 7",
+        ),
+        ("read", {"k_cache": CACHES[0][..., :7]}, "k_cache must have the head dimension of q"),
+        ("read", {"cache_batch_idx": [0, 2]}, "cache_batch_idx must hold pages from 0 to 1; got 2"),
+        ("read", {"block_table": [[0], [2]]}, "block_table must hold pages from 0 to 1; got 2"),
+        ("append", {"cache_seqlens": [0, 4]}, "cache_seqlens must be from 0 to"),
+        ("append", {"k_cache": CACHES[0].double()}, "k_cache must have the dtype of q"),
+        ("append", {"k": X[:, :, :HKV].double()}, "k must have the dtype of k_cache"),
+        ("append", {"rotary_cos": torch.ones(8, 9)}, "rotary_cos must have shape"),
+        (
+            "append",
+            {"rotary_sin": torch.ones(8, 3)},
+            "rotary_sin must have the shape of rotary_cos",
+        ),
+        (
+            "append",
+            {"cache_batch_idx": [0, 2]},
+            "cache_batch_idx must hold pages from 0 to 1; got 2",
+        ),
+        ("append", {"softmax_scale": float("nan")}, "softmax_scale must be a finite number"),
+    ],
+)
+def test_messages_have_the_names_of_flash_attn(name: str, changed: Any, message: str) -> None:
+    call, given = CALLS[name]
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            call(**(given | changed))
+    call(**given)
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        call(**(given | changed))
+    assert not CACHES.any()

@@ -378,3 +378,21 @@ Q, K = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8)
 def test_what_is_not_accepted_is_named(given: Any, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError, UnsupportedError), match=message):
         scaled_dot_product_attention(*given, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ((Q, Q[..., :7], Q), {}, "key must have the head dimension of query, 8; got 7"),
+        ((Q, Q, Q[:, :, :4]), {}, "value must have the length of key, 5; got 4"),
+        ((Q, Q.double(), Q), {}, "key must have the dtype of query, float32"),
+        ((Q, K[:, [0, 1, 0]], K[:, [0, 1, 0]]), {"enable_gqa": True}, "key must .* heads of query"),
+        ((Q, Q, Q), {"attn_mask": torch.zeros(3, 4, 5, 5)}, "attn_mask must broadcast to"),
+        ((Q, Q, Q), {"attn_mask": torch.ones(5, 4, dtype=torch.bool)}, "attn_mask must broadcast"),
+        ((Q, Q, Q), {"attn_mask": torch.zeros(5, 5, device="meta")}, "attn_mask .* of query, cpu"),
+    ],
+)
+def test_messages_have_pytorchs_names(given: Any, options: Any, message: str) -> None:
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            scaled_dot_product_attention(*given, **options)

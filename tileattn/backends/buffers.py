@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tileattn.argument_names import called
 from tileattn.backends.addresses import address_of, byte_bounds
 from tileattn.backends.protocol import Backend
 from tileattn.backends.registry import ensure_owned
@@ -21,13 +22,14 @@ def ensure_writable(name: str, x: Any, inputs: Mapping[str, Any]) -> None:
     arrays are passed over. Arrays too intricate to tell count as overlapping.
     """
     if not getattr(x.flags, "writeable", True):
-        raise ValueError(f"{name} is read-only; a writable array is accepted")
+        raise ValueError(f"{called(name)} is read-only; a writable array is accepted")
     if _overlaps_itself(x):
-        raise ValueError(f"{name} has elements that overlap; a plain array is accepted")
+        raise ValueError(f"{called(name)} has elements that overlap; a plain array is accepted")
     for other, y in inputs.items():
         if _share(x, y):
             raise ValueError(
-                f"{name} overlaps {other}; an array with memory of its own is accepted"
+                f"{called(name)} overlaps {called(other)}; an array with memory of its own is "
+                "accepted"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tileattn.argument_names import called
 from tileattn.backends.protocol import Backend
 from tileattn.call_cache import CALLS
 from tileattn.errors import BackendUnavailableError, UnsupportedError
@@ -140,7 +141,8 @@ def ensure_owned(backend: Backend, key: str, x: Any) -> None:
     """Raise TypeError if an argument is no array of a backend."""
     if not backend.owns(x):
         raise TypeError(
-            f"{key} is {_kind(x)}, which backend {backend.name!r} does not take; {_remedy(x)}"
+            f"{called(key)} is {_kind(x)}, which backend {backend.name!r} does not take; "
+            f"{_remedy(x)}"
         )
 
 
@@ -191,7 +193,9 @@ def _owner(arrays: dict[str, Any]) -> Backend:
         if get(name).owns(x):
             return get(name)
     libraries = " or ".join(name for name in names() if name != _FASTER)
-    raise TypeError(f"{key} is {_kind(x)}; arrays of {libraries} are accepted; {_remedy(x)}")
+    raise TypeError(
+        f"{called(key)} is {_kind(x)}; arrays of {libraries} are accepted; {_remedy(x)}"
+    )
 
 
 def _kind(x: Any) -> str:

@@ -17,7 +17,11 @@ from tileattn.torch.functional import attend, new_dropout
 from tileattn.torch.tensors import PLAIN, check_tensor, is_kind
 from tileattn.validation import check_flags
 
-NAMES = ("query", "key", "value")
+NAMES = {
+    **{"q": "query", "k": "key", "v": "value"},
+    **{"bias": "attn_mask", "mask": "attn_mask", "causal": "is_causal"},
+}
+_ROWS = ("query", "key", "value")
 
 
 def scaled_dot_product_attention(
@@ -93,7 +97,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal are given; one of them is accepted")
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
-    for name, x in zip(NAMES, rows, strict=True):
+    for name, x in zip(_ROWS, rows, strict=True):
         # What else there is to check is checked once for all calls like this one.
         if not isinstance(x, torch.Tensor) or x.is_nested:
             check_tensor(name, x)
@@ -181,7 +185,7 @@ def _broadcast(tensors: Sequence[torch.Tensor], own: int) -> Sequence[torch.Tens
     try:
         batch = torch.broadcast_shapes(*leads)
     except RuntimeError:
-        pairs = zip(NAMES, tensors, strict=True)
+        pairs = zip(_ROWS, tensors, strict=True)
         of_each = ", ".join(f"{name} has shape {tuple(x.shape)}" for name, x in pairs)
         hint = "" if own == 3 else " (enable_gqa=True lets query heads share a head of keys)"
         raise ValueError(f"{of_each}; axes that broadcast are accepted{hint}") from None

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tileattn.torch.flash_cache import flash_attn_with_kvcache
-from tileattn.torch.flash_options import Integers, Window, attended, offsets
+from tileattn.torch.flash_options import NAMES, Integers, Window, attended, offsets
 from tileattn.torch.flash_packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -169,5 +169,6 @@ def flash_attn_varlen_func(
         places["block_table"] = block_table
         if seqused_k is None:
             places["kv_lengths"] = offsets(cu_seqlens_k=cu_seqlens_k)["cu_seqlens_k"].diff()
-    rows = {"q": q, "k": k, "v": v}
-    return attended(rows, dropout_p, deterministic, return_attn_probs, given, **places)
+    lengths = "cu_seqlens_k" if seqused_k is None else "seqused_k"
+    rows, names = {"q": q, "k": k, "v": v}, NAMES | {"kv_lengths": lengths}
+    return attended(rows, dropout_p, deterministic, return_attn_probs, given, names, **places)

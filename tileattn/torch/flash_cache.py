@@ -1,23 +1,30 @@
 """flash_attn's call on a cache of keys and values, which it may write to."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 import tileattn
+from tileattn.argument_names import calling
 from tileattn.backends.registry import candidates, supporting
 from tileattn.errors import UnsupportedError
 from tileattn.lengths import integers
 from tileattn.problem import parse
 from tileattn.torch.eager import is_eager, layouts
-from tileattn.torch.flash_options import Integers, Window, checked, translated
-from tileattn.torch.functional import attention, integer_tensor, number
+from tileattn.torch.flash_options import NAMES, Integers, Window, checked, translated
+from tileattn.torch.functional import attend, integer_tensor, number
 from tileattn.torch.tensors import array_of, check_integers, on, tensor_of
 from tileattn.validation import check_flags
 from tileattn.window import window_of
 
+_NAMES = NAMES | {
+    **{"kv_lengths": "cache_seqlens", "positions": "cache_seqlens", "mask": "cache_leftpad"},
+    **{"cos": "rotary_cos", "sin": "rotary_sin", "interleaved": "rotary_interleaved"},
+}
+_ROWS = {"k": "k_cache", "v": "v_cache"}
 _AXES = {"cache_batch_idx": ("B,",), "block_table": ("B", "pages of a sequence")}
 _CACHED = {
     "q": "(B, N, H, D)",
@@ -133,6 +140,7 @@ def flash_attn_with_kvcache(
     lengths, pages = known.get("cache_seqlens"), _pages(known)
     options = translated(softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
     capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
+    names = _NAMES | ({"block_table": "cache_batch_idx"} if "cache_batch_idx" in known else {})
     if "cache_leftpad" in known:
         options["mask"] = _unpadded(known["cache_leftpad"], capacity, q)
     if "k" in given and lengths is None:
@@ -142,17 +150,15 @@ def flash_attn_with_kvcache(
             x[:, :0] if y is None else y for x, y in zip((k_cache, v_cache), (k, v), strict=True)
         )
         lengths = integer_tensor("cache_seqlens", capacity) if lengths is None else lengths
-        out, lse = _appended(
-            [q, k_cache, v_cache, *new, *tables.values(), lengths, pages],
-            options,
-            rotary_interleaved,
-        )
+        tensors = [q, k_cache, v_cache, *new, *tables.values(), lengths, pages]
+        with nullcontext() if torch.compiler.is_compiling() else calling(names):
+            out, lse = _appended(tensors, options, rotary_interleaved)
     else:
         if lengths is None and pages is not None:
             lengths = integer_tensor("cache_seqlens", capacity)
         options |= {"kv_lengths": lengths, "block_table": pages}
         rows = [x.transpose(1, 2) for x in (q, k_cache, v_cache)]
-        out, lse = attention(*rows, return_lse=True, **options)
+        out, lse = attend(rows, options, True, names=_ROWS | names)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
 
@@ -235,10 +241,12 @@ def _append(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if x["rotary_cos"] is not None:
             turn["rotary"] = tables = x["rotary_cos"], x["rotary_sin"]
             positions = _query_positions(old, q.shape[2], in_order=window != (None, None))
-            q = tileattn.rope(q, *tables, positions=positions, interleaved=x["interleaved"])
+            with calling({"x": "q"}):
+                q = tileattn.rope(q, *tables, positions=positions, interleaved=x["interleaved"])
         # What cannot be computed is not appended.
         arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-        supporting(candidates("auto", arrays), parse(q, k_cache, v_cache, options)[0])
+        with calling(_ROWS):
+            supporting(candidates("auto", arrays), parse(q, k_cache, v_cache, options)[0])
         options["kv_lengths"] = tileattn.append_kv(
             k_cache, v_cache, k, v, kv_lengths=old, block_table=pages, **turn
         )

@@ -5,12 +5,15 @@ from typing import Any
 
 import torch
 
-from tileattn.torch.functional import attention, integer_tensor, new_dropout
+from tileattn.torch.functional import attend, integer_tensor, new_dropout
 from tileattn.torch.tensors import check_tensor
 from tileattn.validation import check_flags
 
 Integers = torch.Tensor | Sequence[Any]
 Window = Sequence[int | None]
+
+NAMES = {"scale": "softmax_scale", "window": "window_size", "sinks": "learnable_sink"}
+"""What these calls call the arguments of `attention`."""
 
 
 def attended(
@@ -19,13 +22,14 @@ def attended(
     deterministic: bool,
     return_attn_probs: bool,
     given: Sequence[Any],
+    names: Mapping[str, str] = NAMES,
     **places: Any,
 ) -> Any:
     """Make a call of `attention`, of rows with the layout of flash_attn and its arguments."""
     check_flags(return_attn_probs=return_attn_probs, deterministic=deterministic)
     options = places | new_dropout(dropout_p) | translated(*given)
     q, k, v = heads_first(rows)
-    out, lse = attention(q, k, v, return_lse=True, deterministic=deterministic, **options)
+    out, lse = attend((q, k, v), options, True, deterministic, names=names)
     out = out.transpose(-3, -2)
     return (out, lse, None) if return_attn_probs else out
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tileattn.torch.flash_options import Integers, Window, attended, offsets, unpacked
+from tileattn.torch.flash_options import NAMES, Integers, Window, attended, offsets, unpacked
 
 
 def flash_attn_qkvpacked_func(
@@ -168,8 +168,9 @@ def flash_attn_varlen_qkvpacked_func(
     del max_seqlen
     given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
     rows = unpacked("qkv", qkv, "qkv")
+    names = NAMES | {"cu_seqlens_q": "cu_seqlens"}
     places = {"cu_seqlens_q": offsets(cu_seqlens=cu_seqlens)["cu_seqlens"]}
-    return attended(rows, dropout_p, deterministic, return_attn_probs, given, **places)
+    return attended(rows, dropout_p, deterministic, return_attn_probs, given, names, **places)
 
 
 def flash_attn_varlen_kvpacked_func(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tileattn.argument_names import called, calling
 from tileattn.call_cache import CALLS
 from tileattn.errors import UnsupportedError
 from tileattn.problem import aux_arrays, check_names
@@ -112,9 +113,25 @@ def attend(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
-    names: Sequence[str] = "qkv",
+    names: Mapping[str, str] | None = None,
 ) -> Any:
-    """Do what `attention` does; errors have the caller's names for q, k and v."""
+    """Do what `attention` does; errors have the caller's names where they are not the library's."""
+    try:
+        return _attend(rows, options, return_lse, deterministic, backend)
+    except (TypeError, ValueError, UnsupportedError):
+        if not names or torch.compiler.is_compiling():
+            raise
+    with calling(names):  # the same error again, in the caller's words
+        return _attend(rows, options, return_lse, deterministic, backend)
+
+
+def _attend(
+    rows: Sequence[torch.Tensor],
+    options: Mapping[str, Any],
+    return_lse: bool,
+    deterministic: bool,
+    backend: str,
+) -> Any:
     check_flags(return_lse=return_lse, deterministic=deterministic)
     deterministic = bool(deterministic or torch.are_deterministic_algorithms_enabled())
     q, k, v = autocast(*rows)
@@ -122,7 +139,7 @@ def attend(
     call = None if key is None else CALLS.get(key)  # compilers do not see the cache
     if call is None:
         given = {"q": q, "k": k, "v": v, "backend": backend, "deterministic": deterministic}
-        out, lse = eager.forward(_inputs(given, options, names), key)
+        out, lse = eager.forward(_inputs(given, options), key)
     else:
         out, lse = call(q, k, v, *map(options.get, call.options))
     return Attention(out, lse) if return_lse else out
@@ -141,9 +158,7 @@ def new_seed() -> torch.Tensor:
     return torch.randint(1 << 62, (), device="cpu")
 
 
-def _inputs(
-    rows: Mapping[str, Any], options: Mapping[str, Any], names: Sequence[str]
-) -> Sequence[Any]:
+def _inputs(rows: Mapping[str, Any], options: Mapping[str, Any]) -> Sequence[Any]:
     """Check a call, and make it one of an operator."""
     check_names(options)
     if not isinstance(rows["backend"], str):
@@ -156,7 +171,7 @@ def _inputs(
     given |= {name: number(name, given[name]) for name in _NUMBERS if name in given}
     given |= {name: name_of(given[name]) for name in _HANDLES if name in given}
     given["aux"] = [*aux_arrays(given).values()]
-    _check(given, names)
+    _check(given)
     refuse_gradients({x: given[x] for x in TENSORS if x in given and x not in DIFFERENTIABLE})
     window, causal = given.pop("window", None), given.pop("causal", False)
     given["left"], given["right"] = window_of(window, causal)
@@ -175,7 +190,7 @@ def integer_tensor(name: str, x: Any) -> torch.Tensor:
             return torch.full((), x, dtype=torch.int64, device="cpu")
         return torch.as_tensor(x, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(f"{name} is {x!r}; integers are accepted") from None
+        raise TypeError(f"{called(name)} must be integers; got {x!r}") from None
 
 
 def number(name: str, x: Any) -> float:
@@ -195,14 +210,14 @@ def refuse_gradients(tensors: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled() and x.requires_grad:
             remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
             raise UnsupportedError(
-                f"{name} requires a gradient, which no call computes; pass {name}.detach(){remedy}"
+                f"{called(name)} requires a gradient, which no call computes; pass "
+                f"{called(name)}.detach(){remedy}"
             )
 
 
-def _check(given: Mapping[str, Any], names: Sequence[str]) -> None:
+def _check(given: Mapping[str, Any]) -> None:
     """Check what all tensors have in common; the library checks the rest."""
-    callers = dict(zip("qkv", names, strict=True))
-    check_tensor(callers["q"], given["q"])
+    check_tensor("q", given["q"])
     device = given["q"].device
     for name, x in given.items():
         if name == "aux":
@@ -210,7 +225,7 @@ def _check(given: Mapping[str, Any], names: Sequence[str]) -> None:
                 check_tensor(f"aux[{n}]", y, device)
         elif name in TENSORS:
             check = check_integers if name in _INTEGERS else check_tensor
-            check(callers.get(name, name), x, device)
+            check(name, x, device)
     seed = given.get("seed")
     if seed is not None and seed.numel() != 1:
         raise ValueError(f"seed must be one integer; got shape {tuple(seed.shape)}")

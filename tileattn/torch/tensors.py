@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
+from tileattn.argument_names import called
 from tileattn.errors import UnsupportedError
 from tileattn.torch import cuda
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors whose elements are their memory, unless a bit of theirs says otherwise."""
 
+torch.compiler.assume_constant_result(called)  # which compilers cannot look into
 _ON_CPU = nullcontext()
 _FLOATS = "float16, bfloat16, float32 or float64"
 _DTYPES = frozenset(  # those that arrays have, too
@@ -80,34 +82,39 @@ def check_tensor(
     """Raise an error if an argument is no dense tensor on such a device, or not on the one of q."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(
-            f"{name} is {type(x).__name__}; a torch.Tensor is accepted "
-            f"(torch.as_tensor({name}) makes one)"
+            f"{called(name)} is {type(x).__name__}; a torch.Tensor is accepted "
+            f"(torch.as_tensor({called(name)}) makes one)"
         )
     if type(x) not in PLAIN:
         _check_subclass(name, x)
     if not torch.compiler.is_compiling() and _is_transformed(x):
         raise UnsupportedError(
-            f"{name} is a tensor of torch.func or of forward-mode differentiation; gradients by "
+            f"{called(name)} is a tensor of torch.func or of forward-mode differentiation; "
+            "gradients by "
             "backward() and torch.autograd.grad are accepted"
         )
     if x.is_nested:
         raise UnsupportedError(
-            f"{name} is a nested tensor; {name}.values() with cu_seqlens_q= is accepted"
+            f"{called(name)} is a nested tensor; {called(name)}.values() with cu_seqlens_q= is "
+            "accepted"
         )
     if x.layout is not torch.strided:
         raise UnsupportedError(
-            f"{name} has layout {x.layout}; dense tensors are accepted ({name}.to_dense() is one)"
+            f"{called(name)} has layout {x.layout}; dense tensors are accepted "
+            f"({called(name)}.to_dense() is one)"
         )
     if x.dtype not in _DTYPES:
         expected = _EXPECTED.get(name.partition("[")[0], _FLOATS)
-        raise TypeError(f"{name} must have dtype {expected}; got {x.dtype}")
+        raise TypeError(f"{called(name)} must have dtype {expected}; got {x.dtype}")
     if device is not None and x.device != device:
-        raise ValueError(f"{name} is on {x.device}; it must be on the device of q, {device}")
+        raise ValueError(
+            f"{called(name)} is on {x.device}; it must be on the device of {called('q')}, {device}"
+        )
     if x.device.type not in kinds:
         on_gpu = " and on NVIDIA GPUs" if "cuda" in kinds else ""
         raise UnsupportedError(
-            f"{name} is on {x.device}; tensors on the CPU{on_gpu} are accepted "
-            f"({name}.cpu() is one)"
+            f"{called(name)} is on {x.device}; tensors on the CPU{on_gpu} are accepted "
+            f"({called(name)}.cpu() is one)"
         )
 
 
@@ -117,15 +124,17 @@ def check_memory(name: str, x: torch.Tensor) -> None:
     PyTorch's operators see to what else there is.
     """
     if type(x) not in PLAIN:
-        plain = f"{name}.as_subclass(torch.Tensor)"
+        plain = f"{called(name)}.as_subclass(torch.Tensor)"
         raise UnsupportedError(
-            f"{name} must be a plain torch.Tensor; got {type(x).__name__} ({plain} is one, if "
+            f"{called(name)} must be a plain torch.Tensor; got {type(x).__name__} ({plain} is one, "
+            "if "
             "its memory holds its elements)"
         )
     if x.is_neg() or x._is_zerotensor():
         raise UnsupportedError(
-            f"{name} must hold its elements in memory; got a view that negates or leaves out zeros "
-            f"({name} + 0 holds them)"
+            f"{called(name)} must hold its elements in memory; got a view that negates or leaves "
+            "out zeros "
+            f"({called(name)} + 0 holds them)"
         )
 
 
@@ -134,9 +143,14 @@ def check_integers(name: str, x: Any, device: torch.device) -> None:
     check_tensor(name, x)
     if x.device.type == "cpu" or (x.device == device and name != "seed"):
         return
-    too = "" if name == "seed" or device.type == "cpu" else f" and on the device of q, {device},"
+    too = (
+        ""
+        if name == "seed" or device.type == "cpu"
+        else f" and on the device of {called('q')}, {device},"
+    )
     raise ValueError(
-        f"{name} is on {x.device}; integers on the CPU{too} are accepted ({name}.cpu() is a copy)"
+        f"{called(name)} is on {x.device}; integers on the CPU{too} are accepted "
+        f"({called(name)}.cpu() is a copy)"
     )
 
 
@@ -164,7 +178,9 @@ def is_kind(x: Any, module: str, name: str) -> bool:
 def _check_subclass(name: str, x: Any) -> None:
     for module, kind, remedy in _NO_MEMORY:
         if is_kind(x, module, kind):
-            raise UnsupportedError(f"{name} must be a plain torch.Tensor; got {kind} ({remedy})")
+            raise UnsupportedError(
+                f"{called(name)} must be a plain torch.Tensor; got {kind} ({remedy})"
+            )
 
 
 def _is_transformed(x: torch.Tensor) -> bool:
