@@ -34,10 +34,10 @@ def shown(x: Any) -> str:
         named = f"{kind.__module__}.{named}"
     if kind is x:
         return f"the class {named}"
-    try:
+    nested = getattr(x, "is_nested", False)  # PyTorch's nested tensors have no shape
+    if hasattr(x, "dtype") and not nested and hasattr(x, "shape"):
         return f"{named} of dtype {x.dtype} and shape {x.shape}"
-    except (AttributeError, RuntimeError):  # PyTorch's nested tensors have no shape
-        return f"an object of type {named}"
+    return f"an object of type {named}"
 
 
 def require_array(name: str, x: Any) -> None:

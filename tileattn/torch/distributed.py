@@ -20,7 +20,6 @@ from tileattn.torch.tensors import array_of, autocast, check_memory, check_tenso
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")  # and aux, a sequence of tensors
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch's
 def distributed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -96,14 +95,27 @@ def distributed_attention(
         out = distributed_attention(q, k, v, dist.group.WORLD, layout="zigzag", causal=True)
         out.square().mean().backward()
     """
-    given = {"q": q, "k": k, "v": v}
-    given |= {name: x for name, x in options.items() if x is not None}
+    rows = {"q": q, "k": k, "v": v}
+    how = {"layout": layout, "layout_k": layout_k, "schedule": schedule, "backend": backend}
+    return _attend(rows, comm, return_lse, how | {"timeout": timeout}, options)
+
+
+# Compilers look into a function that they are given, disabled or not, but not into what it calls.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch's
+def _attend(
+    rows: Mapping[str, Any],
+    comm: Any,
+    return_lse: bool,
+    how: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Any:
+    given = {**rows, **{name: x for name, x in options.items() if x is not None}}
+    q = rows["q"]
     device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
     with on(device):
-        comm = communicator(comm, timeout, array_of(q) if device.type == "cuda" else None)
+        comm = communicator(comm, how["timeout"], array_of(q) if device.type == "cuda" else None)
         inputs, given = _agreed(comm, given, return_lse)
-    given |= {"layout": layout, "layout_k": layout_k, "schedule": schedule, "backend": backend}
-    given |= {"timeout": timeout, "comm": comm, "device": device}
+    given |= {**how, "comm": comm, "device": device}
     names, tensors = zip(*inputs, strict=True)
     result = Attention(*_Shared.apply(given, return_lse, names, *tensors))
     return result if return_lse else result.out
