@@ -98,6 +98,8 @@ def test_what_is_no_function_is_named(value: Any) -> None:
         (lambda s, b, h, i, j, t, u: t * 2, "computes with aux[0], an array of 1 axes"),
         (lambda s, b, h, i, j, t, u: np.exp(t), "computes with aux[0], an array of 1 axes"),
         (lambda s, b, h, i, j, t, u: s + TABLE * t, "computes with aux[0], an array of 1 axes"),
+        (lambda s, b, h, i, j, t, u: s + (u[i] * u[j]).sum(), "computes with aux[1], an array of"),
+        (lambda s, b, h, i, j, t, u: s + u[i] @ u[j], "computes with aux[1], an array of 2 axes"),
         (lambda s, b, h, i, j, t, u: t, "returns an array of aux; one value"),
         (lambda s, b, h, i, j, t, u: t[s], "indexes aux[0] with a float; integers are"),
         (lambda s, b, h, i, j, t, u: t[i > j], "indexes aux[0] with a boolean; integers"),

@@ -183,17 +183,33 @@ class TracedArray:
         return array_or_element(self._number, self._kind, self._ndim, function, tuple(indices))
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(
+        raise TypeError(self._refusal())
+
+    def _refusal(self) -> str:
+        return (
             f"{self._function} computes with aux[{self._number}], an array of {self._ndim} axes of "
-            f"which {len(self._indices)} are indexed; its elements are accepted, as aux[h, i - j]"
+            f"which {len(self._indices)} are indexed; it must index all, as x[h, i - j], and write "
+            "a sum over an axis as sum(x[i, n] * y[j, n] for n in range(width))"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(self._refusal())
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        del function, types
+        next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))._refuse()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
     __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __and__ = __rand__ = __or__ = __ror__ = _refuse
     __xor__ = __rxor__ = __lshift__ = __rshift__ = __rlshift__ = __rrshift__ = _refuse
     __neg__ = __abs__ = __invert__ = __bool__ = __array__ = __index__ = __float__ = _refuse
-    __len__ = __iter__ = __array_ufunc__ = __array_function__ = _refuse
+    __matmul__ = __rmatmul__ = __len__ = __iter__ = __array_ufunc__ = __array_function__ = _refuse
 
 
 def array_or_element(

@@ -101,6 +101,19 @@ def test_elements_of_moved_indices(name: str, origin: Any, tmp_path: Path) -> No
     hold(tmp_path, planned(options, np.float16, sizes), x.aux, 0, 128)
 
 
+def test_ranges_hold_what_float32_rounds(tmp_path: Path) -> None:
+    """Ten times 0.7 is below 7, and is rounded to 7."""
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any, y: Any) -> Any:
+        return s + x[(10.0 * y[i // 64]).astype(int)]
+
+    y = np.array([0.7, 1.4, 0.9, 1.1, 1.3], np.float32)
+    assert (np.floor(np.float32(10) * y) != np.floor(10 * y.astype(float))).any()
+    options = {"score_mod": score_mod, "aux": (np.arange(20, dtype=np.float32), y)}
+    plan = planned(options, np.float32, (2, 4, 270, 150))
+    hold(tmp_path, plan, options["aux"], 0, 9)
+
+
 @pytest.mark.parametrize("window", [5, 99])
 def test_negative_indices_count_from_the_end(window: int, tmp_path: Path) -> None:
     def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any, y: Any) -> Any:
