@@ -134,6 +134,18 @@ def test_any_number_of_devices(devices: int, layout: str) -> None:
     check(devices, layout, causal=True)
 
 
+def test_functions_capture_arrays() -> None:
+    q, k, v, _ = normal(SIZES, np.float32)
+    table = drawn(4, 90)
+    options: dict[str, Any] = {"score_mod": lambda s, b, h, i, j: s + table[h, i - j]}
+    call = partial(ring_attention, axis_name="x", return_lse=True, **options)
+    results = Attention(ROWS, ROWS)
+    mapped = jax.shard_map(call, mesh=mesh_of(2), in_specs=(ROWS,) * 3, out_specs=results)
+    found = Attention(*map(np.asarray, jax.jit(mapped)(q, k, v)))
+    bounds = error_bound(q, k, v, **options)
+    assert_attention_close(found, reference.forward(q, k, v, **options), bounds)
+
+
 @pytest.fixture
 def with_float64() -> Iterator[None]:
     """Switch float64 on for all threads, those of devices included."""

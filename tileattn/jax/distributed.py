@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tileattn.distributed.agreement import check_supported
+from tileattn.expressions.functions import read_functions
 from tileattn.jax.call import ARRAYS, Arrays, arrays_of, call_of
 from tileattn.jax.differentiation import differentiable
 from tileattn.jax.manual_axes import axes_of, varying
@@ -104,6 +105,7 @@ def ring_attention(
     (2, 4, 128, 32)
     """
     check_supported(options)
+    options = read_functions(options)
     size = _size(axis_name)
     arrays = arrays_of(q, k, v, options)
     fixed = {name: x for name, x in options.items() if name not in ARRAYS}
