@@ -27,6 +27,22 @@ def test_numbers_out_of_range_are_refused(
     assert f"argument {said}\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--Nq 1000000000000", "--Nq must be at most 67,108,864; got 1,000,000,000,000"),
+        ("--Nq 16 --Nk 1000000000000 --arch sm_90a", "--Nk must be at most 67,108,864; got 1,000"),
+        ("--B 1000000 --Nq 16", "--B times --Hq must be at most 131,072; got 8,000,000"),
+        ("--D 1000000000000000000000", "Maximum allowed dimension exceeded"),
+    ],
+)
+def test_sizes_that_would_take_too_long_are_refused(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *line.split()]) == 2
+    assert f"ValueError: {said}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("line", "keys"), [("--Nq 0", 0), ("--Nq 7 --Nk 0", 0)])
 def test_a_size_of_zero_is_one(line: str, keys: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *line.split()]) == 0

@@ -134,6 +134,8 @@ def _number(kind: Callable[[str], Any], least: int) -> Callable[[str], Any]:
     return read
 
 
+_MOST_HEADS, _MOST_ROWS = 1 << 17, 1 << 26  # of which ``explain`` counts the tiles
+
 _SIZE, _COUNT, _SECONDS = _number(int, 0), _number(int, 1), _number(float, 0)
 
 
@@ -197,19 +199,31 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_sizes(B: int, Hq: int, Nq: int, Nk: int) -> None:
+    """Raise ValueError for sizes whose tiles take more than some seconds and 1 GB to count."""
+    for name, size, most in (
+        ("--B times --Hq", B * Hq, _MOST_HEADS),
+        ("--Nq", Nq, _MOST_ROWS),
+        ("--Nk", Nk, _MOST_ROWS),
+    ):
+        if size > most:
+            raise ValueError(f"{name} must be at most {most:,}; got {size:,}")
+
+
 def _explain(arguments: argparse.Namespace) -> int:
     a = arguments
     dtype = next(dtype for dtype in DTYPES if dtype.name == a.dtype)
     Hkv, Nk, Dv = (
         n if own is None else own for own, n in ((a.Hkv, a.Hq), (a.Nk, a.Nq), (a.Dv, a.D))
     )
-    q, k, v = (
-        np.broadcast_to(np.zeros((), dtype), shape)  # of any size, and no memory
-        for shape in ((a.B, a.Hq, a.Nq, a.D), (a.B, Hkv, Nk, a.D), (a.B, Hkv, Nk, Dv))
-    )
     options: dict[str, Any] = {"causal": a.causal, "softcap": a.softcap, "dropout_p": a.dropout_p}
     options["window"] = None if a.window is None else tuple(a.window)
     try:
+        _check_sizes(a.B, a.Hq, a.Nq, Nk)
+        q, k, v = (
+            np.broadcast_to(np.zeros((), dtype), shape)  # of any size, and no memory
+            for shape in ((a.B, a.Hq, a.Nq, a.D), (a.B, Hkv, Nk, a.D), (a.B, Hkv, Nk, Dv))
+        )
         if a.arch is not None:
             _explain_on(a.arch, a.backend, q, k, v, options, plans=a.plan)
         else:

@@ -46,6 +46,7 @@ class Graphs:
             "cuGraphAddDependencies_v2": self._add_edge,
             "graphInstantiate": self._instantiate,
             "graphUpload": self._upload,
+            "graphExecDestroy": self._gpu.destroyed.append,
         }
         made = {name: self._asked(name, function) for name, function in making.items()}
         made |= {
@@ -53,7 +54,6 @@ class Graphs:
             "cuCtxGetCurrent": self._get_context,
             "cuGraphDestroy": self._destroy,
             "graphLaunch": self._launch,
-            "graphExecDestroy": self._gpu.destroyed.append,
         }
         driver = SimpleNamespace(**made)
         for module in (graph, streams):

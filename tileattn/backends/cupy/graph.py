@@ -89,8 +89,10 @@ class Graph:
         self.launch: Callable[[int], None] = partial(runtime.graphLaunch, self._handle)
 
     def __del__(self) -> None:
+        # Also while somebody captures a stream, which is no reason to refuse it.
         if self._handle:
-            self._destroy(self._handle)
+            with unrestricted():
+                self._destroy(self._handle)
 
 
 def _nodes(library: Any, block: LaunchBlock) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
