@@ -361,8 +361,8 @@ __device__ inline RowSum sum_row(const Params& p, const Piece& work, const Share
         const Element* const key = key_row(j);
         const Accum s = score(key, j);
         if (s == -infinity<Accum>()) continue;
-        const Accum weight =
-            exp2_of(exponent(difference(s, sum.m), score_mod.softmax_scale_log2(), exponent_shift(0)));
+        const Accum weight = exp2_of(difference(s, sum.m) * score_mod.softmax_scale_log2()) *
+                             Accum(1 << FORWARD_P_LOG2);
         sum.l += weight;
 #pragma unroll
         for (int n = 0; n < VALUE_DIM / (2 * WARP); ++n)

@@ -90,8 +90,8 @@ __device__ __noinline__ RowSum sum_row(const Params& p, int b, int kv, const Sha
         Accum total = 0, own_l = 0;
         for (int j0 = keys.lo; j0 < keys.hi; j0 += WARP) {
             const Accum s = score(j0 + lane);
-            const Accum own =
-                exp2_of(exponent(difference(s, sum.m), softmax_scale_log2, exponent_shift(0)));
+            const Accum own = exp2_of(difference(s, sum.m) * softmax_scale_log2) *
+                              Accum(1 << FORWARD_P_LOG2);
             own_l += own;
             for (int n = 0; n < WARP; ++n) {
                 const Element* const value = rows.row(v, p.v_at, min(j0 + n, length - 1), n);
