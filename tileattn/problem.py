@@ -11,7 +11,7 @@ from tileattn.algorithm.block_mask import BlockMask
 from tileattn.argument_names import called
 from tileattn.dtypes import DTYPES, accum_dtype
 from tileattn.errors import UnsupportedError
-from tileattn.expressions.arrays import kind_of
+from tileattn.expressions.arrays import check_kind
 from tileattn.expressions.functions import check_indices, mask_expression, score_expression
 from tileattn.expressions.nodes import Node
 from tileattn.lengths import Packing, Paging, Places, places_of
@@ -402,11 +402,7 @@ def _functions(
     aux = aux_arrays(options)
     for name, x in aux.items():
         require_array(name, x)
-        if kind_of(x) is None:
-            raise TypeError(
-                f"{called(name)} must hold booleans, integers of up to 64 bits but not uint64, or "
-                f"{_names(DTYPES)}; got dtype {x.dtype}"
-            )
+        check_kind(called(name), x)
     score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
     if aux and score_mod is None and mask_mod is None:
         raise ValueError(f"aux must be empty without score_mod or mask_mod; got {len(aux)} arrays")

@@ -16,6 +16,8 @@ torch = pytest.importorskip("torch")
 from torch.autograd import forward_ad  # noqa: E402 - PyTorch may be absent
 
 from tileattn.errors import UnsupportedError  # noqa: E402 - as above
+from tileattn.expressions.functions import score_expression  # noqa: E402 - as above
+from tileattn.expressions.nodes import to_text  # noqa: E402 - as above
 from tileattn.torch import attention  # noqa: E402 - as above
 from tileattn.torch.operators import INPUTS  # noqa: E402 - as above
 from tileattn.torch.tensors import array_of, tensor_of  # noqa: E402 - as above
@@ -189,20 +191,16 @@ def test_compiled_calls_take_functions_and_block_masks() -> None:
     assert len(graphs) == 1
 
 
-def test_a_function_made_anew_is_no_new_function() -> None:
-    from tileattn.torch import handles
-
-    q, k, v = drawn(0, (3, 4), (3, 4), (3, 4))
-    before = len(handles._functions)
-    for _ in range(5):
-        attention(q, k, v, score_mod=lambda s, b, h, i, j: s * 1.25).sum().backward()
-    assert len(handles._functions) == before + 1
-
-
-def test_a_block_mask_lives_until_the_backward_pass() -> None:
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_block_mask_lives_until_the_backward_pass(is_compiled: bool) -> None:
     q, k, v = drawn(0, (8, 4), (8, 4), (8, 4))
-    mask = np.tri(8, dtype=bool)
-    out = attention(q, k, v, block_mask=tileattn.BlockMask.from_mask(mask, (2, 2)))
+
+    def call(q: Any, mask: Any) -> Any:
+        return attention(q, k, v, block_mask=mask)
+
+    run = compiled(call)[0] if is_compiled else call
+    out = run(q, tileattn.BlockMask.from_mask(np.tri(8, dtype=bool), (2, 2)))
     gc.collect()
     (found,) = torch.autograd.grad(out.sum(), q)
     (expected,) = torch.autograd.grad(attention(q, k, v, causal=True).sum(), q)
@@ -214,11 +212,10 @@ def test_operators_keep_pytorchs_rules(grad: bool) -> None:
     tensors = drawn(0, (2, 4, 7, 8), (2, 2, 9, 8), (2, 2, 9, 6), (4, 1, 9), (4,))
     named = dict(zip(DIFFERENTIABLE, tensors, strict=True))
     values = dict.fromkeys(INPUTS) | named | {"dropout_p": 0.0, "backend": "auto"}
-    values |= {"aux": drawn(1, (4, 9)), "deterministic": False, "right": 0}
+    aux = drawn(1, (4, 9))
+    values |= {"aux": aux, "deterministic": False, "right": 0}
     values["kv_lengths"] = torch.tensor([9, 4])
-    from tileattn.torch.handles import name_of
-
-    values["score_mod"] = name_of(learned)
+    values["score_mod"] = to_text(score_expression(learned, [array_of(x) for x in aux]))
     inputs = tuple(values[name] for name in INPUTS)
     if not grad:
         inputs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, inputs)

@@ -42,6 +42,15 @@ def kind_of(x: Any) -> Kind | None:
     return Kind.INTEGER if fits and dtype.isnative else None
 
 
+def check_kind(name: str, x: Any) -> None:
+    """Raise TypeError if an array has a dtype that functions cannot read."""
+    if kind_of(x) is None:
+        raise TypeError(
+            f"{name} must hold booleans, integers of up to 64 bits but not uint64, or "
+            f"{', '.join(dtype.name for dtype in DTYPES)}; got dtype {x.dtype}"
+        )
+
+
 def dtype_of(x: Any) -> np.dtype[Any] | None:
     """Return NumPy's dtype for that of an array of any library; None if there is none."""
     if isinstance(x.dtype, np.dtype):

@@ -8,6 +8,7 @@ import builtins
 import dis
 import math
 import operator
+import sys
 from collections.abc import Hashable
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -25,7 +26,8 @@ round sorted sum tuple zip
 """
 _BUILTINS = {name: getattr(builtins, name) for name in _PURE.split()}
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-_WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME")
+_ATTRIBUTES = ("_ATTR", "_METHOD", "IMPORT_FROM")
+_WRITES = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _WRITES_CELLS = ("STORE_DEREF", "DELETE_DEREF")
 
 
@@ -33,8 +35,8 @@ class _UnknownStateError(Exception):
     """A function reads an object that may change unseen."""
 
 
-class _Reads(NamedTuple):
-    """The global names and the attributes that code looks up; True if it does more than that."""
+class Reads(NamedTuple):
+    """The global names and the attributes that code looks up; True if it may do more than that."""
 
     names: tuple[str, ...]
     attributes: frozenset[str]
@@ -67,7 +69,7 @@ def _state(x: Any, around: tuple[Any, ...]) -> Hashable:
         return kind, *(_state(y, around) for y in (x.func, x.args, *sorted(x.keywords.items())))
     if isinstance(x, np.generic) and x.dtype.type is kind and kind is not np.void:
         return x.dtype, x.tobytes()
-    if _is_fixed(x):
+    if is_fixed(x):
         return kind, x
     raise _UnknownStateError
 
@@ -76,14 +78,14 @@ def _state_of_function(x: FunctionType, around: tuple[Any, ...]) -> Hashable:
     for n, outer in enumerate(around):
         if x is outer:
             return "around", n
-    reads = _reads(x.__code__)
-    if reads.is_opaque or x.__dict__:
+    found = reads(x.__code__)
+    if found.is_opaque or x.__dict__:
         raise _UnknownStateError
     around = (*around, x)
     parts: list[Any] = [x.__code__]
-    for name in reads.names:
+    for name in found.names:
         if name in x.__globals__:
-            parts += (name, _state_of_variable(x.__globals__[name], around, reads.attributes))
+            parts += (name, _state_of_variable(x.__globals__[name], around, found.attributes))
         elif name not in _BUILTINS or vars(builtins).get(name) is not _BUILTINS[name]:
             raise _UnknownStateError
     for cell in x.__closure__ or ():
@@ -91,7 +93,7 @@ def _state_of_function(x: FunctionType, around: tuple[Any, ...]) -> Hashable:
             contents = cell.cell_contents
         except ValueError:  # not assigned yet
             raise _UnknownStateError from None
-        parts.append(_state_of_variable(contents, around, reads.attributes))
+        parts.append(_state_of_variable(contents, around, found.attributes))
     keywords = tuple(sorted((x.__kwdefaults__ or {}).items()))
     return *parts, _state(x.__defaults__, around), _state(keywords, around)
 
@@ -103,7 +105,7 @@ def _state_of_variable(x: Any, around: tuple[Any, ...], attributes: frozenset[st
     return _state(x, around)
 
 
-def _is_fixed(x: Any) -> bool:
+def is_fixed(x: Any) -> bool:
     """Return True if an object is always the same: a function of NumPy, a built-in one or type.
 
     Others may read something that changes, as a generator of random numbers does.
@@ -120,27 +122,29 @@ def _has_fixed(module: ModuleType, attributes: frozenset[str]) -> bool:
     """Return True if a module is known, and has no such attribute that may change."""
     found = [getattr(module, name, None) for name in attributes]
     plain = {*_PLAIN, float}
-    return module in _MODULES and all(type(x) in plain or _is_fixed(x) for x in found)
+    return module in _MODULES and all(type(x) in plain or is_fixed(x) for x in found)
 
 
 def names_of(code: CodeType) -> tuple[str, ...] | None:
     """List the global names that code looks up; None if it may do more than that."""
-    reads = _reads(code)
-    return None if reads.is_opaque else reads.names
+    found = reads(code)
+    return None if found.is_opaque else found.names
 
 
 @lru_cache(maxsize=1024)
-def _reads(code: CodeType) -> _Reads:
+def reads(code: CodeType) -> Reads:
     """List what code looks up, that of the functions inside it too."""
-    inner = [_reads(x) for x in code.co_consts if isinstance(x, CodeType)]
+    inner = [reads(x) for x in code.co_consts if isinstance(x, CodeType)]
     found = [(x.opname, x.argval) for x in dis.get_instructions(code)]
     names = {x for op, x in found if op in _LOADS}.union(*(x.names for x in inner))
-    attributes = {x for op, x in found if op.endswith(("_ATTR", "_METHOD"))}
+    attributes = frozenset(x for op, x in found if op.endswith(_ATTRIBUTES))
+    attributes = attributes.union(*(x.attributes for x in inner))
+    imported = [sys.modules.get(x) for op, x in found if op == "IMPORT_NAME"]
     is_opaque = (
         any(x.is_opaque for x in inner)
+        or any(x not in _MODULES or not _has_fixed(x, attributes) for x in imported)
         or any(name.startswith("__") for name in attributes)
         or any(op in _WRITES for op, _ in found)
         or any(op in _WRITES_CELLS and x in code.co_freevars for op, x in found)
     )
-    attributes = attributes.union(*(x.attributes for x in inner))
-    return _Reads(tuple(sorted(names)), frozenset(attributes), is_opaque)
+    return Reads(tuple(sorted(names)), attributes, is_opaque)

@@ -42,7 +42,7 @@ def array_of(x: torch.Tensor) -> Any:
     strides = [n * itemsize for n in x.stride()]
     nbytes = extent(x.shape, x.stride()) * itemsize
     memory = memory_at(x.data_ptr(), nbytes, x, x.device.index)
-    return cupy.ndarray(x.shape, _array_dtype(x.dtype), memory, strides)
+    return cupy.ndarray(x.shape, array_dtype(x.dtype), memory, strides)
 
 
 def tensor_of(x: Any) -> torch.Tensor:
@@ -147,7 +147,7 @@ def _allocator(device: torch.device) -> OwnPieces:
 
 
 @functools.cache
-def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """Give the type that has the same name in NumPy, or in ml_dtypes."""
     return np.dtype(str(dtype).removeprefix("torch."))
 

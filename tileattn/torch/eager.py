@@ -19,7 +19,6 @@ from tileattn.torch.handles import named
 from tileattn.torch.operators import DIFFERENTIABLE, INPUTS, ROWS, TENSORS
 from tileattn.torch.tensors import PLAIN
 
-_HANDLES = [n for n, kind in enumerate(INPUTS.values()) if kind == "str?"]
 _PLACES = {name: n for n, name in enumerate(INPUTS)}
 _DENSE = torch.strided
 _Pass = Callable[[Sequence[Any]], Any]
@@ -101,8 +100,9 @@ class Call:
         self._names, self._places = names, [_PLACES[name] for name in names]
         self.options = names[len(ROWS) :]
         self._deterministic = inputs[_PLACES["deterministic"]]
-        # Functions and masks must not be dropped before the backward pass.
-        self._alive = [named(inputs[n]) for n in _HANDLES if inputs[n] is not None]
+        # A block mask must not be dropped before the backward pass.
+        block_mask = inputs[_PLACES["block_mask"]]
+        self._alive = None if block_mask is None else named(block_mask)
         # What the host reads of tensors may differ from call to call.
         self._by_addresses = repeats and all(inputs[n].is_cuda for n in self._places)
         self._forward: _Pass | None = None

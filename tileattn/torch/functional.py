@@ -14,6 +14,7 @@ from tileattn.problem import aux_arrays, check_names
 from tileattn.results import Attention
 from tileattn.scalars import dropout_of, scale_of, seed_of, softcap_of
 from tileattn.torch import eager
+from tileattn.torch.functions import read_functions
 from tileattn.torch.handles import name_of
 from tileattn.torch.operators import DIFFERENTIABLE, INPUTS, TENSORS
 from tileattn.torch.tensors import autocast, check_integers, check_tensor
@@ -34,7 +35,6 @@ _REMEDIES = {  # for tensors that require a gradient which no call computes
     "lambda s, b, h, i, j, slopes: s - slopes[h] * abs(i - j)",
     "scale": "attention(q * scale, ..., scale=1.0) has it",
 }
-_HANDLES = ("score_mod", "mask_mod", "block_mask")
 _DEFAULTS = dict.fromkeys(INPUTS) | {"dropout_p": 0.0, "aux": ()}
 
 
@@ -134,6 +134,7 @@ def _attend(
 ) -> Any:
     check_flags(return_lse=return_lse, deterministic=deterministic)
     deterministic = bool(deterministic or torch.are_deterministic_algorithms_enabled())
+    options = read_functions(options, getattr(rows[0], "device", None))
     q, k, v = autocast(*rows)
     key = eager.signature((q, k, v), backend, deterministic, options)
     call = None if key is None else CALLS.get(key)  # compilers do not see the cache
@@ -169,7 +170,8 @@ def _inputs(rows: Mapping[str, Any], options: Mapping[str, Any]) -> Sequence[Any
     given = {**rows, **optional}
     given |= {name: integer_tensor(name, given[name]) for name in _INTEGERS if name in given}
     given |= {name: number(name, given[name]) for name in _NUMBERS if name in given}
-    given |= {name: name_of(given[name]) for name in _HANDLES if name in given}
+    if "block_mask" in given:
+        given["block_mask"] = name_of(given["block_mask"])
     given["aux"] = [*aux_arrays(given).values()]
     _check(given)
     refuse_gradients({x: given[x] for x in TENSORS if x in given and x not in DIFFERENTIABLE})

@@ -1,31 +1,40 @@
-"""What an operator of PyTorch cannot take, functions and block masks, under names that it can."""
+"""Block masks under names that an operator of PyTorch can take."""
 
-from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from tileattn.algorithm.block_mask import BlockMask
-from tileattn.expressions.state import state_of
 
-# A compiled graph has the name of a function, which may be made anew in each call: equal functions
-# are one, and are kept.
-_functions: dict[Hashable, Callable[..., Any]] = {}
-_named: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_named: WeakValueDictionary[str, BlockMask] = WeakValueDictionary()
+_compiled: dict[str, BlockMask] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # PyTorch's
 def name_of(x: Any) -> str:
-    """Name an object, for as long as it lives; a function lives on."""
+    """Name a block mask, for as long as it lives; one in a compiled program lives on."""
     if not isinstance(x, BlockMask):
-        state = state_of(x)
-        x = _functions.setdefault(x if state is None else state, x)
+        raise TypeError(
+            f"`block_mask` must be a tileattn.BlockMask; got {type(x).__name__} "
+            "(BlockMask.from_mask makes one from a boolean array)"
+        )
+    return _name_in_program(x) if torch.compiler.is_compiling() else _name(x)
+
+
+def named(name: str) -> BlockMask:
+    """Look up the block mask of a name."""
+    return _named[name]
+
+
+def _name(x: BlockMask) -> str:
     name = str(id(x))
     _named[name] = x
     return name
 
 
-def named(name: str) -> Any:
-    """Look up the object of a name."""
-    return _named[name]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # PyTorch's
+def _name_in_program(x: BlockMask) -> str:
+    """Name a mask whose compiled backward pass may run after the caller has dropped it."""
+    name = _name(x)
+    _compiled[name] = x
+    return name

@@ -8,6 +8,7 @@ import torch
 import tileattn
 from tileattn.call_cache import CALLS, PreparedCall, signature
 from tileattn.errors import UnsupportedError
+from tileattn.expressions.nodes import from_text
 from tileattn.scalars import seed_of
 from tileattn.torch.batches import of_gradients, one_by_one
 from tileattn.torch.handles import named
@@ -26,7 +27,10 @@ INPUTS = {
     "deterministic": "bool",
     "aux": "Tensor[]",
 }
-"""Arguments of the forward operator, and their types there; the rest of the backward one's, too."""
+"""Arguments of the forward operator, and their types there; the rest of the backward one's, too.
+
+Functions are the texts of their expressions, so that a program holds all of what it computes.
+"""
 
 TENSORS = tuple(name for name, kind in INPUTS.items() if kind in ("Tensor", "Tensor?"))
 """The arguments that are one tensor."""
@@ -34,7 +38,8 @@ TENSORS = tuple(name for name, kind in INPUTS.items() if kind in ("Tensor", "Ten
 ROWS: tuple[str, ...] = ("q", "k", "v")
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(TENSORS[3:], array_of),
-    **dict.fromkeys(("score_mod", "mask_mod", "block_mask"), named),
+    **dict.fromkeys(("score_mod", "mask_mod"), from_text),
+    "block_mask": named,
     "aux": lambda tensors: tuple(map(array_of, tensors)),
     "seed": lambda x: seed_of(x.item()),
 }
@@ -115,7 +120,7 @@ def _save(ctx: Any, inputs: Sequence[Any], output: tuple[torch.Tensor, torch.Ten
     ctx.set_materialize_grads(False)
     given = dict(zip(INPUTS, inputs, strict=True))
     ctx.values = {name: x for name, x in given.items() if name not in (*TENSORS, "aux")}
-    ctx.alive = [named(x) for name, x in given.items() if INPUTS[name] == "str?" and x is not None]
+    ctx.alive = None if given["block_mask"] is None else named(given["block_mask"])
     ctx.save_for_backward(*output, *(given[name] for name in TENSORS), *given["aux"])
 
 

@@ -1,0 +1,90 @@
+"""The caller's own functions as the texts of their expressions, which operators take.
+
+A function is read once, by the call: the backward pass and compiled programs have its text.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tileattn.expressions.arrays import Arrays, check_kind
+from tileattn.expressions.functions import mask_expression, score_expression
+from tileattn.expressions.nodes import to_text
+from tileattn.problem import aux_arrays
+from tileattn.torch.tensors import check_tensor, tensor_of
+
+_EXPRESSIONS = {"score_mod": score_expression, "mask_mod": mask_expression}
+
+
+class ArrayKind(NamedTuple):
+    """What functions need to know of an array: its dtype, and of its shape the number of axes."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+
+
+def read_functions(options: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
+    """Return options with the texts of functions in the place of the functions.
+
+    Arrays that functions capture join ``aux``. ``device`` is that of q.
+    """
+    functions = {name: options[name] for name in _EXPRESSIONS if options.get(name) is not None}
+    if not functions:
+        return options
+    for name, x in aux_arrays(options).items():
+        check_tensor(name, x)
+        check_kind(name, x)
+    read = _read_in_program if torch.compiler.is_dynamo_compiling() else _read
+    return {**options, **read(functions, tuple(options.get("aux") or ()), device)}
+
+
+def text_of(name: str, function: Any, arrays: Sequence[Any]) -> str:
+    """Trace a function; return the text of its expression."""
+    return to_text(_EXPRESSIONS[name](function, arrays))
+
+
+def _read(
+    functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
+) -> dict[str, Any]:
+    """Return texts of functions and, if there are any, the arrays that they index."""
+    arrays = Arrays(aux)
+    found: dict[str, Any] = {name: text_of(name, x, arrays) for name, x in functions.items()}
+    if arrays:
+        found["aux"] = tuple(_tensor(x, device) for x in arrays)
+    return found
+
+
+_read_outside = torch.compiler.disable(_read)
+
+
+def _read_in_program(
+    functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
+) -> dict[str, Any]:
+    """Do the same where Dynamo traces: numbers that it keeps symbolic are arrays, too."""
+    from tileattn.torch.dynamo import text_in_program
+
+    found: dict[str, Any] = {}
+    kinds = tuple((x.dtype, x.dim()) for x in aux)
+    arrays = [*aux]
+    for name, function in functions.items():
+        text, captured = text_in_program(name, function, kinds, len(arrays))
+        if text is None:
+            return _read_outside(functions, aux, device)
+        found[name] = text
+        arrays += [_tensor(x, device) for x in captured]
+    if arrays:
+        found["aux"] = tuple(arrays)
+    return found
+
+
+def _tensor(x: Any, device: torch.device) -> torch.Tensor:
+    """Make a tensor of what a function captures: another array, or a number."""
+    if isinstance(x, torch.Tensor):
+        return x
+    if isinstance(x, float):  # a sum is compiled once for all floats, `torch.full` for each
+        return torch.zeros((), dtype=torch.float64, device=device) + x
+    if isinstance(x, int):
+        return torch.full((), x, dtype=torch.int64, device=device)
+    return tensor_of(np.array(x)).to(device)
