@@ -1,5 +1,6 @@
 """The element types of q, k, v, out and of floating options: one record each."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -32,6 +33,12 @@ DTYPES = tuple(_TYPES)
 
 NAMED = {dtype.name: dtype for dtype in DTYPES}
 """All of them, by name."""
+
+
+def one_of(dtypes: Sequence[np.dtype[Any]]) -> str:
+    """Write down some dtypes: a, b or c."""
+    *first, last = (dtype.name for dtype in dtypes)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def accum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

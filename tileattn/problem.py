@@ -9,7 +9,7 @@ import numpy as np
 from tileattn import hints
 from tileattn.algorithm.block_mask import BlockMask
 from tileattn.argument_names import called
-from tileattn.dtypes import DTYPES, accum_dtype
+from tileattn.dtypes import DTYPES, accum_dtype, one_of
 from tileattn.errors import UnsupportedError
 from tileattn.expressions.arrays import check_kind
 from tileattn.expressions.functions import check_indices, mask_expression, score_expression
@@ -298,7 +298,7 @@ def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -
     require_array(name, x)
     if x.dtype not in dtypes:
         hint = hints.of_dtype(name, x, dtypes)
-        raise TypeError(f"{called(name)} must have dtype {_names(dtypes)}; got {x.dtype}{hint}")
+        raise TypeError(f"{called(name)} must have dtype {one_of(dtypes)}; got {x.dtype}{hint}")
 
 
 def four_axes(x: Any) -> Any:
@@ -417,12 +417,6 @@ def _functions(
     if options.get("origin") is not None:
         score, mask = (None if node is None else from_origin(node, count) for node in (score, mask))
     return score, with_tree(mask, options, len(arrays))
-
-
-def _names(dtypes: Sequence[np.dtype[Any]]) -> str:
-    """Write down some dtypes: a, b or c."""
-    *first, last = (dtype.name for dtype in dtypes)
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _in_use(name: str, value: Any) -> bool:

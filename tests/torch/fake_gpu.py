@@ -63,7 +63,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(cuda, "tensor_of", lambda x: on_gpu(tensor_of(x)))
         stream = type("Stream", (), {"ptr": STREAM, "is_capturing": lambda _: made.capturing})
         monkeypatch.setattr(cuda, "_current_stream", lambda _: stream())
-        monkeypatch.setattr(eager, "_KINDS", {OnGpu, torch.Tensor})
+        monkeypatch.setattr(eager, "PLAIN", {OnGpu, torch.Tensor})
         monkeypatch.setattr(torch, "empty", _made)
         monkeypatch.setattr(torch, "zeros", _zeros)
         zeros_like = torch.zeros_like

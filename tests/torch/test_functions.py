@@ -83,7 +83,7 @@ def of_python(q: Any) -> Any:
 def in_a_loop(q: Any) -> Any:
     x = q
     for slope in (0.5, layer.width):
-        x = attention(x, q, q, score_mod=lambda s, b, h, i, j: s - slope * abs(i - j))  # noqa: B023
+        x = attention(x, q, q, score_mod=lambda s, b, h, i, j: s - slope * abs(i - j))  # noqa: B023 - on purpose
     return x
 
 

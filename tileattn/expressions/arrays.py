@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.dtypes import DTYPES
+from tileattn.dtypes import DTYPES, one_of
 from tileattn.expressions.nodes import Kind
 
 
@@ -47,7 +47,7 @@ def check_kind(name: str, x: Any) -> None:
     if kind_of(x) is None:
         raise TypeError(
             f"{name} must hold booleans, integers of up to 64 bits but not uint64, or "
-            f"{', '.join(dtype.name for dtype in DTYPES)}; got dtype {x.dtype}"
+            f"{one_of(DTYPES)}; got dtype {x.dtype}"
         )
 
 
