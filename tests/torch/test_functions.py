@@ -217,6 +217,48 @@ def test_nothing_that_a_function_reads_is_kept_alive() -> None:
     assert [x() for x in gone] == [None] * 3
 
 
+TABLE = torch.linspace(-1, 1, 80, dtype=torch.float64).reshape(2, 40).requires_grad_()
+FACTOR = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+IDS = torch.arange(40) // 3
+NUMBERS = np.arange(40) // 3
+
+
+def of_captured(q: Any, table: Any = TABLE) -> Any:
+    n = q.shape[2]
+    return attention(
+        *(q, q, q),
+        score_mod=lambda s, b, h, i, j: s * FACTOR + table[h, i - j] * (j < n),
+        mask_mod=lambda b, h, i, j: (IDS[i] >= IDS[j]) & (NUMBERS[j] < IDS.shape[0]),
+    )
+
+
+def of_aux(q: Any) -> Any:
+    n = q.shape[2]
+    return attention(
+        *(q, q, q),
+        score_mod=lambda s, b, h, i, j, f, t, k, m: s * f + t[h, i - j] * (j < n),
+        mask_mod=lambda b, h, i, j, f, t, k, m: (k[i] >= k[j]) & (m[j] < 40),
+        aux=(FACTOR, TABLE, IDS, torch.as_tensor(NUMBERS)),
+    )
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_captured_tensors_are_arrays_with_gradients(is_compiled: bool) -> None:
+    run, graphs = graphs_of(of_captured, fullgraph=True) if is_compiled else (of_captured, [])
+    for n in (8, 12, 17):
+        q = drawn(n)
+        found, expected = run(q), of_aux(q)
+        same(found, expected)
+        learned = q, TABLE, FACTOR
+        for one, other in zip(
+            *(torch.autograd.grad(x.square().sum(), learned) for x in (found, expected)),
+            strict=True,
+        ):
+            same(one, other)
+    assert len(graphs) <= 2
+
+
 # --- compiled -----------------------------------------------------------------------------------
 
 

@@ -2,8 +2,8 @@
 
 The function runs as it is, on traced values. What it reads, it reads through Dynamo: variables
 around it, globals, defaults, attributes and items are what they will be where the call stands, and
-Dynamo makes another program where they change. Tensors, and numbers that Dynamo keeps symbolic, such
-as sizes, become arrays of ``aux``. They are no part of the text: one program serves them all.
+Dynamo makes another program where they change. Tensors become arrays of ``aux``, and so do numbers
+that Dynamo keeps symbolic, such as sizes. They are not in the text: one program serves them all.
 """
 
 import operator
@@ -49,9 +49,7 @@ def text_in_program(
 
 def _read(ctx: ComptimeContext) -> None:
     """Set ``text`` and ``captured`` in the frame of `text_in_program`."""
-    name, kinds, first = (
-        ctx.get_local(x).as_python_constant() for x in ("name", "kinds", "first")
-    )
+    name, kinds, first = (ctx.get_local(x).as_python_constant() for x in ("name", "kinds", "first"))
     arrays = [ArrayKind(dtype, (1,) * ndim) for dtype, ndim in kinds]
     tx: Any = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     function, failure = tx.symbolic_locals["function"], None

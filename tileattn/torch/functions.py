@@ -73,18 +73,23 @@ def _read_in_program(
         if text is None:
             return _read_outside(functions, aux, device)
         found[name] = text
-        arrays += [_tensor(x, device) for x in captured]
+        arrays += [_tensor_in_program(x, device) for x in captured]
     if arrays:
         found["aux"] = tuple(arrays)
     return found
 
 
-def _tensor(x: Any, device: torch.device) -> torch.Tensor:
-    """Make a tensor of what a function captures: another array, or a number."""
+def _tensor_in_program(x: Any, device: torch.device) -> torch.Tensor:
+    """Return what a function captures as a tensor: an array, or a symbolic number."""
     if isinstance(x, torch.Tensor):
         return x
     if isinstance(x, float):  # a sum is compiled once for all floats, `torch.full` for each
         return torch.zeros((), dtype=torch.float64, device=device) + x
     if isinstance(x, int):
         return torch.full((), x, dtype=torch.int64, device=device)
-    return tensor_of(np.array(x)).to(device)
+    return torch.as_tensor(x, device=device)
+
+
+def _tensor(x: Any, device: torch.device) -> torch.Tensor:
+    """Return an array that a function captures as a tensor."""
+    return x if isinstance(x, torch.Tensor) else tensor_of(np.array(x)).to(device)
