@@ -47,7 +47,7 @@ def check_kind(name: str, x: Any) -> None:
     if kind_of(x) is None:
         raise TypeError(
             f"{name} must hold booleans, integers of up to 64 bits but not uint64, or "
-            f"{one_of(DTYPES)}; got dtype {x.dtype}"
+            f"{one_of(DTYPES)}; got dtype {str(x.dtype).removeprefix('torch.')}"
         )
 
 

@@ -71,7 +71,8 @@ def _read_in_program(
     for name, function in functions.items():
         text, captured = text_in_program(name, function, kinds, len(arrays))
         if text is None:
-            return _read_outside(functions, aux, device)
+            outside: dict[str, Any] = _read_outside(functions, aux, device)
+            return outside
         found[name] = text
         arrays += [_tensor_in_program(x, device) for x in captured]
     if arrays:
