@@ -1,5 +1,10 @@
 """The attention of a layer of transformers, without a model."""
 
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,3 +83,41 @@ def test_queries_whose_mask_of_numbers_hides_all_keys_have_output_0(dtype: Any) 
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert results[1][0].transpose(1, 2)[:, :, ~booleans[:, 0]].eq(0).all()
+
+
+# --- the arguments that models pass ---------------------------------------------------------------
+
+# The mask says the same, or the argument changes nothing here.
+IGNORED = {
+    *("cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "sliding_window"),
+    "deterministic",
+}
+
+
+def calls_of_attention(source: str) -> Iterator[ast.Call]:
+    """Find the calls of what a file takes from the interface, without parsing all of it."""
+    lines = [x for x in source.splitlines() if " = ALL_ATTENTION_FUNCTIONS" in x]
+    taken = {re.split("[:=]", line)[0].strip() for line in lines}
+    for match in re.finditer(rf"\b({'|'.join(taken)})\(", source) if taken else ():
+        depth, end = 1, match.end()
+        while depth:
+            depth += {"(": 1, ")": -1}.get(source[end], 0)
+            end += 1
+        found = ast.parse(source[match.start() : end], mode="eval").body
+        assert isinstance(found, ast.Call)
+        yield found
+
+
+def test_arguments_that_models_of_transformers_pass_are_known() -> None:
+    """A release with another argument fails: support it, refuse it, or say that it is ignored."""
+    known = {*inspect.signature(bridge.attention_forward).parameters, *bridge._REFUSED, *IGNORED}
+    known |= {"cu_seq_lens_q", "output_attentions"}
+    files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    found = {
+        (path.name, keyword.arg)
+        for path in files
+        for call in calls_of_attention(path.read_text(encoding="utf-8"))
+        for keyword in call.keywords
+    }
+    assert len(found) > 500
+    assert {(file, name) for file, name in found if name is not None and name not in known} == set()

@@ -14,6 +14,8 @@ transformers = pytest.importorskip("transformers", "5.4")
 from transformers import masking_utils  # noqa: E402 - it may be absent
 
 import tileattn.torch.transformers as bridge  # noqa: E402 - as above
+from tileattn.errors import UnsupportedError  # noqa: E402 - as above
+from tileattn.torch import transformers_masks  # noqa: E402 - as above
 
 FUNCTIONS = {
     "causal": lambda _: masking_utils.causal_mask_function,
@@ -110,19 +112,73 @@ def test_other_masks_are_booleans_for_attention() -> None:
         assert torch.equal(mask.options["mask"], expected)
         assert torch.equal(attended(mask), expected)
         assert torch.equal(mask & True, expected)
-        assert torch.equal(mask + 0, masking_utils.eager_mask(**options))
+
+
+class AddingConfig:
+    """Config of models that add masks to scores."""
+
+
+@pytest.fixture
+def adds(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Argument of a mask that is made of numbers."""
+    monkeypatch.setattr(transformers_masks, "ADDITIVE", {AddingConfig})
+    return {"config": AddingConfig()}
 
 
 @pytest.mark.parametrize("use_vmap", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_masks_are_the_numbers_of_eager_attention(dtype: Any, use_vmap: bool) -> None:
+@pytest.mark.parametrize("function", ["causal", "chunks"])
+def test_masks_may_be_the_numbers_of_eager_attention(
+    function: str, dtype: Any, use_vmap: bool, adds: dict[str, Any]
+) -> None:
+    functions = {
+        "causal": masking_utils.causal_mask_function,
+        "chunks": masking_utils.chunked_causal_mask_function(3, torch.tensor([0, 2])),
+    }
     padding = torch.tensor([[False, True, True, True], [True, True, True, True]])
     options: dict[str, Any] = {"batch_size": 2, "q_length": 3, "kv_length": 4, "q_offset": 1}
     options |= {"attention_mask": padding, "dtype": dtype, "use_vmap": use_vmap}
-    mask, expected = bridge.make_mask(**options), masking_utils.eager_mask(**options)
+    options["mask_function"] = functions[function]
+    mask, expected = bridge.make_mask(**options, **adds), masking_utils.eager_mask(**options)
     assert mask.dtype == expected.dtype == dtype
+    assert torch.equal(attended(mask), expected == 0)
     assert torch.equal(mask + 0, expected)
     assert torch.equal(mask[:, :, 1:], expected[:, :, 1:])
     scores = torch.randn(2, 5, 3, 4, dtype=dtype)
     assert torch.equal(scores + mask, scores + expected)
-    assert torch.equal(mask & (scores > 0), (expected == 0) & (scores > 0))
+
+
+@pytest.mark.parametrize("use", ["add", "multiply", "cast", "join"])
+def test_booleans_are_not_added_to_scores(use: str) -> None:
+    mask = bridge.make_mask(batch_size=2, q_length=3, kv_length=4)
+    uses: dict[str, Any] = {
+        "add": lambda: torch.randn(2, 5, 3, 4) + mask,
+        "multiply": lambda: mask * -1e9,
+        "cast": lambda: mask.to(torch.bfloat16),
+        "join": lambda: torch.cat([mask, torch.zeros(2, 1, 3, 1)], dim=-1),
+    }
+    with pytest.raises(UnsupportedError, match=r"computes with the attention mask.*'eager'"):
+        uses[use]()
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("function", ["causal", "chunks"])
+def test_what_is_written_to_a_mask_counts(
+    function: str, inference: bool, numbers: bool, adds: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "q_length": 5, "kv_length": 5}
+    if function == "chunks":
+        options["mask_function"] = masking_utils.chunked_causal_mask_function(
+            2, torch.tensor([0, 0])
+        )
+    with torch.inference_mode(inference):
+        mask = bridge.make_mask(**options, **adds if numbers else {})
+        before = attended(mask)
+        assert before[:, :, 0, 1].logical_not().all()
+        mask[:, :, 0, 1] = 0.0 if numbers else True
+        after = attended(mask)
+    assert after[:, :, 0, 1].all()
+    changed = torch.zeros(5, 5, dtype=torch.bool)
+    changed[0, 1] = True
+    assert torch.equal(after ^ before, changed.expand(2, 1, 5, 5))

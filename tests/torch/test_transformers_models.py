@@ -223,3 +223,62 @@ def test_masks_that_models_use_as_numbers(use: str, compiled: bool) -> None:
     other[1, -1] = (tokens[1, -1] + 1) % 20  # a later token
     attended[1, -1] = False
     assert torch.equal(found[attended], run(other, padding, use)[attended])
+
+
+# --- layers that use the mask as booleans ---------------------------------------------------------
+
+
+class BooleanConfig(MixedConfig):
+    """Config of a model that takes masks as those of ``"sdpa"``."""
+
+
+class BooleanModel(PreTrainedModel):  # type: ignore[misc]  # untyped
+    """A decoder whose layers take attention from the interface."""
+
+    config_class = BooleanConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embed = torch.nn.Embedding(20, config.width)
+        self.layer = InterfaceAttention(config)
+        self.post_init()
+
+    def forward(self, tokens: Any, attention_mask: Any, use: Any) -> Any:
+        x = self.embed(tokens)
+        # Another mask beside it, lest transformers omit it for sdpa.
+        apart = masking_utils.sliding_window_overlay(5)
+        create = masking_utils.create_causal_mask
+        options = {"past_key_values": None, "and_mask_function": apart}
+        return self.layer(x, use(create(self.config, x, attention_mask, **options)))
+
+
+BOOLEAN_USES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda mask: mask,
+    "and": lambda mask: mask & (distances(mask) > -0.35),
+    "or": lambda mask: mask | (distances(mask) == 0),
+    "not": lambda mask: ~(mask.logical_not()),
+    "choose": lambda mask: torch.where(mask, distances(mask), -1e9),
+    "fill": lambda mask: distances(mask).expand(2, 1, -1, -1).masked_fill(~mask, -1e9),
+    "slice": lambda mask: mask[:, :, :, : mask.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("use", BOOLEAN_USES)
+def test_masks_that_models_use_as_booleans(use: str) -> None:
+    torch.manual_seed(0)
+    model = BooleanModel._from_config(BooleanConfig(), attn_implementation="sdpa").eval()
+    tokens = torch.randint(20, (2, 9))
+    padding = torch.ones_like(tokens)
+    padding[0, -2:] = 0
+    expected = model(tokens, padding, BOOLEAN_USES[use])
+    model.set_attn_implementation("tileattn")
+    torch.testing.assert_close(model(tokens, padding, BOOLEAN_USES[use]), expected)
+
+
+def test_models_that_compute_with_booleans_are_refused() -> None:
+    """As their attention with sdpa would be wrong, too."""
+    model = BooleanModel._from_config(BooleanConfig(), attn_implementation="tileattn")
+    tokens = torch.randint(20, (2, 9))
+    with pytest.raises(UnsupportedError, match="computes with the attention mask"):
+        model(tokens, torch.ones_like(tokens), USES["add"])

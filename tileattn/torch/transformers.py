@@ -137,10 +137,8 @@ def attention_forward(
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if dropout:
         options |= {"dropout_p": dropout, "seed": new_seed()}
-    pairs = (query.shape[0], 1, query.shape[2], key.shape[2])
     if isinstance(attention_mask, StructuredMask):
-        fits = attention_mask.shape == torch.Size(pairs)
-        options |= attention_mask.options if fits else {"bias": attention_mask.dense()}
+        options |= attention_mask.options_of((query.shape[0], 1, query.shape[2], key.shape[2]))
     elif attention_mask is not None:
         options[option_of(attention_mask)] = attention_mask
     elif query.shape[2] > 1:

@@ -9,26 +9,40 @@ import torch
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
+from tileattn.errors import UnsupportedError
+from tileattn.torch.drop_in import option_of
+
+# Classes of configs of models that add masks to scores, as eager attention does. Others take
+# booleans, as ``"sdpa"`` does.
+ADDITIVE: set[type] = set()
+
+_ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "cat", "stack", "_to_copy"})
+
 
 class StructuredMask(torch.Tensor):  # type: ignore[misc]  # untyped
-    """An additive mask, (B, 1, Nq, Nk), known by the options of attention that mean the same.
+    """A mask, (B, 1, Nq, Nk), known by the options of attention that mean the same.
 
-    Its entries, 0 where a key is attended and else the lowest number of the dtype, are those that
-    eager attention adds to its scores; ``&`` and ``|`` take them as booleans, True = attended.
-    They are computed when an operator asks for them, and that operator's result is a plain tensor.
+    Its entries are booleans, True = attended, or the numbers that eager attention adds to its
+    scores. They are computed when an operator asks for them, and that operator's result is a plain
+    tensor: models may slice masks, combine them and write to them.
 
     Parameters
     ----------
     options : mapping
         Options of `attention`.
     dense : callable
-        Makes the tensor of numbers.
+        Makes the tensor of entries.
     shape : sequence of int
         Shape of that tensor.
     dtype : torch.dtype
         Its dtype.
     device : torch.device
         Its device.
+
+    Raises
+    ------
+    UnsupportedError
+        If numbers are made of booleans, which are no numbers to add to scores.
     """
 
     options: Mapping[str, Any]
@@ -51,15 +65,34 @@ class StructuredMask(torch.Tensor):  # type: ignore[misc]  # untyped
         return mask
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on the entries."""
-        is_boolean = func.__name__.startswith("bitwise_")
-        given = torch.utils._pytree.tree_map_only(
-            cls, lambda x: x.dense() == 0 if is_boolean else x.dense(), (args, kwargs or {})
-        )
-        return func(*given[0], **given[1])
+        given = torch.utils._pytree.tree_map_only(cls, cls.entries, (args, kwargs or {}))
+        result = func(*given[0], **given[1])
+        masks = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        is_arithmetic = func.__name__.partition(".")[0] in _ARITHMETIC
+        are_booleans = any(mask.dtype is torch.bool for mask in masks)
+        if is_arithmetic and are_booleans and result.is_floating_point():
+            raise UnsupportedError(
+                "the model computes with the attention mask as with numbers, but "
+                "attn_implementation='tileattn' gave it booleans, as 'sdpa' does; use "
+                "attn_implementation='eager', or set _supports_sdpa = False in the model"
+            )
+        if any(output.alias_info is not None for output in func._schema.returns):
+            for mask in masks:  # something may be written to its entries
+                mask.options = mask.options_of(None)
+        return result
+
+    def entries(self) -> torch.Tensor:
+        """Give the tensor of entries, made once: what is written to it stays."""
+        if not hasattr(self, "_entries"):
+            self._entries = self.dense().contiguous()
+        return self._entries
+
+    def options_of(self, pairs: Sequence[int] | None) -> Mapping[str, Any]:
+        """Give the options for all pairs of queries and keys; for others, the entries."""
+        fits = pairs is not None and self.shape == torch.Size(pairs)
+        return self.options if fits else {option_of(self): self.entries()}
 
 
 def make_mask(
@@ -70,6 +103,7 @@ def make_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: torch.Tensor | None = None,
+    config: Any = None,
     dtype: torch.dtype = torch.float32,
     device: Any = "cpu",
     **others: Any,
@@ -92,8 +126,10 @@ def make_mask(
         Takes batch, head, position of the query and position of the key; says which are attended.
     attention_mask : torch.Tensor, shape (B, N), or None
         Booleans by position; False = padding.
+    config : transformers.PreTrainedConfig or None
+        Config of the model, which says whether it takes booleans or numbers.
     dtype : torch.dtype
-        Dtype of the entries.
+        Dtype of numbers.
     device : torch.device or str
         Device of the mask.
     **others
@@ -102,25 +138,28 @@ def make_mask(
     Returns
     -------
     torch.Tensor, shape (B, 1, Nq, Nk)
-        A `StructuredMask`; under a compiler its entries, as those of eager attention.
+        A `StructuredMask`; under a compiler its entries.
     """
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     given: dict[str, Any] = {
         **{"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length},
         **{"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function},
-        **{"attention_mask": attention_mask, "device": device, **others},
+        **{"attention_mask": attention_mask, "device": device, "dtype": dtype, **others},
     }
+    adds = type(config) in ADDITIVE
+    make = masking_utils.eager_mask if adds else masking_utils.sdpa_mask
     if is_tracing(attention_mask):
-        mask: torch.Tensor = masking_utils.eager_mask(**given, dtype=dtype)
+        mask: torch.Tensor = make(**given)
         return mask
     given["q_offset"] = q_offset = int(q_offset)  # a static cache counts on, in place
     options = _structure(mask_function)
     if options is None:
         booleans = masking_utils.sdpa_mask(**given)
-        options, dense = {"mask": booleans}, partial(_numbers, booleans, dtype)
+        options = {"mask": booleans}
+        dense = partial(_numbers, booleans, dtype) if adds else booleans.clone
     else:
         # Operators of the mask cannot use vmap, which index arithmetic does not need.
-        dense = partial(masking_utils.eager_mask, **given | {"use_vmap": False}, dtype=dtype)
+        dense = partial(make, **given | {"use_vmap": False})
         seen = kv_length
         if "window" in options:
             options["q_offset"] = q_offset - kv_offset
@@ -131,7 +170,8 @@ def make_mask(
             options |= _padding(attention_mask, kv_offset, kv_length, seen)
         if "kv_lengths" not in options and options.get("q_offset") == kv_length - q_length:
             del options["q_offset"]  # the default, with which a window over all keys is no window
-    return StructuredMask(options, dense, (batch_size, 1, q_length, kv_length), dtype, device)
+    shape = (batch_size, 1, q_length, kv_length)
+    return StructuredMask(options, dense, shape, dtype if adds else torch.bool, device)
 
 
 def _numbers(booleans: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

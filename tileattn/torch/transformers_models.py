@@ -12,6 +12,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from tileattn.errors import UnsupportedError
+from tileattn.torch.transformers_masks import ADDITIVE
 
 _get_correct = PreTrainedModel.get_correct_attn_implementation
 _set = PreTrainedModel.set_attn_implementation
@@ -37,6 +38,8 @@ def check_models(implementation: str) -> None:
             layers = layers_of(type(self), implementation)
             layers.check(implementation)
             layers.warn(implementation)
+            if layers.own or not self._supports_sdpa:
+                ADDITIVE.add(type(self.config))
         return _get_correct(self, requested_attention, *more, **options)
 
     def set_attn_implementation(
