@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from tests.kernels.src.on_host import built
 from tileattn.kernels.config.key import KernelKey
 from tileattn.kernels.jit.compile import SOURCES
+from tileattn.kernels.launch.params import slots, template
+from tileattn.kernels.launch.plan import LaunchPlan
 
 Array = NDArray[Any]
 
@@ -283,3 +285,43 @@ def gradients(
         *(ctypes.c_void_p(x.ctypes.data) for x in (p, ds)),
     )
     return {"dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": p.T @ dout * dv_scale}
+
+
+_COMBINE = """\
+#include "forward_combine.cu"
+
+extern "C" void launch(const Params* p, int grid) {
+    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x) forward_combine(*p);
+}
+"""
+
+
+def combined(folder: Path, plan: LaunchPlan, sums: Array, acc: Array) -> tuple[Array, Array]:
+    """Join the sums of pieces as the last kernel of a plan does, whose warps take a row each.
+
+    Parameters
+    ----------
+    sums, acc : array, shapes (rows, pieces, 2) and (rows, pieces, value_dim)
+        What ``RowSum.store`` writes, and the sums of values.
+    """
+    P, (*_, last) = plan.problem, plan.launches
+    texts = key_texts(last.key)
+    for name in ("forward_combine.cu", "griddep.cuh"):
+        texts[name] = (SOURCES / name).read_text(encoding="utf-8")
+    library = built(folder, texts | {"combine.cpp": _COMBINE}, "combine.cpp")
+    rows = P.B * P.Hq * P.Nq
+    arrays = {
+        "partial_sums": np.ascontiguousarray(sums, np.float32),
+        "partial_out": np.ascontiguousarray(acc, np.float32),
+        "out": np.empty((rows, P.Dv), P.dtype),
+        "lse": np.empty(rows, np.float32),
+    }
+    block = np.frombuffer(template(plan.fields), np.uint64).copy()
+    for name, x in arrays.items():
+        block[slots({})[name]] = x.ctypes.data
+    library.launch(ctypes.c_void_p(block.ctypes.data), last.grid)
+    out, lse = arrays["out"].astype(float), arrays["lse"].astype(float)
+    # Rows that share keys are neighbours in the sums, of each query those of all heads.
+    order = np.arange(rows).reshape(P.B, P.Hkv, P.group, P.Nq).swapaxes(2, 3).ravel()
+    return out[order], lse[order]
