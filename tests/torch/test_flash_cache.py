@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - PyTorch may be absent
+from torch.utils._pytree import tree_map  # noqa: E402 - as above
 
 import tileattn  # noqa: E402 - as above
 from tileattn.errors import UnsupportedError  # noqa: E402 - as above
@@ -183,3 +184,44 @@ def test_what_needs_a_gradient_is_refused() -> None:
         with torch.no_grad():
             flash_attn_with_kvcache(**{**changed, "k": None, "v": None}, cache_seqlens=3)
     assert torch.equal(caches, before)
+
+
+def test_caches_that_are_computed_when_they_are_read_are_refused() -> None:
+    caches = new_caches()
+    q, k, v = new_tokens(3, 1)
+    negated = torch._neg_view(caches[0])
+    with pytest.raises(UnsupportedError, match="k_cache must hold its elements in memory"):
+        flash_attn_with_kvcache(q, negated, caches[1], k, v, cache_seqlens=3)
+    assert torch.equal(caches, new_caches())
+
+
+class Wrapped(torch.Tensor):  # type: ignore[misc,name-defined]  # PyTorch is untyped here
+    """Has its elements in another tensor, and passes operators on to it."""
+
+    @staticmethod
+    def __new__(cls: Any, whole: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.whole = whole
+
+    @classmethod
+    def __torch_dispatch__(cls, f: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def inner(x: Any) -> Any:
+            return x.whole if isinstance(x, Wrapped) else x
+
+        return f(*tree_map(inner, args), **tree_map(inner, kwargs or {}))
+
+
+def test_tensors_without_memory_of_their_own_see_the_operators() -> None:
+    ours, theirs = new_caches(), new_caches()
+    q, k, v = new_tokens(3, 1)
+    expected = flash_attn_with_kvcache(q, *theirs, k, v, cache_seqlens=3)
+    given = [Wrapped(x.clone()) for x in (q, *ours, k, v)]
+    found = flash_attn_with_kvcache(*given, cache_seqlens=3)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for x, y in zip(given[1:3], theirs, strict=True):
+        assert torch.equal(x.whole, y)
+    found = flash_attn_with_kvcache(*given[:3], cache_seqlens=6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -165,3 +165,11 @@ def test_a_distributed_tensor_is_named() -> None:
             attention(X, x, X)
     finally:
         dist.destroy_process_group()
+
+
+def test_freed_memory_is_not_read() -> None:
+    x, freed = torch.zeros(2, 5, 8), torch.zeros(2, 5, 8)
+    attention(x, x + 1, x)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"a tensor of shape \(2, 5, 8\) must have memory"):
+        attention(x, freed, x)

@@ -16,7 +16,7 @@ from tileattn.problem import parse
 from tileattn.torch.eager import is_eager, layouts
 from tileattn.torch.flash_options import NAMES, Integers, Window, checked, translated
 from tileattn.torch.functional import attend, integer_tensor, number
-from tileattn.torch.tensors import array_of, check_integers, on, tensor_of
+from tileattn.torch.tensors import array_of, check_elements, check_integers, on, tensor_of
 from tileattn.validation import check_flags
 from tileattn.window import window_of
 
@@ -128,6 +128,8 @@ def flash_attn_with_kvcache(
     for name, x in checked(given).items():
         if name in _CACHED and x.ndim != 4:
             raise ValueError(f"{name} must have four axes, {_CACHED[name]}; got {tuple(x.shape)}")
+        if name.endswith("_cache") and not torch.compiler.is_compiling():
+            check_elements(name, x)
     _refuse_gradients(given)
     places = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx}
     places |= {"cache_leftpad": cache_leftpad, "block_table": block_table}

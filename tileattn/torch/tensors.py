@@ -56,6 +56,10 @@ def on(device: torch.device) -> AbstractContextManager[None]:
 
 def array_of(x: torch.Tensor) -> Any:
     """View a tensor as an array of NumPy's or, on a GPU, of CuPy's."""
+    if not x.data_ptr() and x.numel():
+        raise ValueError(
+            f"a tensor of shape {tuple(x.shape)} must have memory; its storage has been freed"
+        )
     if x.is_cuda:
         return cuda.array_of(x)
     x = x.detach()
@@ -130,6 +134,11 @@ def check_memory(name: str, x: torch.Tensor) -> None:
             "if "
             "its memory holds its elements)"
         )
+    check_elements(name, x)
+
+
+def check_elements(name: str, x: torch.Tensor) -> None:
+    """Raise UnsupportedError if a tensor is a view whose elements are computed when it is read."""
     if x.is_neg() or x._is_zerotensor():
         raise UnsupportedError(
             f"{called(name)} must hold its elements in memory; got a view that negates or leaves "
