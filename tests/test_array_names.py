@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tileattn
 from tileattn import reference
 from tileattn.expressions.functions import mask_expression, score_expression
 
@@ -68,6 +69,8 @@ MASKS: list[tuple[str, str]] = [
     ("(i >= j).logical_or(j == 0)", "np.logical_or(i >= j, j == 0)"),
     ("torch.abs(i - j).le(4)", "np.abs(i - j) <= 4"),
     ("(i - j).bool()", "(i - j).astype(bool)"),
+    ("b.new_ones((), dtype=torch.bool) & (i >= j)", "np.True_ & (i >= j)"),
+    ("b.new_zeros((), dtype=torch.bool) | (i >= j)", "np.False_ | (i >= j)"),
 ]
 
 
@@ -78,6 +81,19 @@ def test_masks_of_pytorch_are_those_of_numpy(in_torch: str, in_numpy: str) -> No
     x = np.random.default_rng(0).normal(size=(2, 3, 4, 5))
     found, expected = (reference.forward(x, x, x, mask_mod=f) for f in (one, other))
     np.testing.assert_array_equal(found.out, expected.out)
+
+
+def test_masks_that_pytorch_combines() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    ids = np.arange(5) // 2
+    q, k, _, v = np.random.default_rng(0).normal(size=(4, 2, 3, 5, 8))
+    q = q[:, :, :4]
+    documents, causal = lambda _b, _h, i, j: ids[i] == ids[j], lambda _b, _h, i, j: i >= j
+    for combined, mask in ((flex.and_masks, np.logical_and), (flex.or_masks, np.logical_or)):
+        pairs = mask(ids[:4, None] == ids, np.arange(4)[:, None] >= np.arange(5))
+        found = tileattn.forward(q, k, v, mask_mod=combined(documents, causal), backend="numpy")
+        expected = tileattn.forward(q, k, v, mask=pairs, backend="numpy")
+        np.testing.assert_array_equal(found.out, expected.out)
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,19 @@ def kind_name(dtype: Any) -> str | None:
     return found and found[1]
 
 
+def _new(value: float) -> Callable[..., Any]:
+    """Make a number with `Tensor.new_ones` and the like, whose size must be ()."""
+
+    def made(n: ArrayNames, x: Any, size: Any = (), *, dtype: Any = None, **_: Any) -> Any:
+        del x
+        if tuple(size):
+            raise n.refused(f"makes a tensor of size {tuple(size)}; its size must be ()")
+        kind = {"bool": bool, "int": int}.get(kind_name(dtype) or "", float)
+        return n.named("where", True, kind(value), kind(value))
+
+    return made
+
+
 def _full_like(n: ArrayNames, x: Any, fill_value: Any, **_: Any) -> Any:
     return n.named("where", n.named("equal", x, x), fill_value, fill_value)
 
@@ -190,6 +203,8 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "isin": _isin,
     "to": _to,
     "type": _to,
+    "new_ones": _new(1.0),
+    "new_zeros": _new(0.0),
     "full_like": _full_like,
     "zeros_like": lambda n, x, **_: _full_like(n, x, 0.0),
     "ones_like": lambda n, x, **_: _full_like(n, x, 1.0),

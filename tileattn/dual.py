@@ -86,7 +86,7 @@ class Dual(ArrayNames, NDArrayOperatorsMixin):
         if function is not np.where:
             return self.called(function.__name__, given, options)
         condition, *values = (value_of(x) for x in given)
-        chosen = condition != 0
+        chosen = np.asarray(condition) != 0
         return _selected(np.where(chosen, *values), given[1:], (chosen + 0.0, ~chosen + 0.0))
 
 

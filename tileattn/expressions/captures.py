@@ -42,6 +42,8 @@ class _StandIns:
             return x if inner is x.__func__ else MethodType(inner, x.__self__)
         if type(x) is partial:
             return partial(self.of(name, x.func, depth), *x.args, **x.keywords)
+        if type(x) in (tuple, list) and any(map(callable, x)):
+            return type(x)(self.of(name, y, depth) for y in x)
         if isinstance(x, ModuleType):
             return _Module(x) if x.__name__.partition(".")[0] == "jax" else x
         if hasattr(type(x), "__torch_function__") or not is_array(x):
