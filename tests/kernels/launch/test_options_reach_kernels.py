@@ -256,11 +256,9 @@ def test_a_tree_has_the_tiles_of_the_same_mask_as_a_function(sizes: str) -> None
     n = SIZES[sizes]
 
     def tiles(**options: Any) -> list[Any]:
-        arrays = (
-            on_device((n.B, h, m, n.D), NAMED["bfloat16"])
-            for h, m in ((n.Hq, n.Nq), *[(n.Hkv, n.Nk)] * 2)
-        )
-        problem, operands = parse(*arrays, options)
+        shapes = (n.B, n.Hq, n.Nq, n.D), (n.B, n.Hkv, n.Nk, n.D)
+        q, k = (on_device(shape, NAMED["bfloat16"]) for shape in shapes)
+        problem, operands = parse(q, k, on_device(k.shape, k.dtype), options)
         return [
             (x.key.kernel, x.key.tile, x.key.groups)
             for plan, _ in plans(problem, operands, H200)

@@ -229,11 +229,11 @@ def attended(
     out, lse, most = (
         np.empty(shape, np.float32) for shape in ((rows, v.shape[1]), (rows,), (rows // 2,))
     )
-    scales = np.float32(scale) * np.float32(np.log2(np.e)), scale, sink
+    scales: tuple[float, ...] = (float(np.float32(scale) * np.float32(np.log2(np.e))), scale, sink)
     library.rows(
         *map(ctypes.c_int, (WAYS[way], rows // 2, keys // 32, v.shape[1])),
         *(ctypes.c_void_p(x.ctypes.data) for x in given),
-        *map(ctypes.c_float, scales),
+        *(ctypes.c_float(x) for x in scales),
         *(ctypes.c_void_p(x.ctypes.data) for x in (out, lse, most)),
     )
     return out, lse, most
@@ -280,7 +280,7 @@ def gradients(
     dv_scale = library.pairs(
         *map(ctypes.c_int, s.shape),
         *(ctypes.c_void_p(x.ctypes.data) for x in arrays),
-        ctypes.c_float(np.float32(scale) * np.float32(np.log2(np.e))),
+        ctypes.c_float(float(np.float32(scale) * np.float32(np.log2(np.e)))),
         ctypes.c_bool(rounds),
         *(ctypes.c_void_p(x.ctypes.data) for x in (p, ds)),
     )

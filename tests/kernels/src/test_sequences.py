@@ -128,7 +128,7 @@ def test_the_longest_sequences_go_first(
         )
         row_bytes = (4 * D, HQ * (8 if D <= 128 else 4) * D)[axis]  # wide heads have no sums of dq
         numbers = (queries, keys)[axis][-1] // tile[axis] + count
-        blocks = []  # the chunk and the turn, the rank and the block
+        blocks: list[Any] = []  # the chunk and the turn, the rank and the block
         for b, (Nq, Nk) in enumerate(lengths.T):
             rows, ranks = (_of_queries, _of_keys)[axis](Nq, Nk, window, *tile)
             fit = l2_bytes // 2 // row_bytes // max(rows, 1)
@@ -142,9 +142,9 @@ def test_the_longest_sequences_go_first(
         places = {turn: n for n, turn in reversed([*enumerate(turns)])}
         alike_in = Counter(turns)
         found = ordered(tmp_path, plan, **ends)[:, :10].tolist()
-        for (turn, _, block), (b, n, *place) in zip(blocks, found, strict=False):
+        for (own, _, block), (b, n, *place) in zip(blocks, found, strict=False):
             assert (b, n) == block
-            alike = places[turn], alike_in[turn], 1
+            alike = places[own], alike_in[own], 1
             assert place == [queries[b], keys[b], *lengths[:, b], len(blocks), *alike]
         for b, n, *place in found[len(blocks) :]:
             assert n * tile[axis] >= lengths[axis, b]
