@@ -206,6 +206,52 @@ def test_sdpa() -> None:
     hold(given, (out, None), Gradients(dq, dk, dv, dbias, None, None), bias=mask)
 
 
+@pytest.mark.parametrize("kind", ["causal_upper_left", "causal_lower_right"])
+def test_causal_biases(kind: str) -> None:
+    from torch.nn.attention import bias
+
+    q, k, v, dout = given = drawn(torch.float32, (2, 4, 4, 67, 131, 64))
+    with sdpa() as taken:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=getattr(bias, kind)(67, 131)
+        )
+    assert taken.calls == 1
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    offset = 0 if kind == "causal_upper_left" else 64
+    grads = Gradients(dq, dk, dv, None, None, None)
+    hold(given, (out, None), grads, causal=True, q_offset=offset)
+
+
+def test_a_graph_that_needs_an_overwritten_cache_says_so() -> None:
+    q, k, v, _ = (x.detach().transpose(1, 2) for x in drawn())
+    caches = [torch.zeros(2, 140, 2, 64, device="cuda", dtype=q.dtype) for _ in range(2)]
+    weight = torch.ones((), device="cuda", requires_grad=True)
+    earlier = [(x * weight).sum() for x in caches]
+    with torch.no_grad():
+        flash_attn_with_kvcache(q, caches[0], caches[1], k, v, cache_seqlens=3, causal=True)
+    for x in earlier:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            x.backward()
+
+
+def test_a_compiled_loop_of_calls_on_a_cache_is_one_graph() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    fast = torch.compile(flash_attn_with_kvcache, backend=counter, fullgraph=True)
+    ours, theirs = torch.zeros(2, 2, 2, 140, 2, 64, device="cuda", dtype=torch.float16)
+    for n in range(5):
+        q, k, v, _ = (x.detach().transpose(1, 2)[:, :1] for x in drawn(seed=n))
+        lengths = torch.tensor([n, 50 + n], dtype=torch.int32, device="cuda")
+        options = {"cache_seqlens": lengths, "causal": True}
+        found = fast(q, ours[0], ours[1], k, v, **options)
+        assert torch.equal(found, flash_attn_with_kvcache(q, theirs[0], theirs[1], k, v, **options))
+        assert torch.equal(ours, theirs)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
 def test_flash_attn_varlen_func() -> None:
     given = [x.detach()[0] for x in drawn()]
     cu_q = torch.tensor([0, 20, 20, 67], dtype=torch.int32, device="cuda")
@@ -227,12 +273,19 @@ def test_flash_attn_with_kvcache() -> None:
     lengths = torch.tensor([128, 5], dtype=torch.int32)
     options: dict[str, Any] = {"k": k, "v": v, "cache_seqlens": lengths.cuda(), "causal": True}
     options |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
-    for more in ({}, {"cache_batch_idx": torch.tensor([1, 0])}):  # as pages, too
+    reading = dict.fromkeys(("k", "v", "rotary_cos", "rotary_sin"))
+    each: list[dict[str, Any]] = [
+        {},
+        {"cache_batch_idx": torch.tensor([1, 0])},  # as pages, too
+        {"cache_leftpad": torch.tensor([100, 2])},
+        {"learnable_sink": torch.randn(4, dtype=torch.float64)},
+    ]
+    for more in (*each, *(reading | more for more in each)):
         results = []
         for to in (torch.Tensor.cuda, torch.Tensor.cpu):
             caches = [to(x.clone()) for x in (k_cache, v_cache)]
             given = options | more
-            there = {name: to(x) if name != "causal" else x for name, x in given.items()}
+            there = {n: to(x) if isinstance(x, torch.Tensor) else x for n, x in given.items()}
             out = flash_attn_with_kvcache(to(q), *caches, **there)
             results.append([x.cpu() for x in (out, *caches)])
         for found, expected in zip(*results, strict=True):
