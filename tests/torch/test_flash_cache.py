@@ -225,3 +225,18 @@ def test_tensors_without_memory_of_their_own_see_the_operators() -> None:
         assert torch.equal(x.whole, y)
     found = flash_attn_with_kvcache(*given[:3], cache_seqlens=6)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_batches_of_torch_vmap_are_read_and_not_written() -> None:
+    q, k, v = new_tokens(3, 1)
+    caches = torch.stack([new_caches(), new_caches() + 1], 1)
+
+    def f(caches: Any, **new: Any) -> Any:
+        return flash_attn_with_kvcache(q, *caches, cache_seqlens=5, **new)
+
+    each = torch.stack([f(caches[:, n]) for n in range(2)])
+    torch.testing.assert_close(torch.vmap(f, 1)(caches), each, rtol=0, atol=0)
+    before = caches.clone()
+    with pytest.raises(UnsupportedError, match=r"does not append keys under torch\.vmap"):
+        torch.vmap(lambda x: f(x, k=k, v=v), 1)(caches)
+    assert torch.equal(caches, before)

@@ -273,9 +273,17 @@ def _fake(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty((B, H, N, v_cache.shape[-1])), q.new_empty((B, H, N), dtype=sums)
 
 
+def _refuse_batches(*_inputs: Any) -> Any:
+    raise UnsupportedError(
+        "flash_attn_with_kvcache does not append keys under torch.vmap; make a call for each "
+        "element, or one call with a larger batch"
+    )
+
+
 _LIBRARY = torch.library.Library("tileattn", "FRAGMENT")
 _schema = ", ".join(f"{kind} {name}" for name, kind in _INPUTS.items())
 _LIBRARY.define(f"append_and_attend({_schema}) -> (Tensor, Tensor)")
 for _kind in ("CPU", "CUDA"):
     _LIBRARY.impl("append_and_attend", _append, _kind)
+_LIBRARY.impl("append_and_attend", _refuse_batches, "FuncTorchBatched")
 torch.library.register_fake("tileattn::append_and_attend", _fake, lib=_LIBRARY)
