@@ -203,8 +203,8 @@ def _append(key: list[Any], x: Any) -> bool:
     elif kind is BlockMask:
         key.append(ref(x))
     elif isinstance(x, np.ndarray):
-        # Lengths and offsets, whose values are looked at, are the only arrays of integers.
-        values = x.dtype.kind in "iu"
+        # Values are looked at of lengths and offsets, which are integers, and where there are no axes.
+        values = x.dtype.kind in "iu" or not x.shape
         if values and x.size > _MOST_VALUES:
             return False
         key += (x.dtype, x.shape, x.tobytes() if values else x.strides)
