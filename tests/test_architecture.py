@@ -163,7 +163,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"algorithm", "backends.threads", "call_cache", "traffic", "record"},
     "api": FACTS | {"algorithm", "backends", "call_cache"},
     "differentiation": FACTS | {"api"},
-    "merging": FACTS | {"algorithm"},
+    "merging": FACTS | {"algorithm", "backends"},
     "kv_cache": FACTS | {"backends", "rotary"},
     "rotary": FACTS | {"backends"},
     "testing": FACTS | {"dense_reference", "packed_reference", "reference"},

@@ -133,7 +133,7 @@ TABLE = [[0, 1, 2], [3, 4, 5]]
         (
             {"rotary": (np.ones((5, 2)), np.ones((5, 2)))},
             ValueError,
-            "cos must have a row for each position; got 5 rows, and sequence 1 would have 6 keys",
+            "cos must have a row for each position; got 5 rows, and sequence 1 would",
         ),
         ({"rotary": np.ones((2, 9, 2))}, TypeError, "rotary must be a tuple (cos, sin) or None"),
         ({"rotary": (None, K)}, TypeError, "cos must be a NumPy or CuPy array; got None"),

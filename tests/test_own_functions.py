@@ -67,8 +67,8 @@ def both(**options: Any) -> tuple[tileattn.Attention, Gradients]:
         ({"aux": (np.ma.array(TABLE), DOCUMENT)}, TypeError, "aux[0] is numpy.ma.MaskedArray"),
         ({"aux": (TABLE,)}, TypeError, "score_mod has the parameters (s: Any, b: Any,"),
         ({"score_mod": None, "mask_mod": None}, ValueError, "aux must be empty without score_mod"),
-        ({"score_mod": 3}, TypeError, "`score_mod` must be a function; got int"),
-        ({"mask_mod": "causal"}, TypeError, "`mask_mod` must be a function; got str"),
+        ({"score_mod": 3}, TypeError, "score_mod must be a function; got 3"),
+        ({"mask_mod": "causal"}, TypeError, "mask_mod must be a function; got 'causal'"),
         (
             {"score_mod": lambda s, b, h, i, j, t, d: s + t[h + HQ, i]},
             ValueError,

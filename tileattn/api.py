@@ -22,6 +22,7 @@ from tileattn.problem import (
     arrays_of,
     aux_arrays,
     check_array,
+    device_integers,
     four_axes,
     parse,
     refuse_pages,
@@ -386,6 +387,8 @@ def _validated(
     arrays = {"q": q, "k": k, "v": v, **extra}
     arrays |= arrays_of(options)
     able = registry.candidates(backend, arrays)
+    for name, x in device_integers(options).items():
+        registry.ensure_owned(able[0], name, x)
     problem, operands = parse(q, k, v, options)
     chosen = registry.supporting(able, problem)
     for name, x in extra.items():

@@ -203,7 +203,7 @@ def _append(key: list[Any], x: Any) -> bool:
     elif kind is BlockMask:
         key.append(ref(x))
     elif isinstance(x, np.ndarray):
-        # Values are looked at of lengths and offsets, which are integers, and where there are no axes.
+        # Lengths and offsets, which are integers, and numbers without axes: values are looked at.
         values = x.dtype.kind in "iu" or not x.shape
         if values and x.size > _MOST_VALUES:
             return False

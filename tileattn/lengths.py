@@ -303,7 +303,7 @@ def as_integers(name: str, x: Any, what: str) -> Any:
             x = np.asarray(x) if np.size(x) else np.zeros(np.shape(x), np.int64)
         except (ValueError, TypeError, OverflowError):
             raise TypeError(must_be(name, what, given)) from None
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+    if isinstance(x, type) or not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(must_be(name, what, given))
     refuse_masked(name, x)
     if getattr(x.dtype, "kind", None) not in ("i", "u"):

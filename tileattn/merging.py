@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.algorithm.softmax import RowState
+from tileattn.backends.registry import ensure_one_owner
 from tileattn.dtypes import accum_dtype
 from tileattn.problem import check_array, check_dtype
 from tileattn.results import Attention
@@ -60,16 +61,22 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
             f"{len(outs)} and {len(lses)}"
         )
     check_dtype("outs[0]", outs[0])
+    ensure_one_owner(_named("outs", outs) | _named("lses", lses), {})
     sums = accum_dtype(outs[0].dtype)
-    for n, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        check_array(f"outs[{n}]", out, outs[0].shape, outs[0].dtype)
-        check_array(f"lses[{n}]", lse, outs[0].shape[:-1], sums)
+    for name, out in _named("outs", outs).items():
+        check_array(name, out, outs[0].shape, outs[0].dtype)
+    for name, lse in _named("lses", lses).items():
+        check_array(name, lse, outs[0].shape[:-1], sums)
     state = RowState.of_result(outs[0], lses[0], sums)
     with np.errstate(all="ignore"):
         for out, lse in zip(outs[1:], lses[1:], strict=True):
             state.merge(RowState.of_result(out, lse, sums))
         merged, lse = state.finalize()
     return Attention(merged.astype(outs[0].dtype, copy=False), lse)
+
+
+def _named(name: str, arrays: list[Any]) -> dict[str, Any]:
+    return {f"{name}[{n}]": x for n, x in enumerate(arrays)}
 
 
 def _listed(name: str, x: Any) -> list[Any]:

@@ -269,6 +269,13 @@ def arrays_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return given | aux_arrays(options)
 
 
+def device_integers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the lengths, offsets and tables that are arrays of another library than NumPy."""
+    given = ((name, options.get(name)) for name in _PLACES)
+    host = np.ndarray | np.generic
+    return {name: x for name, x in given if hasattr(x, "dtype") and not isinstance(x, host)}
+
+
 def aux_arrays(options: Mapping[str, Any]) -> dict[str, Any]:
     """Give the arrays ``aux`` by their names in messages; raise TypeError if it is no sequence."""
     aux = options.get("aux")

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from tileattn.dense_reference import evaluate_backward, evaluate_forward
 from tileattn.expressions.captures import with_parameters
 from tileattn.expressions.functions import read_functions
-from tileattn.problem import arrays_of, check_dtype, check_shape, parse, refuse_pages
+from tileattn.problem import (
+    arrays_of,
+    check_dtype,
+    check_shape,
+    device_integers,
+    parse,
+    refuse_pages,
+)
 from tileattn.results import Attention, Gradients
 from tileattn.validation import check_flags, require_numpy
 
@@ -131,8 +138,9 @@ def check_call(q: Any, k: Any, v: Any, options: dict[str, Any], **rows: Any) -> 
 
     Return its options, where arrays that functions capture are parameters.
     """
-    rows = {name: x for name, x in rows.items() if x is not None}
-    for name, x in {"q": q, "k": k, "v": v, **rows, **arrays_of(options)}.items():
+    rows = {name: x for name, x in rows.items() if x is not None or name == "dout"}
+    arrays = {"q": q, "k": k, "v": v, **rows, **arrays_of(options), **device_integers(options)}
+    for name, x in arrays.items():
         require_numpy(name, x)
     read = read_functions(options)
     problem, _ = parse(q, k, v, read)

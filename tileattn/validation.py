@@ -42,7 +42,7 @@ def shown(x: Any) -> str:
 
 def require_array(name: str, x: Any) -> None:
     """Raise TypeError if an argument is no array, or one whose mask would be lost."""
-    if not hasattr(x, "dtype") or not hasattr(x, "strides"):
+    if isinstance(x, type) or not hasattr(x, "dtype") or not hasattr(x, "strides"):
         raise TypeError(
             must_be(name, "a NumPy or CuPy array", x, f"numpy.asarray({called(name)}) makes one")
         )

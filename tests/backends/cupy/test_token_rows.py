@@ -163,7 +163,7 @@ def test_a_failed_call_writes_nothing(gpu: Machine, kernels: list[KernelKey]) ->
     with pytest.raises(ValueError, match=r"^kv_lengths must be .* got 9 for sequence 1, "):
         tileattn.append_kv(*found, *new, kv_lengths=[0, 9, 1])
     tables = (sent(gpu, np.ones((9, 4))), sent(gpu, np.ones((9, 4))))
-    with pytest.raises(ValueError, match=r"^cos must have .* got 9 rows, and sequence 2 .* 6 of"):
+    with pytest.raises(ValueError, match=r"^cos must .* 9 rows, and sequence 2 "):
         tileattn.append_kv(*found, *new, kv_lengths=[0, 5, 6], rotary=tables)
     assert np.isnan(at_host(found[0])).all()
     assert not kernels
