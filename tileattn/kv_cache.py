@@ -13,6 +13,7 @@ from tileattn.problem import check_dtype
 from tileattn.rotary import check_tables, rope
 from tileattn.validation import check_flags, must_be
 
+
 def append_kv(
     k_cache: Any,
     v_cache: Any,
