@@ -14,6 +14,8 @@ transformers = pytest.importorskip("transformers", "5.4")
 from transformers import masking_utils  # noqa: E402 - it may be absent
 
 from tests.torch import test_transformers as on_cpu  # noqa: E402 - transformers may be absent
+from tests.torch import test_transformers_kinds as kinds  # noqa: E402 - as above
+from tests.torch import test_transformers_layers as layers  # noqa: E402 - as above
 from tileattn.torch import transformers as bridge  # noqa: E402 - as above
 
 pytestmark = [
@@ -116,11 +118,26 @@ def test_models_generate_the_same_tokens(name: str, cached: str) -> None:
     assert torch.equal(model(name, "tileattn").generate(**given), expected)
 
 
-def test_steps_that_transformers_compiles_generate_the_same_tokens() -> None:
+# Llama takes masks of booleans, and Gemma2, which does not support sdpa, masks of numbers.
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_steps_that_transformers_compiles_generate_the_same_tokens(name: str) -> None:
     """As it does with a static cache on a GPU, with CUDA graphs."""
-    given = inputs_of("Llama", "left") | {"max_new_tokens": 8, "do_sample": False}
+    given = inputs_of(name, "left") | {"max_new_tokens": 8, "do_sample": False}
     del given["labels"]
-    expected = model("Llama", "eager").generate(**given)
-    ours = model("Llama", "tileattn")
+    expected = model(name, "eager").generate(**given)
+    ours = model(name, "tileattn")
     assert torch.equal(ours.generate(**given, cache_implementation="static"), expected)
     assert hasattr(ours, "_compiled_call")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_queries_whose_mask_of_numbers_hides_all_keys_have_output_0(dtype: Any) -> None:
+    layers.test_queries_whose_mask_of_numbers_hides_all_keys_have_output_0(dtype)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_layers_that_add_the_mask_to_their_scores(side: str) -> None:
+    """The encoder of BigBird-Pegasus does; its decoder takes attention from the interface."""
+    name = "BigBirdPegasusForConditionalGeneration"
+    ours, theirs = kinds.both.__wrapped__(name)
+    on_cpu.agree(ours, theirs, 2e-5, **kinds.inputs_of(name, side))

@@ -93,8 +93,8 @@ class Layers(NamedTuple):
             return
         raise UnsupportedError(
             f"{self.model.__name__} does not support attn_implementation={implementation!r}: "
-            f"{reason}; use attn_implementation='eager'. A model of several parts takes one for "
-            f"each: attn_implementation={{'text_config': {implementation!r}}}"
+            f"{reason}; use attn_implementation='eager'. If it is part of a larger model, name one "
+            f"for each part: {{'text_config': {implementation!r}, 'vision_config': 'eager'}}"
         )
 
     def warn(self, implementation: str) -> None:
