@@ -216,6 +216,19 @@ def test_a_subclass_sees_the_call_and_may_answer_it(
             assert scaled_dot_product_attention(*tensors) == "mine"
 
 
+class Plain(torch.Tensor):  # type: ignore[misc,name-defined]  # as above
+    """Leaves all functions as they are."""
+
+
+def test_a_subclass_without_an_answer_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", None)
+    x = torch.randn(2, 5, 8)
+    found = scaled_dot_product_attention(x.as_subclass(Plain), x, torch.nn.Parameter(x))
+    assert type(found) is Plain
+    expected = scaled_dot_product_attention(x, x, x)
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected, rtol=0, atol=0)
+
+
 def test_a_mode_sees_the_call_and_its_result_is_computed_here() -> None:
     from torch.overrides import TorchFunctionMode
 
@@ -324,6 +337,7 @@ def test_torchscript_calls_it() -> None:
         torch.testing.assert_close(*grads)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_block_takes_layers_that_would_have_a_fast_path() -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).double().eval()
     encoder = torch.nn.TransformerEncoder(layer, 2).eval()

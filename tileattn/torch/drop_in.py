@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from tileattn.torch.functional import attend, new_dropout
-from tileattn.torch.tensors import PLAIN, check_tensor, is_kind
+from tileattn.torch.tensors import check_tensor, is_kind
 from tileattn.validation import check_flags
 
 NAMES = {
@@ -82,9 +82,10 @@ def scaled_dot_product_attention(
     variant = is_kind(attn_mask, "torch.nn.attention.bias", "CausalBias")
     tensors = rows if variant else (*rows, attn_mask)
     if has_torch_function(tensors):
-        plain = all(x is None or type(x) in PLAIN for x in tensors)  # a mode sees the call
+        # Subclasses with an answer of their own know PyTorch's function; modes see any.
+        theirs = functional.scaled_dot_product_attention
         return handle_torch_function(
-            scaled_dot_product_attention if plain else functional.scaled_dot_product_attention,
+            theirs if any(map(_may_answer, tensors)) else scaled_dot_product_attention,
             tensors,
             *(*rows, attn_mask, dropout_p, is_causal),
             scale=scale,
@@ -117,6 +118,16 @@ def scaled_dot_product_attention(
     options |= _dropout(dropout_p, q)
     _count()
     return _attend(q, k, v, options)
+
+
+def _may_answer(x: Any) -> bool:
+    """Say whether an argument is of a subclass with a ``__torch_function__`` of its own."""
+    function = getattr(type(x), "__torch_function__", torch._C._disabled_torch_function_impl)
+    own = getattr(function, "__func__", function)
+    return own not in (
+        torch._C._disabled_torch_function_impl,
+        torch.Tensor.__torch_function__.__func__,
+    )
 
 
 def _causal_variant(bias: Any, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
