@@ -166,10 +166,11 @@ def test_a_constant_in_all_scores_changes_nothing(shift: float, schedule: Any) -
 
     def run(comm: Any) -> Any:
         own, upstream = (queries.take(x, comm.rank) for x in (q, dout))
-        pair = (keys.take(x, comm.rank) for x in (k, v))
+        others = [keys.take(x, comm.rank) for x in (k, v)]
         given = options | {"layout": queries, "layout_k": keys, "schedule": schedule}
         bias = np.full(1, shift, np.float32)
-        attention, pullback = dist.vjp(own, *pair, comm, backend="numpy", bias=bias, **given)
+        given |= {"backend": "numpy", "bias": bias}
+        attention, pullback = dist.vjp(own, others[0], others[1], comm, **given)
         return attention.out, *pullback(upstream, wrt=("q", "k", "v"))[:3]
 
     out, dq, dk, dv = zip(*on_ranks(4, run), strict=True)

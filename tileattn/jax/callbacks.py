@@ -45,6 +45,11 @@ class Callbacks:
 class _Forward:
     call: Call
 
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of the results."""
+        return "out", "lse"
+
     def __call__(self, given: Any) -> Any:
         q, k, v, others = _rows(given)
         options = dict(self.call.options) | others
@@ -55,6 +60,11 @@ class _Forward:
 class _Backward:
     call: Call
     names: tuple[str, ...]
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of the arrays whose gradients are the results."""
+        return self.names
 
     def __call__(self, given: Any, *rest: Any) -> Any:
         q, k, v, others = _rows(given)

@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from tileattn.errors import UnsupportedError
 from tileattn.jax.call import GRADIENTS, Arrays
+from tileattn.jax.partition import sharded_as
 
 
 class Passes(Protocol):
@@ -72,7 +73,7 @@ def _gradient(x: jax.Array, found: Any) -> Any:
     """Give what JAX takes for a gradient: zeros where there is none, of no size for integers."""
     if not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
         return np.zeros(x.shape, jax.dtypes.float0)
-    return jax.numpy.zeros_like(x) if found is None else found
+    return jax.numpy.zeros_like(x) if found is None else sharded_as(x, found)
 
 
 @jax.tree_util.register_static

@@ -73,7 +73,11 @@ def _finish(platform: str) -> None:
     would wait for this thread for good as it is deleted. Programs whose results nobody has cannot
     be waited for, so the client of the CPU is never deleted.
     """
-    for x in jax.live_arrays(platform):
+    try:
+        arrays, devices = jax.live_arrays(platform), jax.local_devices(backend=platform)
+    except RuntimeError:  # programs were compiled for devices that are not here
+        return
+    for x in arrays:
         with suppress(Exception):  # of a program that has failed, or an array that is deleted
             x.block_until_ready()
     quiet = 0
@@ -81,7 +85,7 @@ def _finish(platform: str) -> None:
         time.sleep(_NAP)
         quiet = 0 if _running else quiet + 1
     if platform == "cpu":
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(jax.local_devices(backend=platform)[0].client))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(devices[0].client))
 
 
 def _on_host(call: Call, frame: Frame) -> None:

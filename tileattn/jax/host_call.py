@@ -5,7 +5,9 @@ The function gets the program's own memory: NumPy arrays on the CPU, CuPy arrays
 each of these waits in a callback, none is left to copy.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -18,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from tileattn.errors import UnsupportedError
 from tileattn.jax.handler import PLATFORMS, Call, number_of, target
 from tileattn.jax.manual_axes import axes_of, varying
+from tileattn.jax.partition import partition_of, partitioned, typed
 
 _KNOWN = " and ".join(map(repr, PLATFORMS))
 
@@ -51,8 +54,8 @@ host_call = Primitive("tileattn_host_call")
 host_call.multiple_results = True
 
 
-def _shapes(*_: Any, shapes: Any, **__: Any) -> Any:
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes]
+def _shapes(*avals: Any, on_arrays: Any, shapes: Any) -> Any:
+    return typed(partition_of(on_arrays, avals, shapes), avals, shapes)
 
 
 def _eager(*arrays: Any, **more: Any) -> Any:
@@ -64,7 +67,7 @@ def _compiled(**more: Any) -> Any:
     return jax.jit(partial(host_call.bind, **more))
 
 
-def _lowered(context: Any, *arrays: Any, on_arrays: Callable[..., Any], **_: Any) -> Any:
+def _lowered(context: Any, *arrays: Any, on_arrays: Callable[..., Any], shapes: Any) -> Any:
     for platform in context.platforms or context.module_context.platforms:
         if platform not in PLATFORMS:
             raise UnsupportedError(
@@ -72,10 +75,40 @@ def _lowered(context: Any, *arrays: Any, on_arrays: Callable[..., Any], **_: Any
                 "copied there by itself: jax.device_put(x, jax.devices('cpu')[0]) does it"
             )
         name = target(platform)
+    partition = partition_of(on_arrays, context.avals_in, shapes)
+    if partition is not None and _has_many_devices(context.module_context.axis_context):
+        kept: list[Call] = []
+        context.module_context.add_keepalive(kept)
+        function = partitioned(partition, shapes, partial(_on_device, name, on_arrays, kept))
+        return mlir.lower_fun(function, multiple_results=True)(context, *arrays)
     given, made = (tuple(map(_spec, x)) for x in (context.avals_in, context.avals_out))
     call = Call(on_arrays, given, made)
     context.module_context.add_keepalive(call)
     return jax.ffi.ffi_lowering(name)(context, *arrays, number=np.int64(number_of(call)))
+
+
+def _has_many_devices(axis_context: Any) -> bool:
+    """Whether XLA shares a program among devices of a known mesh; inside shard_map it does not."""
+    devices = getattr(axis_context, "device_assignment", None)
+    mesh = getattr(axis_context, "abstract_mesh", None)
+    return devices is not None and len(devices) > 1 and mesh is not None
+
+
+def _on_device(
+    name: str, on_arrays: Callable[..., Any], kept: list[Call], shapes: Sequence[Any]
+) -> Callable[..., Sequence[Any]]:
+    """Give the call of one device, which lives as long as ``kept``."""
+
+    def run(*arrays: Any) -> Sequence[Any]:
+        call = Call(on_arrays, tuple(map(_spec, arrays)), tuple(map(_spec, shapes)))
+        kept.append(call)
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes]
+        found: Sequence[Any] = jax.ffi.ffi_call(name, results)(
+            *arrays, number=np.int64(number_of(call))
+        )
+        return found
+
+    return run
 
 
 def _spec(aval: Any) -> Any:
@@ -101,6 +134,10 @@ def _differentiated(*_: Any, **__: Any) -> Any:
     raise UnsupportedError("second derivatives are asked for; gradients are not differentiable")
 
 
+with suppress(ImportError, AttributeError):  # without it arrays are gathered
+    # A program's devices are known at lowering only if some primitive asks for them.
+    dispatch = importlib.import_module("jax._src.dispatch")
+    dispatch.prim_requires_devices_during_lowering.add(host_call)
 host_call.def_abstract_eval(_shapes)
 host_call.def_impl(_eager)
 mlir.register_lowering(host_call, _lowered)
