@@ -219,12 +219,18 @@ WINDOW = without(THINGS, "nested None") | {
     "array": always(np.array([1, 2])),
     "NaN": always((float("nan"), 0)),
 }
+
+
+def first(make: Break) -> Break:
+    return lambda x: (make(x[0]),)
+
+
 AUX = {
     **THINGS,
     "array": always(np.ones((HQ, NQ), np.float32)),
     "number": always(3),
     **{
-        f"{name} in it": lambda x, make=make: (make(x[0]),)
+        f"{name} in it": first(make)
         for name, make in ARRAYS.items()
         if name not in ("long doubles", "a long axis", "a long first axis", "no axes")
     },

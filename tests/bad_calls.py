@@ -268,8 +268,12 @@ def parts() -> dict[str, Any]:
     return {"outs": [out, out], "lses": [out[..., 0], out[..., 0]]}
 
 
+def second(make: Break) -> Break:
+    return lambda x: [x[0], make(x[1])]
+
+
 def listed(breaks: dict[str, Break]) -> dict[str, Break]:
-    return {name: lambda x, make=make: [x[0], make(x[1])] for name, make in breaks.items()}
+    return {name: second(make) for name, make in breaks.items()}
 
 
 PARTS = listed(ROWS) | {

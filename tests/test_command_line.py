@@ -6,16 +6,19 @@ import tileattn
 from tileattn.backends import threads
 from tileattn.cli import main
 
-WHOLE = "a whole number from {} on is accepted"
+WHOLE = "must be a whole number from {} on; got {!r}"
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("explain --Nq -5", "--Nq: '-5'; " + WHOLE.format(0)),
-        ("check --problems 0", "--problems: '0'; " + WHOLE.format(1)),
-        ("check --seconds nan", "--seconds: 'nan'; a number from 0 on is accepted"),
-        ("compile --jobs none", "--jobs: 'none'; " + WHOLE.format(1)),
+        ("explain --Nq -5", "--Nq: " + WHOLE.format(0, "-5")),
+        ("explain --window -1 0", f"--window: {WHOLE.format(0, '-1')}; None leaves a side open"),
+        ("explain --softcap many", "--softcap: must be a finite number; got 'many'"),
+        ("explain --dropout-p nan", "--dropout-p: must be a finite number; got 'nan'"),
+        ("check --problems 0", "--problems: " + WHOLE.format(1, "0")),
+        ("check --seconds nan", "--seconds: must be a number from 0 on; got 'nan'"),
+        ("compile --jobs none", "--jobs: " + WHOLE.format(1, "none")),
     ],
 )
 def test_numbers_out_of_range_are_refused(
@@ -41,6 +44,13 @@ def test_sizes_that_would_take_too_long_are_refused(
 ) -> None:
     assert main(["explain", *line.split()]) == 2
     assert f"ValueError: {said}" in capsys.readouterr().err
+
+
+def test_plans_are_of_an_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--plan"]) == 2
+    assert capsys.readouterr().err == (
+        "--plan must come with --arch: it prints the plans of a GPU\n"
+    )
 
 
 @pytest.mark.parametrize(("line", "keys"), [("--Nq 0", 0), ("--Nq 7 --Nk 0", 0)])

@@ -84,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     explain.add_argument("--backend", default="auto")
     explain.add_argument("--causal", action="store_true")
     explain.add_argument("--window", type=_side, nargs=2, metavar=("LEFT", "RIGHT"))
-    explain.add_argument("--softcap", type=float)
-    explain.add_argument("--dropout-p", type=float, default=0.0)
+    explain.add_argument("--softcap", type=_REAL)
+    explain.add_argument("--dropout-p", type=_REAL, default=0.0)
     explain.add_argument("--arch", help="on a GPU that need not be here: sm_80, sm_90, ...")
     explain.add_argument("--plan", action="store_true", help="with --arch, print the plans too")
     explain.set_defaults(run=_explain)
@@ -114,13 +114,10 @@ def _refused(message: object) -> int:
     return 2
 
 
-def _side(text: str) -> int | None:
-    return None if text == "None" else int(text)
-
-
-def _number(kind: Callable[[str], Any], least: int) -> Callable[[str], Any]:
+def _number(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
     """Make a type of argument: a number that is finite and not below the least."""
-    accepted = f"a{' whole' if kind is int else ''} number from {least} on"
+    what = f"a{' whole' if kind is int else ''} number"
+    what = f"{what} from {least} on" if least > -math.inf else f"a finite{what[1:]}"
 
     def read(text: str) -> Any:
         try:
@@ -128,7 +125,7 @@ def _number(kind: Callable[[str], Any], least: int) -> Callable[[str], Any]:
         except ValueError:
             value = math.nan
         if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r}; {accepted} is accepted")
+            raise argparse.ArgumentTypeError(f"must be {what}; got {text!r}")
         return value
 
     return read
@@ -137,6 +134,17 @@ def _number(kind: Callable[[str], Any], least: int) -> Callable[[str], Any]:
 _MOST_HEADS, _MOST_ROWS = 1 << 17, 1 << 26  # of which ``explain`` counts the tiles
 
 _SIZE, _COUNT, _SECONDS = _number(int, 0), _number(int, 1), _number(float, 0)
+_REAL = _number(float, -math.inf)
+
+
+def _side(text: str) -> int | None:
+    """Read a side of the window: a number of keys, or None where it is open."""
+    if text == "None":
+        return None
+    try:
+        return int(_SIZE(text))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; None leaves a side open") from None
 
 
 def _info(_: argparse.Namespace) -> int:
@@ -218,6 +226,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     )
     options: dict[str, Any] = {"causal": a.causal, "softcap": a.softcap, "dropout_p": a.dropout_p}
     options["window"] = None if a.window is None else tuple(a.window)
+    if a.plan and a.arch is None:
+        return _refused("--plan must come with --arch: it prints the plans of a GPU")
     try:
         _check_sizes(a.B, a.Hq, a.Nq, Nk)
         q, k, v = (

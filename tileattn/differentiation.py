@@ -1,7 +1,10 @@
 """Forward and backward from one set of options, which then cannot disagree."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, Unpack
+
+import numpy as np
 
 from tileattn.api import backward, forward
 from tileattn.expressions.functions import read_functions
@@ -43,9 +46,9 @@ def vjp(
     Notes
     -----
     ``pullback`` maps the upstream gradients dout and dlse to their products with the Jacobian of
-    ``(out, lse)``. It keeps the inputs, the options and the results, and copies none of them: write
-    to no array among them before its last call. ``score_mod`` and ``mask_mod`` are read once, by
-    ``vjp``: ``pullback`` differentiates what they were then.
+    ``(out, lse)``. It copies lists, lengths and offsets. It keeps the other inputs, options and
+    results as they are: write to no array among them before its last call. ``score_mod`` and
+    ``mask_mod`` are read once, by ``vjp``: ``pullback`` differentiates what they were then.
 
     Examples
     --------
@@ -61,6 +64,7 @@ def vjp(
     refuse_pages("vjp", options)
     options = read_functions(options)
     attention = forward(q, k, v, backend=backend, **options)
+    kept: Any = {name: _kept(x) for name, x in options.items()}
 
     def pullback(
         dout: Any,
@@ -77,7 +81,13 @@ def vjp(
             wrt=wrt,
             backend=backend,
             workspace=workspace,
-            **options,
+            **kept,
         )
 
     return attention, pullback
+
+
+def _kept(x: Any) -> Any:
+    """Copy what callers reuse: lists, and on the host integers and numbers without axes."""
+    small = isinstance(x, np.ndarray) and (x.dtype.kind in "iu" or not x.shape)
+    return copy(x) if small or type(x) is list else x
