@@ -11,11 +11,12 @@ from tests.arrays import normal
 from tests.conftest import Runner
 from tests.contract.test_backends import check
 from tests.gallery import calls
+from tests.more_functions import FROM_THE_END, OPERATIONS, options_of
 from tileattn import reference
 from tileattn.algorithm.scores import learned_elements
 from tileattn.dtypes import DTYPES
 from tileattn.problem import parse
-from tileattn.testing import AttentionCase, problems
+from tileattn.testing import AttentionCase, assert_attention_close, error_bound, problems
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
@@ -64,67 +65,40 @@ def test_the_gallery_in_less_precision(backend: Runner, name: str) -> None:
     check(backend, AttentionCase(q, k, v, dout, None, options))
 
 
-def smooth(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
-    """Return a score of which every function but ``remainder`` has a derivative."""
-    x = np.arctan(s) + np.log1p(t[h] * t[h]) * np.expm1(0.1 * s) + (i - j) * 0.375 % -1.25
-    return np.logaddexp(x, t[h] * s) + s.erf() * s.sigmoid()
-
-
-def stepping(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
-    """Return a score that jumps, at numbers that are exact in every dtype."""
-    distance = (i - j) * 0.25
-    x = np.ceil(distance) - np.round(distance) + (j * 0.5 + b) % 3.5 + np.isin(i % 7, (1, 5))
-    return s * t[h] + 0.1 * x.clip(-2, max=9).float()
-
-
-@pytest.mark.parametrize("score_mod", [smooth, stepping])
+@pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_functions_beyond_the_gallery(runner: Runner, score_mod: Any, dtype: Any) -> None:
-    table = np.random.default_rng(0).normal(size=HQ).astype(dtype)
-    options = {"score_mod": score_mod, "aux": (table,)}
+def test_functions_beyond_the_gallery(runner: Runner, name: str, dtype: Any) -> None:
+    options = options_of(name, dtype)
     able(runner, options)
     q, k, v, dout = normal(SIZES, dtype)
     check(runner, AttentionCase(q, k, v, dout, None, options))
-
-
-FROM_THE_END: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "distance": (lambda b, h, i, j: (h, i - j), (HQ, NQ + NK)),
-    "negative": (lambda b, h, i, j: (-1 - h, j - NK), (HQ, NK)),
-    "mixed": (lambda b, h, i, j: (h - 2, (i + j) % 5 - 3), (HQ, 7)),
-    "loaded": (None, (10,)),
-}
-"""Indices of which some are negative, or None for those in another array; the array's shape."""
 
 
 @pytest.mark.parametrize("name", FROM_THE_END)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
 def test_negative_indices_count_from_the_end(runner: Runner, name: str, dtype: Any) -> None:
-    """As NumPy's own do: what it reads is a bias and a mask, and gradients land where it reads."""
-    indices, shape = FROM_THE_END[name]
-    rng = np.random.default_rng(0)
-    table, seen = rng.normal(size=shape).astype(dtype), rng.random(shape) < 0.7
-    steps = np.arange(-9, 3)
-
-    def place(b: Any, h: Any, i: Any, j: Any, loaded: Any) -> Any:
-        return (loaded[(i + j) % 12],) if indices is None else indices(b, h, i, j)
-
-    options: dict[str, Any] = {
-        "score_mod": lambda s, b, h, i, j, t, _, n: s + t[place(b, h, i, j, n)],
-        "mask_mod": lambda b, h, i, j, _, m, n: m[place(b, h, i, j, n)],
-        "aux": (table, seen, steps),
-    }
+    options = options_of(name, dtype)
     able(runner, options)
     q, k, v, dout = normal(SIZES, dtype)
-    b, h, i, j = np.ogrid[:1, :HQ, :NQ, :NK]
-    read = np.broadcast_arrays(*place(b, h, i, j, steps))
-    plain = {"bias": table[tuple(read)], "mask": seen[tuple(read)]}
-    expected = reference.backward(dout, q, k, v, **plain)
-    assert expected.dbias is not None
-    by_element = np.zeros(shape)
-    np.add.at(by_element, tuple(read), expected.dbias)
-    of_table = (reference.backward(dout, q, k, v, **options).daux or ())[0]
-    np.testing.assert_allclose(of_table, by_element, rtol=1e-9, atol=1e-12)
     check(runner, AttentionCase(q, k, v, dout, None, options))
+
+
+@pytest.mark.parametrize("name", FROM_THE_END)
+def test_the_oracle_indexes_as_numpy_does(name: str) -> None:
+    """What it reads is a bias and a mask, and the gradient lands where it reads."""
+    options = options_of(name, np.float64)
+    table, seen, steps = options["aux"]
+    q, k, v, dout = normal(SIZES, np.float64)
+    b, h, i, j = np.ogrid[:1, :HQ, :NQ, :NK]
+    read = tuple(np.broadcast_arrays(*FROM_THE_END[name][0](b, h, i, j, steps)))
+    expected = reference.backward(dout, q, k, v, bias=table[read], mask=seen[read])
+    assert expected.dbias is not None
+    by_element = np.zeros(table.shape)
+    np.add.at(by_element, read, expected.dbias)
+    expected = expected._replace(dbias=None)
+    expected.daux = by_element, None, None
+    bounds = error_bound(q, k, v, dout, **options)
+    assert_attention_close(reference.backward(dout, q, k, v, **options), expected, bounds)
 
 
 @pytest.mark.parametrize("turn", range(len(SCORES)), ids=SCORES)

@@ -9,6 +9,7 @@ import pytest
 
 import tileattn
 from tests.gallery import calls
+from tests.more_functions import FROM_THE_END, OPERATIONS, options_of
 from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
 from tileattn import UnsupportedError, reference
 from tileattn.testing import assert_attention_close, error_bound
@@ -56,6 +57,25 @@ def test_the_gallery(name: str, sizes: Any, dtype: Any) -> None:
     B, Hq, _, Nq, Nk, *_ = sizes
     floats = np.float64 if dtype == np.float64 else np.float32
     check(arrays(sizes, dtype), calls(B, Hq, Nq, Nk, floats)[name])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("name", [*OPERATIONS, *FROM_THE_END])
+def test_functions_beyond_the_gallery(name: str, dtype: Any) -> None:
+    check(arrays(SIZES[0], dtype), options_of(name, dtype))
+
+
+def test_captured_arrays_are_parameters() -> None:
+    q, k, v, dout = map(sent, arrays(SIZES[0], np.float32))
+    table = sent(np.random.default_rng(0).normal(size=(4, 160)).astype(np.float32))
+
+    def with_aux(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
+        return s + t[h, i - j]
+
+    attention, pullback = tileattn.vjp(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j])
+    expected, back = tileattn.vjp(q, k, v, score_mod=with_aux, aux=(table,))
+    assert bits(attention) == bits(expected)
+    assert bits(pullback(dout).daux) == bits(back(dout).daux)
 
 
 MORE: dict[str, dict[str, Any]] = {
