@@ -146,13 +146,16 @@ def test_masks_may_be_the_numbers_of_eager_attention(
     assert torch.equal(mask[:, :, 1:], expected[:, :, 1:])
     scores = torch.randn(2, 5, 3, 4, dtype=dtype)
     assert torch.equal(scores + mask, scores + expected)
+    assert torch.equal(scores.clone().add_(mask), scores + expected)
 
 
-@pytest.mark.parametrize("use", ["add", "multiply", "cast", "join"])
+@pytest.mark.parametrize("use", ["add", "add in place", "write", "multiply", "cast", "join"])
 def test_booleans_are_not_added_to_scores(use: str) -> None:
     mask = bridge.make_mask(batch_size=2, q_length=3, kv_length=4)
     uses: dict[str, Any] = {
         "add": lambda: torch.randn(2, 5, 3, 4) + mask,
+        "add in place": lambda: torch.randn(2, 5, 3, 4).add_(mask),
+        "write": lambda: torch.randn(2, 1, 3, 4).copy_(mask),
         "multiply": lambda: mask * -1e9,
         "cast": lambda: mask.to(torch.bfloat16),
         "join": lambda: torch.cat([mask, torch.zeros(2, 1, 3, 1)], dim=-1),

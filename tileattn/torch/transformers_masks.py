@@ -16,7 +16,8 @@ from tileattn.torch.drop_in import option_of
 # booleans, as ``"sdpa"`` does.
 ADDITIVE: set[type] = set()
 
-_ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "cat", "stack", "_to_copy"})
+# Operators that make numbers of booleans, in place or not.
+_ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "cat", "stack", "copy", "_to_copy"})
 
 
 class StructuredMask(torch.Tensor):  # type: ignore[misc]  # untyped
@@ -70,7 +71,7 @@ class StructuredMask(torch.Tensor):  # type: ignore[misc]  # untyped
         given = torch.utils._pytree.tree_map_only(cls, cls.entries, (args, kwargs or {}))
         result = func(*given[0], **given[1])
         masks = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
-        is_arithmetic = func.__name__.partition(".")[0] in _ARITHMETIC
+        is_arithmetic = func.__name__.partition(".")[0].rstrip("_") in _ARITHMETIC
         are_booleans = any(mask.dtype is torch.bool for mask in masks)
         if is_arithmetic and are_booleans and result.is_floating_point():
             raise UnsupportedError(
@@ -78,9 +79,9 @@ class StructuredMask(torch.Tensor):  # type: ignore[misc]  # untyped
                 "attn_implementation='tileattn' gave it booleans, as 'sdpa' does; use "
                 "attn_implementation='eager', or set _supports_sdpa = False in the model"
             )
-        if any(output.alias_info is not None for output in func._schema.returns):
-            for mask in masks:  # something may be written to its entries
-                mask.options = mask.options_of(None)
+        for argument, x in zip(func._schema.arguments, args, strict=False):
+            if isinstance(x, cls) and argument.alias_info is not None:  # something may write to it
+                x.options = x.options_of(None)
         return result
 
     def entries(self) -> torch.Tensor:
