@@ -69,7 +69,7 @@ class Stored:
         i, j = np.asarray(i), np.asarray(j)
         column = j % bk
         byte = self.bits[self.slots[b, h, i // bq, j // bk], i % bq, column >> 3]
-        return np.asarray(byte >> (7 - (column & 7)).astype(np.uint8) & 1, np.bool_)
+        return np.asarray(byte & (128 >> (column & 7)).astype(np.uint8) != 0)
 
     def __invert__(self) -> "Stored":
         return Stored(self.slots, ~self.bits, self.block_size)
