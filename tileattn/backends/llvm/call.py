@@ -23,7 +23,7 @@ from tileattn.backends.llvm.parameter_gradient import (
 )
 from tileattn.call_cache import PreparedCall
 from tileattn.kernels.llvm.functions import Functions
-from tileattn.kernels.llvm.target import Target, padded
+from tileattn.kernels.llvm.target import ROWS, SECTION, Target, padded
 from tileattn.problem import Operands, Options, Problem
 from tileattn.results import Attention, Gradients
 
@@ -94,6 +94,8 @@ class LlvmCall(PreparedCall):
             "dk": np.empty((P.B, P.Hkv, P.Nk, P.D), P.dtype),
             "dv": np.empty((P.B, P.Hkv, P.Nk, P.Dv), P.dtype),
         }
+        if batch.Nk > SECTION:
+            arrays |= _dq_sums(batch, arrays["dq_accum"])
         dbias = bias_sums(P, x.bias) if x.wants("bias") else None
         others = {"dlse": None if dlse is None else contiguous(dlse), "dbias": dbias}
         arrays |= {name: given for name, given in others.items() if given is not None}
@@ -235,6 +237,13 @@ class CachedForward:
         pointers = [at_q, at_k, at_v, address_of(result), address_of(lse), *self._at_lengths]
         self._start(pointers, (q, k, v, result, lse, self))
         return placed(Attention(result, lse), out)
+
+
+def _dq_sums(P: Problem, dq: Array) -> dict[str, Array]:
+    """Make what dQ of several sections of keys is summed in, and the section of each tile."""
+    tiles = P.B, P.Hq, -(-P.Nq // ROWS)
+    sums = {name: np.zeros(dq.shape, dq.dtype) for name in ("dq_high", "dq_low")}
+    return sums | {"dq_section": np.zeros(tiles, np.int64)}
 
 
 def _aligned(x: Operands) -> Operands:

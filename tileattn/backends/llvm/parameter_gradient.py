@@ -96,7 +96,7 @@ def bias_sums(P: Problem, bias: Array | None) -> Array | None:
         return None
     b, h, n, m = bias.shape
     if m == 1:
-        return np.zeros((P.B, P.Hq, P.Nq, 1), P.accum_dtype)
+        return np.zeros((P.B, P.Hq, P.Nq, 1), np.float64)  # each over all keys
     if n == 1:
         return np.zeros((P.B, P.Hq, 1, P.Nk), P.accum_dtype)
     return np.zeros((b, h, n, m), P.accum_dtype)
@@ -105,5 +105,5 @@ def bias_sums(P: Problem, bias: Array | None) -> Array | None:
 def bias_gradient(bias: Array, sums: Array) -> Array:
     """Sum over the axes along which the bias is broadcast."""
     axes = tuple(axis for axis in range(4) if bias.shape[axis] != sums.shape[axis])
-    total = sums.sum(axis=axes, keepdims=True) if axes else sums
+    total = sums.sum(axis=axes, keepdims=True, dtype=np.float64) if axes else sums
     return total.astype(bias.dtype, copy=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.backward_rows import convert_dq, preprocess
+from tileattn.kernels.llvm.backward_rows import add_dq_section, convert_dq, preprocess
 from tileattn.kernels.llvm.blocks import tile_kind
 from tileattn.kernels.llvm.broadcast import BackwardBroadcast
 from tileattn.kernels.llvm.dot import BackwardDot
@@ -33,8 +33,9 @@ from tileattn.kernels.llvm.scores import (
     masks_given,
     may_be_hidden,
 )
-from tileattn.kernels.llvm.target import KEEP_SPARE, ROWS, Target
+from tileattn.kernels.llvm.target import KEEP_SPARE, ROWS, SECTION, Target
 from tileattn.kernels.llvm.tile import Tile, convert_rows, store_columns
+from tileattn.kernels.llvm.total import Total
 
 _END = (1 << 62) - 1
 _AHEAD = ROWS, 0  # from tile to tile, in queries and keys
@@ -81,13 +82,19 @@ class _Block:
         self.kernel, self.c, self.vectors = kernel, c, kernel.target.vectors
         self.p = p = kernel.params(c, params)
         self.number, self.group, self.k0 = number, group, k0
+        self.section = c.b.sdiv(k0, i64(SECTION))
         memory = Scratch(c, scratch, self.vectors)
         self.s, self.ds, self.kept, self.bias, self.grad = (memory.tile(ROWS) for _ in range(5))
         self.lanes, self.dbias, self.weights = (memory.tile(1) for _ in range(3))
         self.visible, self.keep = memory.bits(ROWS), memory.bits(ROWS + KEEP_SPARE)
         operands = BackwardDot if kernel.target.dot else BackwardBroadcast
         self.operands = operands(kernel, c, p, memory)
-        self.elements = ElementSums(kernel.functions, c, p, memory)
+        self.tiles = c.variable(I64, i64(0))  # of the section whose sums dK and dV are
+        self.several = c.variable(I1, same(I1, 0))
+        self.dbias_total = Total(c, memory.tile(1), memory.tile(1))
+        sums = (self.operands.dk, p.D), (self.operands.dv, p.Dv)
+        self.sums = [(x, n, Total(c, memory.tile(n), memory.tile(n))) for x, n in sums]
+        self.elements = ElementSums(kernel.functions, c, p, memory)  # has the rest
         self.grads = Grads(self.grad, self.bias, self.elements)  # the bias is read before
 
     def emit(self) -> None:
@@ -114,8 +121,9 @@ class _Block:
     def key_head(self) -> None:
         """One key head: load its keys, meet its queries, store its gradients."""
         c, b, p = self.c, self.c.b, self.p
-        zero = c.const(0.0)
         self.operands.load_keys(self.batch, self.head, self.k0, self.keys)
+        b.store(i64(0), self.tiles)
+        b.store(same(I1, 0), self.several)
         self.length = c.load(c.at(p.kv_lengths, b.mul(self.batch, i64(8))), I64)
         self.offset = c.load(c.at(p.q_offset, b.mul(self.batch, i64(8))), I64)
         k1 = c.smaller(b.add(self.k0, self.keys), self.length)
@@ -126,7 +134,7 @@ class _Block:
 
         def head(g: Any, _: Any) -> None:
             h = b.add(b.mul(self.head, p.group), g)
-            self.dbias.put(0, [zero] * self.vectors)
+            self.dbias_total.clear(i64(1))
 
             def body(i0: Any, _: Any) -> None:
                 first = b.mul(b.sdiv(i0, i64(ROWS)), i64(ROWS))
@@ -142,6 +150,9 @@ class _Block:
                 def compute() -> None:
                     self.full = b.load(full, typ=I1)
                     self.tile(g, h, b.sdiv(first, i64(ROWS)), i0, b.sub(i1, i0))
+                    tiles = b.add(b.load(self.tiles, typ=I64), i64(1))
+                    b.store(tiles, self.tiles)
+                    c.when(b.icmp_signed("==", tiles, i64(SECTION // ROWS)), self.add_section)
 
                 c.when(p.given("block_kinds"), look)
                 c.when(b.load(some, typ=I1), compute)
@@ -149,12 +160,14 @@ class _Block:
             c.loop(b.mul(b.sdiv(low, i64(ROWS)), i64(ROWS)), high, body, step=ROWS)
 
             def store() -> None:
+                self.dbias.put(0, self.dbias_total.value(0))
                 to, zero = p.row("dbias", self.batch, h, i64(0), self.k0), i64(0)
                 convert_rows(c, c.dtype, self.dbias.start, zero, i64(1), self.keys, to, zero)
 
             c.when(b.icmp_signed("==", p.dbias_kind, i64(DBIAS_OF_KEYS)), store)
 
         c.loop(i64(0), p.group, head)
+        c.when(b.load(self.several, typ=I1), self.settle)
 
         scales = (
             ("dk", self.operands.dk, p.D, self.operands.dk_scale),
@@ -164,6 +177,27 @@ class _Block:
             weights = c.const(1.0) if scale is None else c.splat(scale)
             self.weights.put(0, [weights] * self.vectors)
             self.store_keys(name, tile, columns)
+
+    def add_section(self) -> None:
+        """Add dK and dV to the sums of all sections; begin the next section."""
+        c, b, zero = self.c, self.c.b, [self.c.const(0.0)] * self.vectors
+        first = b.not_(b.load(self.several, typ=I1))
+        for tile, columns, total in self.sums:
+            c.when(first, partial(total.clear, columns))
+
+            def add(d: Any, tile: Tile = tile, total: Total = total) -> None:
+                total.add(d, tile.row(d))
+                tile.put(d, zero)
+
+            c.each(columns, add)
+        b.store(same(I1, 1), self.several)
+        b.store(i64(0), self.tiles)
+
+    def settle(self) -> None:
+        """Make dK and dV the sums of all sections."""
+        self.add_section()
+        for tile, columns, total in self.sums:
+            self.c.each(columns, lambda d, to=tile, total=total: to.put(d, total.value(d)))
 
     def store_keys(self, name: str, tile: Tile, columns: Any) -> None:
         """Store the columns of a tile, times their weights, as the rows of the block's keys."""
@@ -194,7 +228,7 @@ class _Block:
         drops = b.icmp_unsigned("!=", p.threshold, i64(0))
         weights = b.select(drops, self.kept.start, self.s.start)
         order = b.add(b.mul(b.add(self.order, g), i64(1 << 40)), query_block)
-        wait = partial(self.wait, order)
+        wait = partial(self.take_turn, order, h, query_block)
         self.operands.add_gradients(weights, grad, self.visible, masked, wait)
         self.add_dbias(h, i0, n)
         self.elements.add(n, self.keys)
@@ -269,7 +303,8 @@ class _Block:
         def body(r: Any, _: Any) -> None:
             delta = c.splat(c.load(p.row("delta", self.batch, h, b.add(i0, r)), c.scalar))
             pairs = zip(self.s.row(r), self.ds.row(r), strict=True)
-            ds = [b.fmul(x, b.fsub(y, delta)) for x, y in pairs]
+            # Numbers of one size lie on a grid, on which one delta would round in one direction.
+            ds = [c.fma(x, y, b.fneg(b.fmul(x, delta))) for x, y in pairs]
             if self.kernel.functions.score_mod is not None:
                 self.elements.multiply(r, ds)
                 ds = list(map(b.fmul, ds, self.bias.row(r)))
@@ -340,20 +375,26 @@ class _Block:
 
         def of_rows(r: Any, _: Any) -> None:
             to, source = p.row("dbias", self.batch, h, b.add(i0, r)), self.ds.at(r)
+            wide = ir.DoubleType()  # of a sum over all keys
 
             def element(j: Any, total: list[Any]) -> list[Any]:
                 return [b.fadd(total[0], c.load(c.at(source, c.bytes_of(j)), c.scalar))]
 
             total = c.loop(i64(0), self.keys, element, [ir.Constant(c.scalar, 0.0)])
-            c.store(b.fadd(c.load(to, c.scalar), total[0]), to)
+            x = total[0] if c.size == 8 else b.fpext(total[0], wide)
+            c.store(b.fadd(c.load(to, wide), x), to)
 
-        def of_keys(r: Any, _: Any) -> None:
-            self.dbias.put(0, list(map(b.fadd, self.dbias.row(0), self.ds.row(r))))
+        def of_keys() -> None:
+            start = [c.const(0.0)] * self.vectors
+            rows = c.loop(i64(0), n, lambda r, x: list(map(b.fadd, x, self.ds.row(r))), start)
+            self.dbias_total.add(0, rows)
 
-        kinds = (DBIAS_OF_TILES, full), (DBIAS_OF_ROWS, of_rows), (DBIAS_OF_KEYS, of_keys)
-        for kind, body in kinds:
-            asked = b.icmp_signed("==", p.dbias_kind, i64(kind))
-            c.when(asked, partial(c.loop, i64(0), n, body))
+        for kind, add in (
+            (DBIAS_OF_TILES, partial(c.loop, i64(0), n, full)),
+            (DBIAS_OF_ROWS, partial(c.loop, i64(0), n, of_rows)),
+            (DBIAS_OF_KEYS, of_keys),
+        ):
+            c.when(b.icmp_signed("==", p.dbias_kind, i64(kind)), add)
 
     # -- order -----------------------------------------------------------------------------------
 
@@ -367,6 +408,24 @@ class _Block:
 
         some = b.icmp_signed(">", b.srem(self.number, p.blocks), i64(0))
         c.when(some, lambda: c.spin_until(done))
+
+    def take_turn(self, order: Any, h: Any, query_block: Any) -> None:
+        """Wait for earlier key blocks; if they end a section, add their dQ to that of all."""
+        c, b, p = self.c, self.c.b, self.p
+        self.wait(order)
+
+        def look() -> None:
+            place, section = p.row("dq_section", self.batch, h, query_block), self.section
+
+            def add() -> None:
+                first = b.mul(query_block, i64(ROWS))
+                end = c.smaller(p.queries(self.batch), b.add(first, i64(ROWS)))
+                c.loop(first, end, lambda i, _: add_dq_section(c, p, self.batch, h, i))
+                c.store(section, place)
+
+            c.when(b.icmp_signed("!=", c.load(place, I64), section), add)
+
+        c.when(p.given("dq_section"), look)
 
     def publish(self, order: Any) -> None:
         """Say that this key block, and all before it, are done with what comes before ``order``."""

@@ -1,5 +1,6 @@
 """The backward kernels that take rows: twins of ``preprocess`` and of the end of ``backward``."""
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -7,7 +8,8 @@ from llvmlite import ir
 from tileattn.kernels.llvm.instructions import Code, i64
 from tileattn.kernels.llvm.kernel import Kernel, Params
 from tileattn.kernels.llvm.target import ROWS
-from tileattn.kernels.llvm.tile import size_of, store_row
+from tileattn.kernels.llvm.tile import Tile, size_of, store_row
+from tileattn.kernels.llvm.total import Total
 
 
 def _row_of(c: Code, p: Params, number: Any) -> tuple[Any, Any, Any]:
@@ -51,6 +53,25 @@ def preprocess(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any)
     c.loop(first, c.smaller(p.queries(batch), b.add(first, i64(ROWS))), row)
 
 
+def add_dq_section(
+    c: Code, p: Params, batch: Any, head: Any, i: Any, *, settle: bool = False
+) -> None:
+    """Add a query's dQ of a section of keys to that of all sections; begin the next one.
+
+    ``settle`` makes it the sum of all sections.
+    """
+    dq, high, low = (
+        Tile(c, p.row(name, batch, head, i), 1) for name in ("dq_accum", "dq_high", "dq_low")
+    )
+    total, zero = Total(c, high, low), [c.const(0.0)]
+
+    def add(n: Any) -> None:
+        total.add(n, dq.row(n))
+        dq.put(n, total.value(n) if settle else zero)
+
+    c.each(c.b.sdiv(p.dq_columns, i64(c.lanes)), add)
+
+
 def convert_dq(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any) -> None:
     """``dQ = scale * sum``, in the dtype of q."""
     b = c.b
@@ -58,6 +79,8 @@ def convert_dq(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any)
     scale = p.scale
 
     def row(i: Any, _: Any) -> None:
+        settle = partial(add_dq_section, c, p, batch, head, i, settle=True)
+        c.when(p.given("dq_section"), settle)
         source, to = p.row("dq_accum", batch, head, i), p.row("dq", batch, head, i)
         store_row(c, kernel.dtype, source, to, p.D, scale)
 

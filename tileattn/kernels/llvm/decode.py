@@ -34,7 +34,7 @@ from tileattn.kernels.llvm.scores import (
     masks_given,
     may_be_hidden,
 )
-from tileattn.kernels.llvm.softmax import RowState
+from tileattn.kernels.llvm.softmax import RowState, TotalState
 from tileattn.kernels.llvm.target import DECODE_KEYS, DECODE_ROWS, Target
 from tileattn.kernels.llvm.tile import (
     Tile,
@@ -184,18 +184,25 @@ class _Split:
         """Merge the splits of a row; divide, and store it."""
         c, b, p = self.c, self.c.b, self.p
         h, i = self.query(r)
-        total = self.state_of_split(i64(0), r)
-        c.loop(i64(1), self.splits, lambda n, _: total.merge(self.state_of_split(n, r)))
+        first, low = self.state_of_split(i64(0), r), c.row(self.states, self.state_step, r)
+        total = TotalState(c, first.state, first.acc, self.columns, Tile(c, low, 1), one_row=True)
+
+        def merge() -> None:
+            total.start()
+            c.loop(i64(1), self.splits, lambda n, _: total.merge(self.state_of_split(n, r)))
+            total.settle(total)
+
+        c.when(b.icmp_signed(">", self.splits, i64(1)), merge)
 
         def sink() -> None:
             total.sink([c.splat(c.load(p.row("sinks", h), c.scalar))])
 
         c.when(p.given("sinks"), sink)
         found = total.finalize(p.dropout_scale)
-        m, log_l, weight = (b.extract_element(x, i64(0)) for (x,) in found)  # all lanes are equal
+        lse, weight = (b.extract_element(x, i64(0)) for (x,) in found)  # all lanes are equal
         to = p.row("out", self.batch, h, i)
         store_row(c, self.kernel.dtype, total.acc.start, to, p.Dv, weight)
-        c.store(b.fadd(m, log_l), p.row("lse", self.batch, h, i))
+        c.store(lse, p.row("lse", self.batch, h, i))
 
     # -- tiles -----------------------------------------------------------------------------------
 

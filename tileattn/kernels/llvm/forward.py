@@ -31,8 +31,8 @@ from tileattn.kernels.llvm.scores import (
     masks_given,
     may_be_hidden,
 )
-from tileattn.kernels.llvm.softmax import RowState
-from tileattn.kernels.llvm.target import KEEP_SPARE, ROW_FACTS, Target
+from tileattn.kernels.llvm.softmax import RowState, TotalState
+from tileattn.kernels.llvm.target import KEEP_SPARE, ROW_FACTS, SECTION, Target
 from tileattn.kernels.llvm.tile import store_columns, transpose_rows
 
 _FAR = 1 << 62
@@ -81,20 +81,41 @@ class _Block:
         operands = ForwardDot if kernel.target.dot else ForwardBroadcast
         self.operands = operands(kernel, c, self.p, memory, batch, head, c.vectors_of(rows))
         self.acc = self.operands.acc
+        total, total_acc = memory.tile(2), memory.tile(self.p.Dv)
+        low = memory.tile(c.b.add(self.p.Dv, i64(2)))
+        self.total = TotalState(c, total, total_acc, self.p.Dv, low)
 
     def emit(self) -> None:
-        c, b, p = self.c, self.c.b, self.p
+        c, b, p, total = self.c, self.c.b, self.p, self.total
         span = self.load_rows()
         rows = RowState(c, self.state, self.acc, p.Dv)
         rows.clear()
         (low, high), size = span[:2], i64(self.kernel.target.keys)
+        section = b.mul(b.sdiv(low, i64(SECTION)), i64(SECTION))
+        several = b.icmp_signed("<", b.add(section, i64(SECTION)), high)
 
-        def body(k0: Any, _: Any) -> None:
+        def start() -> None:
+            total.clear()
+            total.start()
+
+        def tile(k0: Any, _: Any) -> None:
             k0, k1 = c.larger(k0, low), c.smaller(b.add(k0, size), high)
             some, full = self.block_kind(k0, k1)
             c.when(some, lambda: self.update_tile(rows, k0, b.sub(k1, k0), span, full))
 
-        c.loop(b.mul(b.sdiv(low, size), size), high, body, step=self.kernel.target.keys)
+        def add() -> None:
+            total.merge(rows)
+            rows.clear()
+
+        def tiles(k0: Any, _: Any) -> None:
+            end = c.smaller(b.add(k0, i64(SECTION)), high)
+            first = c.larger(k0, b.mul(b.sdiv(low, size), size))
+            c.loop(first, end, tile, step=self.kernel.target.keys)
+            c.when(several, add)
+
+        c.when(several, start)
+        c.loop(section, high, tiles, step=SECTION)
+        c.when(several, lambda: total.settle(rows))
         c.when(p.given("sinks"), lambda: rows.sink(self.of_heads("sinks")))
         self.finalize(rows)
 
@@ -301,14 +322,9 @@ class _Block:
 
     def finalize(self, rows: RowState) -> None:
         """Divide, and store the rows."""
-        c, b, p = self.c, self.c.b, self.p
-        m, log_l, weight = rows.finalize(p.dropout_scale)
-        for row, x in (
-            (0, m),
-            (1, log_l),
-            (2, list(map(b.fadd, m, log_l))),
-            (3, weight),
-        ):
+        c, p = self.c, self.p
+        lse, weight = rows.finalize(p.dropout_scale)
+        for row, x in ((1, rows.log_l()), (2, lse), (3, weight)):  # m is row 0
             self.state.put(row, x)
 
         to = partial(self.row, "out"), self.rows, p.Dv

@@ -63,6 +63,37 @@ def scale_by_power(c: Code, x: Any, n: Any) -> Any:
 def log(c: Code, x: Any) -> Any:
     """Natural logarithm of positive normal numbers; -inf for 0, NaN and inf as they are."""
     b = c.b
+    exponent, rest = _log_parts(c, x)
+    result = c.fma(exponent, c.const(math.log(2)), rest)
+    result = b.select(b.fcmp_ordered("==", x, c.const(0.0)), c.const(-math.inf), result)
+    usual = b.fcmp_ordered("<", x, c.const(math.inf))
+    return b.select(usual, result, x)
+
+
+def plus_log(c: Code, m: Any, x: Any) -> Any:
+    """``m + log(x)``, rounded about once; as their sum where either is not finite."""
+    b = c.b
+    exponent, rest = _log_parts(c, x)
+    bits = 32 if c.size == 8 else 12  # times an exponent it is exact
+    high = math.floor(math.ldexp(math.log(2), bits)) / 2**bits
+    total, lost = two_sum(c, m, b.fmul(exponent, c.const(high)))
+    rest = c.fma(exponent, c.const(math.log(2) - high), rest)
+    found, plain = b.fadd(total, b.fadd(lost, rest)), b.fadd(m, log(c, x))
+    size = b.fsub(plain, plain)  # 0, or NaN
+    return b.select(b.fcmp_ordered("==", size, c.const(0.0)), found, plain)
+
+
+def two_sum(c: Code, x: Any, y: Any) -> tuple[Any, Any]:
+    """Return the sum of two vectors, and what rounding took from it."""
+    b = c.b
+    total = b.fadd(x, y)
+    added = b.fsub(total, x)
+    return total, b.fadd(b.fsub(x, b.fsub(total, added)), b.fsub(y, added))
+
+
+def _log_parts(c: Code, x: Any) -> tuple[Any, Any]:
+    """Split the logarithm of a positive normal number into a multiple of ``ln 2`` and the rest."""
+    b = c.b
     mantissa, terms = (52, 11) if c.size == 8 else (23, 5)
     bits = b.bitcast(x, c.integers)
     # Mantissas from sqrt(1/2) to sqrt(2): the difference to that of sqrt(1/2) carries over.
@@ -73,11 +104,7 @@ def log(c: Code, x: Any) -> Any:
     z, tail = b.fmul(s, s), c.const(2 / (2 * terms + 1))
     for k in reversed(range(terms)):
         tail = c.fma(tail, z, c.const(2 / (2 * k + 1)))
-    exponent = b.sitofp(e, c.vector)
-    result = c.fma(exponent, c.const(math.log(2)), b.fmul(s, tail))
-    result = b.select(b.fcmp_ordered("==", x, c.const(0.0)), c.const(-math.inf), result)
-    usual = b.fcmp_ordered("<", x, c.const(math.inf))
-    return b.select(usual, result, x)
+    return b.sitofp(e, c.vector), b.fmul(s, tail)
 
 
 def tanh(c: Code, x: Any) -> Any:

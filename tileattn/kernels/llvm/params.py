@@ -12,7 +12,7 @@ ARRAYS = {
     "block_kinds": "bhij", "block_bits": "nij", "semaphore": "",
     "dlse": "bhi", "q_t": "", "v_t": "", "dout_t": "", "unusual": "",
     "partials": "nsr", "ended": "", "aux": "", "cu_seqlens_q": "", "cu_seqlens_k": "",
-    "block_table": "bj", "origin": "",
+    "block_table": "bj", "origin": "", "dq_high": "bhi", "dq_low": "bhi", "dq_section": "bhn",
 }  # fmt: skip
 _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in ARRAYS.items()}
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from tileattn.kernels.llvm.instructions import Code, i64
-from tileattn.kernels.llvm.numerics import exp, log
+from tileattn.kernels.llvm.numerics import exp, log, plus_log
 from tileattn.kernels.llvm.tile import Tile
+from tileattn.kernels.llvm.total import Total
 
 M, L = 0, 1
 Put = Callable[[Any, list[Any], list[Any]], None]
@@ -129,10 +130,57 @@ class RowState:
             return vectors
         return [self.c.splat(self.c.fold(x, combine)) for x in vectors]
 
-    def finalize(self, dropout_scale: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return m, log(l) and the weight ``dropout_scale / l`` of acc."""
+    def finalize(self, dropout_scale: Any) -> tuple[list[Any], list[Any]]:
+        """Return the logsumexp, and the weight ``dropout_scale / l`` of acc."""
         c, l = self.c, self.state.row(L)  # noqa: E741 - the letter of the papers
         scale = c.splat(dropout_scale)
         least = c.b.fmul(scale, c.const(float(np.finfo(c.dtype).tiny)))
         weight = [c.b.fdiv(scale, c.maximum(least, x)) for x in l]  # NaN stays
-        return self.state.row(M), [log(c, x) for x in l], weight
+        return [plus_log(c, *x) for x in zip(self.state.row(M), l, strict=True)], weight
+
+    def log_l(self) -> list[Any]:
+        """Return ``log(l)``, what the logsumexp has besides m."""
+        return [log(self.c, x) for x in self.state.row(L)]
+
+
+class TotalState(RowState):
+    """Softmax of some rows over sections of their keys, or over splits.
+
+    Parameters
+    ----------
+    low : Tile
+        What rounding took from the two rows of the state, and from those of acc.
+    """
+
+    def __init__(
+        self, c: Code, state: Tile, acc: Tile, columns: Any, low: Tile, *, one_row: bool = False
+    ) -> None:
+        super().__init__(c, state, acc, columns, one_row=one_row)
+        self._low = low
+        self._l = Total(c, state, low)
+        self._acc = Total(c, acc, Tile(c, low.at(2), len(low.vectors)))
+
+    def start(self) -> None:
+        """Take the state as it is for that of the first section."""
+        self._low.fill(self.c.b.add(self.columns, i64(2)), self.c.const(0.0))
+
+    def merge(self, other: RowState) -> None:
+        """Take in the state of the same rows over another section."""
+        c, b, m = self.c, self.c.b, other.state.row(M)
+        shift, rescale = self._raise(m)
+        weight = [exp(c, b.fsub(x, y)) for x, y in zip(m, shift, strict=True)]
+
+        def weighted(x: list[Any]) -> list[Any]:
+            return list(map(b.fmul, x, weight))
+
+        def add(d: Any, _: Any) -> None:
+            self._acc.add(d, weighted(other.acc.row(d)), rescale)
+
+        self._l.add(L, weighted(other.state.row(L)), rescale)
+        c.loop(i64(0), self.columns, add)
+
+    def settle(self, to: RowState) -> None:
+        """Store the state over all sections."""
+        to.state.put(M, self.state.row(M))
+        to.state.put(L, self._l.value(L))
+        self.c.loop(i64(0), self.columns, lambda d, _: to.acc.put(d, self._acc.value(d)))

@@ -23,6 +23,9 @@ KEEP_SPARE = 32
 SPLIT = 1024
 """Keys of a split of the decoding kernel."""
 
+SECTION = 4096
+"""Keys, or queries, that are summed up before the sum joins that of all; whole tiles."""
+
 ROW_FACTS = 7
 """Rows of numbers that a forward task keeps of its queries; a position takes two of them."""
 
@@ -147,9 +150,10 @@ def scratch_bytes(
         return DECODE_ROWS * (size * sums + words + states) + size * rows
     if name == "forward":
         words = 8 * (2 * target.keys + KEEP_SPARE)
-        common = 4 + ROW_FACTS + 3 * target.keys + 8 // size
+        common = 4 + ROW_FACTS + 3 * target.keys + 8 // size + 4 + 2 * Dv
     else:
-        words, common = 8 * (2 * ROWS + KEEP_SPARE), 5 * ROWS + 3 + learned * ROWS * (1 + 8 // size)
+        words, common = 8 * (2 * ROWS + KEEP_SPARE), 5 * ROWS + 5 + learned * ROWS * (1 + 8 // size)
+        common += 2 * (D + Dv)
     if target.dot:
         return words + size * common * width + _dot_bytes(name, target, D, Dv)
     if name == "forward":
