@@ -1,5 +1,8 @@
 """The pool: every task runs once, the first error is raised, nothing deadlocks."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -213,6 +216,28 @@ def test_tasks_run_in_the_callers_thread_where_none_can_be_started(
     run([partial(done.append, n) for n in range(4)])
     assert done == [0, 1, 2, 3]
     threads._crew.cache_clear()
+
+
+AT_EXIT = """
+import atexit
+import numpy
+import tileattn
+q = numpy.zeros((1, 1, 300, 32), numpy.float32)
+atexit.register(lambda: print(tileattn.forward(q, q, q, backend="{}").out.shape))
+"""
+
+
+@pytest.mark.parametrize("name", ["auto", "numpy", "llvm"])
+def test_the_first_call_of_a_process_may_come_at_its_exit(name: str) -> None:
+    """By then concurrent.futures cannot be imported, and from Python 3.12 on no thread started."""
+    if name == "llvm" and (reason := tileattn.available_backends()[name]):
+        pytest.skip(f"{name}: {reason}")
+    environment = {n: x for n, x in os.environ.items() if n != "TILEATTN_BACKEND"}
+    command = [sys.executable, "-c", AT_EXIT.format(name)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, env=environment
+    )
+    assert done.stdout == "(1, 1, 300, 32)\n", done.stderr
 
 
 def test_a_task_may_itself_run_tasks(monkeypatch: pytest.MonkeyPatch) -> None:

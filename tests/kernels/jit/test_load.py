@@ -129,8 +129,20 @@ def test_no_thread_is_started_for_kernels_that_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels = load_all(CALL, (folder,))
-    monkeypatch.setattr(loader, "ThreadPoolExecutor", None)
+    monkeypatch.setattr(loader, "_failures", None)
     assert load_all(CALL, (folder,)) == kernels
+    assert len(placed) == 3
+
+
+@pytest.mark.usefixtures("on_device_1")
+def test_kernels_are_loaded_here_where_no_thread_can_be_started(
+    folder: Path, placed: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert len(set(map(id, load_all(CALL, (folder,))))) == 3
     assert len(placed) == 3
 
 

@@ -3,7 +3,6 @@
 import functools
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,15 +91,30 @@ def load_all(keys: Sequence[KernelKey], folders: tuple[Path, ...] = (SOURCES,)) 
     device = int(_runtime().getDevice())
     new = [key for key in dict.fromkeys(keys) if (key, device, None, folders) not in _loaded]
     if len(new) > 1:
-        with ThreadPoolExecutor(len(new), "tileattn-compile") as pool:
-            asked = [pool.submit(load, key, device, None, folders) for key in new]
-            wait(asked)  # in here, so that an interrupt is raised when the threads have ended
-        failed = [error for future in asked if (error := future.exception())]
+        failed = _failures(new, device, folders)
         if failed:
             for other in failed[1:]:
                 failed[0].add_note(f"Another kernel of the call: {other}")
             raise failed[0]
     return [load(key, device, None, folders) for key in keys]
+
+
+def _failures(
+    keys: Sequence[KernelKey], device: int, folders: tuple[Path, ...]
+) -> list[BaseException]:
+    """Load kernels in a thread each, and return what was raised.
+
+    Nothing is loaded where no thread can be started, as while the interpreter exits.
+    """
+    try:
+        from concurrent.futures import ThreadPoolExecutor, wait  # which fails while it exits
+
+        with ThreadPoolExecutor(len(keys), "tileattn-compile") as pool:
+            asked = [pool.submit(load, key, device, None, folders) for key in keys]
+            wait(asked)  # in here, so that an interrupt is raised when the threads have ended
+    except RuntimeError:
+        return []
+    return [error for future in asked if (error := future.exception())]
 
 
 @functools.cache
