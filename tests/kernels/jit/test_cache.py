@@ -241,6 +241,20 @@ def test_a_folder_where_an_entry_should_be(place: Path) -> None:
     assert entry(place).is_dir()
 
 
+@posix
+def test_a_pipe_where_an_entry_should_be(place: Path) -> None:
+    """A read would wait for a writer for ever; a write takes its place."""
+    cache.write(OTHER, BODY)
+    os.mkfifo(entry(place), 0o600)
+    with pytest.warns(RuntimeWarning, match="is no regular file; remove it"):
+        assert cache.read(INPUTS) is None
+    cache.write(INPUTS, BODY)
+    assert cache.read(INPUTS) == BODY
+    os.mkfifo(place / f"{OTHER}.lock", 0o600)
+    with cache.alone(OTHER):
+        assert cache.read(OTHER) == BODY
+
+
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless(_: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -10,12 +10,15 @@ import functools
 import hashlib
 import os
 import re
+import stat
 import struct
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 if sys.platform != "win32":
@@ -152,12 +155,19 @@ def _expanded(path: str) -> Path:
 
 
 def _opened_itself(path: str, flags: int) -> int:
-    """Open a file, and not what a symbolic link leads to; Windows has no such way."""
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
+    """Open a file, not what a symbolic link leads to; do not wait for the writer of a pipe."""
+    only_here = ("O_NOFOLLOW", "O_NONBLOCK")  # which Windows lacks
+    return os.open(path, reduce(or_, (getattr(os, name, 0) for name in only_here), flags))
 
 
 def _check_private(where: Path, status: os.stat_result) -> None:
-    """Refuse a folder or an entry where somebody else could have put code for us to run."""
+    """Refuse a folder or an entry where somebody else could have put code for us to run.
+
+    Anything but a folder or a regular file is refused, too: a read of a pipe or of a device may
+    never end.
+    """
+    if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
+        raise OSError(f"{where} is no regular file; remove it")
     if os.name != "posix":
         return
     # The superuser can write anywhere, and fills the caches of containers.
