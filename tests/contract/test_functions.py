@@ -7,12 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.arrays import normal
+from tests.arrays import Sizes, normal
 from tests.conftest import Runner
 from tests.contract.test_backends import check
 from tests.gallery import calls
 from tests.more_functions import FROM_THE_END, OPERATIONS, options_of
-from tileattn import reference
+from tileattn import BlockMask, reference
 from tileattn.algorithm.scores import learned_elements
 from tileattn.dtypes import DTYPES
 from tileattn.problem import parse
@@ -27,9 +27,9 @@ NAMES = sorted(GALLERY)
 SCORES = [name for name in NAMES if "score_mod" in GALLERY[name]]
 
 
-def able(runner: Runner, options: dict[str, Any]) -> None:
+def able(runner: Runner, options: dict[str, Any], sizes: Sizes = SIZES) -> None:
     """Skip where the backend has no functions."""
-    q, k, v, _ = normal(SIZES)
+    q, k, v, _ = normal(sizes)
     reason = runner.why_not(q, k, v, options)
     score_mod = parse(q, k, v, options)[0].score_mod
     if runner.name == "cupy" and score_mod is not None and learned_elements(score_mod):
@@ -72,6 +72,24 @@ def test_functions_beyond_the_gallery(runner: Runner, name: str, dtype: Any) -> 
     able(runner, options)
     q, k, v, dout = normal(SIZES, dtype)
     check(runner, AttentionCase(q, k, v, dout, None, options))
+
+
+@pytest.mark.parametrize("block_size", [(16, 24), (64, 128), (40, 7)], ids=str)
+@pytest.mark.parametrize("Nq", [NQ, 2])
+def test_a_mask_function_hides_pairs_of_full_blocks(
+    runner: Runner, Nq: int, block_size: tuple[int, int]
+) -> None:
+    """All that a block mask knows of a full block is that it hides nothing of it itself."""
+    rows, keys = (-(-n // size) for n, size in zip((Nq, 131), block_size, strict=True))
+    blocks = np.ones((1, HQ, rows, keys), bool)
+    blocks[..., -1, 0] = rows < 2
+    full = BlockMask(blocks, block_size)
+    options = {"block_mask": full, "mask_mod": lambda b, h, i, j: (i + j + h + b) % 3 != 0}
+    sizes = B, HQ, HKV, Nq, 131, D, DV
+    able(runner, options, sizes)
+    q, k, v, dout = normal(sizes, np.float64)
+    check(runner, AttentionCase(q, k, v, dout, None, options))
+    check(runner, AttentionCase(q, k, v, dout, None, options | {"causal": True}))
 
 
 @pytest.mark.parametrize("name", FROM_THE_END)
