@@ -19,7 +19,7 @@ MANY = 200_001
 SIZES = {"decode": (2, MANY), "keys": (24, MANY), "queries": (MANY, 24)}
 
 
-@pytest.fixture(params=["llvm"])
+@pytest.fixture(params=["llvm", "numpy"])
 def backend(request: pytest.FixtureRequest) -> str:
     reason = tileattn.available_backends()[request.param]
     if reason is not None:

@@ -15,8 +15,21 @@ from numpy.typing import NDArray
 from tileattn.algorithm.heads import HeadGroup
 from tileattn.algorithm.softmax import RowState, masked_matmul
 from tileattn.algorithm.tile_mask import TileMask
+from tileattn.problem import Problem
 
 Array = NDArray[Any]
+
+
+_MANY = 1 << 15  # keys, or rows of a key head, from which on float32 sums over tiles lose digits
+
+
+def sum_dtype(P: Problem) -> np.dtype[Any]:
+    """Return the dtype of sums over tiles: float64 if there are many.
+
+    The lengths of packed sequences do not count, for that of one must not change another's bits.
+    """
+    many = P.sequences is None and max(P.Nk, P.group * P.Nq) > _MANY
+    return np.dtype(np.float64) if many else P.accum_dtype
 
 
 class RowConstant(NamedTuple):

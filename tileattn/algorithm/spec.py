@@ -21,7 +21,7 @@ from operator import itemgetter
 import numpy as np
 
 from tileattn.algorithm.heads import Array, HeadGroup, head_groups
-from tileattn.algorithm.memory import Executor, Memory, Operand, OrderedSums
+from tileattn.algorithm.memory import Executor, Memory, Operand, OrderedSums, sum_dtype
 from tileattn.algorithm.parameter_gradient import (
     aux_gradients,
     groups_sharing_sums,
@@ -197,7 +197,7 @@ def backward(
     P, x, (block_q, block_k) = problem, operands, block_size
     saved = Residuals.saved(P, dout, attention.lse)
     sums = Sums(
-        np.empty((P.B, P.Hq, P.Nq, P.D), P.accum_dtype) if x.wants("q") else None,
+        np.empty((P.B, P.Hq, P.Nq, P.D), sum_dtype(P)) if x.wants("q") else None,
         np.zeros((P.B, P.Hkv, P.Nk, P.D), P.dtype) if x.wants("k") else None,
         np.zeros((P.B, P.Hkv, P.Nk, P.Dv), P.dtype) if x.wants("v") else None,
         parameter_sums(P, x),

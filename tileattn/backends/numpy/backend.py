@@ -8,7 +8,7 @@ import numpy as np
 
 from tileattn.algorithm import spec
 from tileattn.algorithm.heads import Array
-from tileattn.algorithm.memory import Executor, Task
+from tileattn.algorithm.memory import Executor, Task, sum_dtype
 from tileattn.backends import threads
 from tileattn.backends.buffers import placed
 from tileattn.backends.numpy.blas import single_threaded
@@ -42,7 +42,7 @@ class Workers(Executor):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.accum_dtype)
-        self._parallel = _is_parallel(problem)
+        self._parallel, self._sums = _is_parallel(problem), sum_dtype(problem)
         self._small_scores: dict[int, bool | Array] = {}
 
     def compute(self, work: Callable[..., Result]) -> Result:
@@ -63,7 +63,7 @@ class Workers(Executor):
 
     def _run(self, task: Task) -> None:
         with np.errstate(all="ignore"), borrowed_scratch() as scratch:
-            task(TileMemory(self.dtype, scratch, self._small_scores))
+            task(TileMemory(self.dtype, scratch, self._small_scores, self._sums))
 
     def ordered_sums(self, tasks: int) -> threads.OrderedSums:
         """Make the order of sums that so many tasks add to."""

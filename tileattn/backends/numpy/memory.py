@@ -74,6 +74,8 @@ class TileMemory(Memory):
         Buffers that no other task uses meanwhile.
     small_scores : dict
         What ``has_small_scores`` found for the groups of heads of this call, by their ``id``.
+    sums : numpy.dtype or None
+        In which those over tiles are; ``dtype`` by default.
 
     Notes
     -----
@@ -83,9 +85,14 @@ class TileMemory(Memory):
     """
 
     def __init__(
-        self, dtype: np.dtype[Any], scratch: Scratch, small_scores: dict[int, bool | Array]
+        self,
+        dtype: np.dtype[Any],
+        scratch: Scratch,
+        small_scores: dict[int, bool | Array],
+        sums: np.dtype[Any] | None = None,
     ) -> None:
         super().__init__(dtype)
+        self.sums = sums or dtype
         self._scratch = scratch
         self._small_scores = small_scores
 
@@ -135,13 +142,13 @@ class TileMemory(Memory):
 
     def zeros(self, name: str, shape: tuple[int, ...]) -> Array:
         """Clear the buffer of this name."""
-        buffer = self.take(name, shape)
+        buffer = self._scratch.take(name, shape, self.sums)
         buffer.fill(0)
         return buffer
 
     def another(self) -> "TileMemory":
         """Return memory with buffers of its own."""
-        return TileMemory(self.dtype, Scratch(), self._small_scores)
+        return TileMemory(self.dtype, Scratch(), self._small_scores, self.sums)
 
     def row_state(
         self, heads: HeadGroup, rows: int, columns: int | None = None
@@ -234,7 +241,7 @@ class BoundedRowState(RowState):
         m = np.full(rows, -np.inf, memory.dtype)
         if small is not False:
             m[...] = np.where(small, 0, m)
-        l = np.zeros(rows, memory.dtype)  # noqa: E741 - the letter of the papers
+        l = np.zeros(rows, memory.sums)  # noqa: E741 - the letter of the papers
         return cls(m, l, memory.zeros("acc", (*rows, columns)), memory, small)
 
     def rows(self, which: slice) -> "BoundedRowState":
@@ -247,7 +254,7 @@ class BoundedRowState(RowState):
     ) -> None:
         """Take in one tile, as ``RowState.update`` does.
 
-        Sums of rows go through BLAS; the first tile is not rescaled, nor added to anything.
+        Sums of rows go through BLAS; nothing is rescaled before the first tile.
         """
         first = not self.l.any()
         if self.small is True:
@@ -273,12 +280,8 @@ class BoundedRowState(RowState):
             np.multiply(s, keep, out=s)
         if self.small is True:
             visible = None  # all keys and values in reach are finite
-        if first:
-            self.l[...] = total
-            masked_matmul(s, v, visible, self.acc)
-        else:
-            self.l += total
-            self.acc += self._weighted(s, v, visible)
+        self.l += total
+        self.acc += self._weighted(s, v, visible)
 
     def finalize(self, dropout_scale: float = 1.0, out: Array | None = None) -> tuple[Array, Array]:
         """Divide by the denominator, in the memory of ``acc`` where no other is given."""
