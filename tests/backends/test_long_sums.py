@@ -87,7 +87,7 @@ def test_what_is_not_finite_stays_so_through_sections(
     backend: str, Nq: int, wrong: float, where: str
 ) -> None:
     """What rounding took from infinity is NaN; infinity itself is the sum."""
-    arrays = dict(
+    arrays: dict[str, Any] = dict(
         zip("qkv", normal((1, 2, 2, Nq, 2 * SECTION + 50, 16, 24), np.float32), strict=False)
     )
     arrays[where][0, 1, SECTION + 5, 3] = wrong

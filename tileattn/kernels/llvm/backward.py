@@ -197,7 +197,11 @@ class _Block:
         """Make dK and dV the sums of all sections."""
         self.add_section()
         for tile, columns, total in self.sums:
-            self.c.each(columns, lambda d, to=tile, total=total: to.put(d, total.value(d)))
+            self.c.each(columns, partial(self._store_total, tile, total))
+
+    @staticmethod
+    def _store_total(tile: Tile, total: Total, d: Any) -> None:
+        tile.put(d, total.value(d))
 
     def store_keys(self, name: str, tile: Tile, columns: Any) -> None:
         """Store the columns of a tile, times their weights, as the rows of the block's keys."""
