@@ -30,6 +30,10 @@ class Arrays(list[Any]):
         self.append(x)
         return len(self) - 1
 
+    def symbol(self, _x: Any) -> Any:
+        """Return an array without axes that holds a symbolic number; None for what is none."""
+        return None
+
 
 def kind_of(x: Any) -> Kind | None:
     """Kind of the elements of an array; None for an array that is no ``aux``."""

@@ -6,10 +6,8 @@ is.
 """
 
 import inspect
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -39,15 +37,19 @@ def read_functions(options: Mapping[str, Any], aux: Aux | None = None) -> Any:
     if score_mod is None and mask_mod is None:
         return options
     given = options.get("aux") if aux is None else aux
-    arrays: Aux = () if given is None else given
-    if not isinstance(arrays, tuple | list) or any(not _is_valid(x) for x in arrays):
+    kinds = _kinds(given)
+    if kinds is None:
         return options
-    arrays = Arrays(arrays) if aux is None else arrays
-    found = dict(options)
-    if score_mod is not None:
-        found["score_mod"] = score_expression(score_mod, arrays)
-    if mask_mod is not None:
-        found["mask_mod"] = mask_expression(mask_mod, arrays)
+    found, arrays = dict(options), aux
+    for name, expression in _EXPRESSIONS.items():
+        function = options.get(name)
+        if function is None or type(function) is Node:
+            continue
+        node = _CACHE.get((state_of(function), name, kinds))
+        if node is None:
+            arrays = Arrays(given or ()) if arrays is None else arrays
+            node = expression(function, arrays)
+        found[name] = node
     if isinstance(arrays, Arrays) and len(arrays) > len(arrays.parameters):
         found["aux"] = tuple(arrays)
     return found
@@ -66,22 +68,27 @@ def read_valid_functions(options: Mapping[str, Any], aux: Aux | None = None) -> 
 
 def score_expression(function: Any, aux: Aux) -> Node:
     """Trace ``score_mod(s, b, h, i, j, *aux)``; raise TypeError if it is none."""
-    if type(function) is Node:
-        return function
-    node = _traced(function, "score_mod", ("s", *INDICES), aux)
+    return _traced(function, "score_mod", ("s", *INDICES), aux, _score)
+
+
+def mask_expression(function: Any, aux: Aux, name: str = "mask_mod") -> Node:
+    """Trace ``mask_mod(b, h, i, j, *aux)``; raise TypeError if it is none."""
+    return _traced(function, name, INDICES, aux, _mask)
+
+
+_EXPRESSIONS = {"score_mod": score_expression, "mask_mod": mask_expression}
+
+
+def _score(node: Node, name: str) -> Node:
     if node.kind == Kind.BOOLEAN:
         raise TypeError(
-            "score_mod returns booleans; the new score is accepted (mask_mod= takes a function "
+            f"{name} returns booleans; the new score is accepted (mask_mod= takes a function "
             "that returns which pairs are visible)"
         )
     return build.cast(node, Kind.FLOAT)
 
 
-def mask_expression(function: Any, aux: Aux, name: str = "mask_mod") -> Node:
-    """Trace ``mask_mod(b, h, i, j, *aux)``; raise TypeError if it is none."""
-    if type(function) is Node:
-        return function
-    node = _traced(function, name, INDICES, aux)
+def _mask(node: Node, name: str) -> Node:
     if node.kind != Kind.BOOLEAN:
         kinds = {Kind.INTEGER: "integers", Kind.FLOAT: "floats"}
         raise TypeError(
@@ -119,32 +126,51 @@ def check_indices(
                 )
 
 
-def _traced(function: Any, name: str, inputs: tuple[str, ...], aux: Aux) -> Node:
+def _traced(
+    function: Any,
+    name: str,
+    inputs: tuple[str, ...],
+    aux: Aux,
+    checked: Callable[[Node, str], Node],
+) -> Node:
     """Look up the expression of a function, or trace it."""
+    if type(function) is Node:
+        return function
     if not callable(function) or isinstance(function, type):
         raise TypeError(must_be(name, "a function", function))
     arrays = aux if isinstance(aux, Arrays) else None
     parameters = aux if arrays is None else arrays.parameters
-    facts = [(kind, len(x.shape)) for x in parameters if (kind := kind_of(x)) is not None]
+    kinds = _kinds(parameters) or ()
     state = state_of(function)
-    key = None if state is None else (state, name, tuple(facts))
+    key = state, name, kinds
     node = _CACHE.get(key)
     if node is None:
         try:
             source = Source(name, arrays)
-            value = trace(with_stand_ins(function, source), source, inputs, facts)
+            value = trace(with_stand_ins(function, source), source, inputs, kinds)
         except TypeError:
             check_parameters(function, name, inputs, len(parameters))
             raise
-        node = _result(value, name)
-        _CACHE.keep(key, node)
+        node = checked(_result(value, name), name)
+        if state is not None:
+            _keep(key, node)
     return node
 
 
-def _is_valid(x: Any) -> bool:
-    """Return True if an argument looks like an array that functions may index."""
-    is_array = isinstance(getattr(x, "dtype", None), np.dtype) and hasattr(x, "shape")
-    return is_array and kind_of(x) is not None
+def _kinds(aux: Any) -> tuple[tuple[Kind, int], ...] | None:
+    """Return the kind and the number of axes of each array; None if there are others."""
+    if aux is None:
+        return ()
+    if not isinstance(aux, tuple | list):
+        return None
+    kinds = [(_kind(x), len(getattr(x, "shape", ()))) for x in aux]
+    found = [(kind, ndim) for kind, ndim in kinds if kind is not None]
+    return tuple(found) if len(found) == len(kinds) else None
+
+
+def _kind(x: Any) -> Kind | None:
+    is_array = hasattr(x, "dtype") and hasattr(x, "shape")
+    return kind_of(x) if is_array else None
 
 
 def check_parameters(function: Any, name: str, inputs: tuple[str, ...], count: int = 0) -> None:
@@ -175,27 +201,12 @@ def _result(value: Any, name: str) -> Node:
     )
 
 
-class _Cache:
-    """The expressions of functions; the one that was used longest ago goes first."""
-
-    def __init__(self) -> None:
-        self._entries: OrderedDict[Any, Node] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, key: Any) -> Node | None:
-        with self._lock:
-            node = None if key is None else self._entries.get(key)
-            if node is not None:
-                self._entries.move_to_end(key)
-            return node
-
-    def keep(self, key: Any, node: Node) -> None:
-        if key is None:
-            return
-        with self._lock:
-            self._entries[key] = node
-            while len(self._entries) > _MOST:
-                self._entries.popitem(last=False)
+def _keep(key: Any, node: Node) -> None:
+    """Keep an expression; where there are many, forget all."""
+    if len(_CACHE) >= _MOST:
+        _CACHE.clear()
+    _CACHE[key] = node
 
 
-_CACHE = _Cache()
+_CACHE: dict[Any, Node] = {}
+"""The expressions of functions of known state; single steps are safe among threads."""

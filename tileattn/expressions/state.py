@@ -94,8 +94,10 @@ def _state_of_function(x: FunctionType, around: tuple[Any, ...]) -> Hashable:
         except ValueError:  # not assigned yet
             raise _UnknownStateError from None
         parts.append(_state_of_variable(contents, around, found.attributes))
-    keywords = tuple(sorted((x.__kwdefaults__ or {}).items()))
-    return *parts, _state(x.__defaults__, around), _state(keywords, around)
+    if x.__defaults__ or x.__kwdefaults__:
+        keywords = tuple(sorted((x.__kwdefaults__ or {}).items()))
+        parts += (_state(x.__defaults__, around), _state(keywords, around))
+    return tuple(parts)
 
 
 def _state_of_variable(x: Any, around: tuple[Any, ...], attributes: frozenset[str]) -> Hashable:

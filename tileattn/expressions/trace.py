@@ -246,6 +246,9 @@ def node_of(x: Any, among: Traced) -> Node:
             f"computes with an array of shape {tuple(x.shape)}; its elements are accepted, as "
             "array[h, i - j]"
         )
+    symbol = None if among.source.arrays is None else among.source.arrays.symbol(x)
+    if symbol is not None:
+        return node_of(among.source.captured(symbol), among)
     raise among.refused(
         f"computes with {type(x).__name__}; booleans, integers and floats are accepted"
     )

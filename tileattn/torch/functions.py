@@ -25,6 +25,18 @@ class ArrayKind(NamedTuple):
     shape: tuple[int, ...]
 
 
+class _Tensors(Arrays):
+    """The arrays of a call, with symbolic numbers of exported programs among those captured."""
+
+    def __init__(self, aux: Sequence[torch.Tensor], device: torch.device) -> None:
+        super().__init__(aux)
+        self._device = device
+
+    def symbol(self, x: Any) -> Any:
+        is_number = isinstance(x, torch.SymInt | torch.SymFloat)
+        return _of_number(x, self._device) if is_number else None
+
+
 def read_functions(options: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
     """Return options with the texts of functions in the place of the functions.
 
@@ -49,7 +61,7 @@ def _read(
     functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
 ) -> dict[str, Any]:
     """Return texts of functions and, if there are any, the arrays that they index."""
-    arrays = Arrays(aux)
+    arrays = _Tensors(aux, device)
     found: dict[str, Any] = {name: text_of(name, x, arrays) for name, x in functions.items()}
     if arrays:
         found["aux"] = tuple(_tensor(x, device) for x in arrays)
@@ -84,11 +96,16 @@ def _tensor_in_program(x: Any, device: torch.device) -> torch.Tensor:
     """Return what a function captures as a tensor: an array, or a symbolic number."""
     if isinstance(x, torch.Tensor):
         return x
-    if isinstance(x, float):  # a sum is compiled once for all floats, `torch.full` for each
-        return torch.zeros((), dtype=torch.float64, device=device) + x
-    if isinstance(x, int):
+    is_number = isinstance(x, int | float)
+    return _of_number(x, device) if is_number else torch.as_tensor(x, device=device)
+
+
+def _of_number(x: Any, device: torch.device) -> torch.Tensor:
+    """Make a tensor of a symbolic number."""
+    if isinstance(x, int | torch.SymInt):
         return torch.full((), x, dtype=torch.int64, device=device)
-    return torch.as_tensor(x, device=device)
+    # A sum is compiled once for all floats, `torch.full` for each.
+    return torch.zeros((), dtype=torch.float64, device=device) + x
 
 
 def _tensor(x: Any, device: torch.device) -> torch.Tensor:
