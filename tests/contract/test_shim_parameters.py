@@ -143,90 +143,87 @@ TOP_LEFT = {"causal": True, "q_offset": 0}
 OF_PAGES = {"kv_lengths": np.array([12, 5]), "cu_seqlens_q": ENDS_Q}
 
 
-def shims() -> dict[str, Shim]:
-    """List the shims by name."""
-    return {
-        "scaled_dot_product_attention": Shim(
-            scaled_dot_product_attention,
-            lambda f, q, k, v, given: f(q, k, v, **given),
-            {
-                "attn_mask": _same("bias", "attn_mask"),
-                "attn_mask of booleans": _same("mask", "attn_mask"),
-                "dropout_p": DROPOUT,
-                "is_causal": Row({"is_causal": True}, TOP_LEFT),
-                "scale": _same("scale", "scale"),
-                "enable_gqa": Row({}, {}),
-            },
-            {"query", "key", "value"},
-            Row({"enable_gqa": True}, {}),
-        ),
-        "flash_attn_func": Shim(
-            flash_attn.flash_attn_func, _run_flash, FLASH, {"q", "k", "v", *NOT_OF_THE_OUTPUT}
-        ),
-        "flash_attn_qkvpacked_func": Shim(
-            flash_attn.flash_attn_qkvpacked_func,
-            _run_one_tensor,
-            FLASH,
-            {"qkv", *NOT_OF_THE_OUTPUT},
-        ),
-        "flash_attn_kvpacked_func": Shim(
-            flash_attn.flash_attn_kvpacked_func,
-            _run_two_tensors,
-            FLASH,
-            {"q", "kv", *NOT_OF_THE_OUTPUT},
-        ),
-        "flash_attn_varlen_func": Shim(
-            flash_attn.flash_attn_varlen_func,
-            _run_varlen,
-            {
-                **FLASH,
-                "cu_seqlens_q": Row(PACKED, PACKED),
-                "cu_seqlens_k": Row(PACKED, PACKED),
-                "seqused_k": Row({"seqused_k": LENGTHS}, {"kv_lengths": LENGTHS}),
-                "block_table": Row(
-                    {"block_table": PAGES["block_table"], "cu_seqlens_k": np.array([0, 12, 17])},
-                    {**PAGES, **OF_PAGES},
-                ),
-            },
-            {"q", "k", "v", "max_seqlen_q", "max_seqlen_k", *NOT_OF_THE_OUTPUT},
-            Row(PACKED, PACKED),
-        ),
-        "flash_attn_with_kvcache": Shim(
-            flash_attn.flash_attn_with_kvcache,
-            _run_flash,
-            {
-                **{name: row for name, row in FLASH.items() if name != "dropout_p"},
-                "cache_seqlens": Row({"cache_seqlens": LENGTHS}, {"kv_lengths": LENGTHS}),
-                "block_table": Row(
-                    {**PAGES, "cache_seqlens": LENGTHS}, {**PAGES, "kv_lengths": LENGTHS}
-                ),
-            },
-            # Those from k on are held by tests/torch/test_flash_cache.py.
-            {
-                *{"q", "k_cache", "v_cache", "num_splits", *NOT_OF_THE_OUTPUT},
-                *{"k", "v", "rotary_cos", "rotary_sin", "rotary_interleaved"},
-                *{"cache_batch_idx", "cache_leftpad"},
-            },
-        ),
-        "attention_forward": Shim(
-            attention_forward,
-            _run_model,
-            {
-                "attention_mask": _same("mask", "attention_mask"),
-                "attention_mask of numbers": _same("bias", "attention_mask"),
-                "dropout": Row({"dropout": 0.4}, DROPOUT.options),
-                "scaling": _same("scale", "scaling"),
-                "is_causal": Row({"is_causal": True}, TOP_LEFT),
-                "position_bias": _same("bias", "position_bias"),
-                "softcap": _same("softcap", "softcap"),
-                "s_aux": _same("sinks", "s_aux"),
-            },
-            {"module", "query", "key", "value", "others"},
-        ),
-    }
+SHIMS: dict[str, Shim] = {
+    "scaled_dot_product_attention": Shim(
+        scaled_dot_product_attention,
+        lambda f, q, k, v, given: f(q, k, v, **given),
+        {
+            "attn_mask": _same("bias", "attn_mask"),
+            "attn_mask of booleans": _same("mask", "attn_mask"),
+            "dropout_p": DROPOUT,
+            "is_causal": Row({"is_causal": True}, TOP_LEFT),
+            "scale": _same("scale", "scale"),
+            "enable_gqa": Row({}, {}),
+        },
+        {"query", "key", "value"},
+        Row({"enable_gqa": True}, {}),
+    ),
+    "flash_attn_func": Shim(
+        flash_attn.flash_attn_func, _run_flash, FLASH, {"q", "k", "v", *NOT_OF_THE_OUTPUT}
+    ),
+    "flash_attn_qkvpacked_func": Shim(
+        flash_attn.flash_attn_qkvpacked_func,
+        _run_one_tensor,
+        FLASH,
+        {"qkv", *NOT_OF_THE_OUTPUT},
+    ),
+    "flash_attn_kvpacked_func": Shim(
+        flash_attn.flash_attn_kvpacked_func,
+        _run_two_tensors,
+        FLASH,
+        {"q", "kv", *NOT_OF_THE_OUTPUT},
+    ),
+    "flash_attn_varlen_func": Shim(
+        flash_attn.flash_attn_varlen_func,
+        _run_varlen,
+        {
+            **FLASH,
+            "cu_seqlens_q": Row(PACKED, PACKED),
+            "cu_seqlens_k": Row(PACKED, PACKED),
+            "seqused_k": Row({"seqused_k": LENGTHS}, {"kv_lengths": LENGTHS}),
+            "block_table": Row(
+                {"block_table": PAGES["block_table"], "cu_seqlens_k": np.array([0, 12, 17])},
+                {**PAGES, **OF_PAGES},
+            ),
+        },
+        {"q", "k", "v", "max_seqlen_q", "max_seqlen_k", *NOT_OF_THE_OUTPUT},
+        Row(PACKED, PACKED),
+    ),
+    "flash_attn_with_kvcache": Shim(
+        flash_attn.flash_attn_with_kvcache,
+        _run_flash,
+        {
+            **{name: row for name, row in FLASH.items() if name != "dropout_p"},
+            "cache_seqlens": Row({"cache_seqlens": LENGTHS}, {"kv_lengths": LENGTHS}),
+            "block_table": Row(
+                {**PAGES, "cache_seqlens": LENGTHS}, {**PAGES, "kv_lengths": LENGTHS}
+            ),
+        },
+        # Those from k on are held by tests/torch/test_flash_cache.py.
+        {
+            *{"q", "k_cache", "v_cache", "num_splits", *NOT_OF_THE_OUTPUT},
+            *{"k", "v", "rotary_cos", "rotary_sin", "rotary_interleaved"},
+            *{"cache_batch_idx", "cache_leftpad"},
+        },
+    ),
+    "attention_forward": Shim(
+        attention_forward,
+        _run_model,
+        {
+            "attention_mask": _same("mask", "attention_mask"),
+            "attention_mask of numbers": _same("bias", "attention_mask"),
+            "dropout": Row({"dropout": 0.4}, DROPOUT.options),
+            "scaling": _same("scale", "scaling"),
+            "is_causal": Row({"is_causal": True}, TOP_LEFT),
+            "position_bias": _same("bias", "position_bias"),
+            "softcap": _same("softcap", "softcap"),
+            "s_aux": _same("sinks", "s_aux"),
+        },
+        {"module", "query", "key", "value", "others"},
+    ),
+}
+"""By name of the function."""
 
-
-SHIMS = shims()
 CASES = [(name, parameter) for name, shim in SHIMS.items() for parameter in shim.rows]
 
 
