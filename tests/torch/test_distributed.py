@@ -121,6 +121,50 @@ def test_autocast_and_the_compiler() -> None:
     assert torch.equal(plain, again)
 
 
+def test_backward_differentiates_the_function_that_forward_has_read() -> None:
+    given = drawn(torch.float64)
+
+    def gradient(comm: Any, factors: list[float]) -> Any:
+        """Let the function have the first factor forward, and the last one backward."""
+        q, k, v = (given[name].clone().requires_grad_() for name in "qkv")
+        factor = factors[0]
+
+        def steeper(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:  # noqa: ARG001 - its form
+            return s * (1 + factor * i)
+
+        out = distributed_attention(q, k, v, comm, score_mod=steeper)
+        factor = factors[-1]
+        return torch.autograd.grad(out.sum(), q)[0]
+
+    changed = on_ranks(2, lambda comm: gradient(comm, [0.5, -3.0]))
+    same = on_ranks(2, lambda comm: gradient(comm, [0.5]))
+    assert all(map(torch.equal, changed, same))
+
+
+def test_ranks_return_the_same() -> None:
+    def run(comm: Any) -> Any:
+        q, k, v = (drawn(torch.float32)[name] for name in "qkv")
+        return distributed_attention(q, k, v, comm, return_lse=comm.rank == 1)
+
+    message = "return_lse is True on rank 1, and False on rank 0; all ranks give the same"
+    assert messages(run) == [f"ValueError: {message}"] * 2
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"aux": 3}, {"seed": torch.zeros(2)}, {"return_lse": 1}], ids=str
+)
+def test_what_one_rank_refuses_all_ranks_refuse(wrong: dict[str, Any]) -> None:
+    def run(comm: Any) -> Any:
+        q, k, v = (drawn(torch.float32)[name] for name in "qkv")
+        return distributed_attention(q, k, v, comm, **(wrong if comm.rank else {}))
+
+    first, second = messages(run)
+    (name,) = wrong
+    assert second.startswith(("TypeError", "ValueError"))
+    assert name in second
+    assert first == f"RuntimeError: rank 1 has failed: {second}"
+
+
 def messages(run: Callable[[Any], Any]) -> list[str]:
     return [f"{type(x).__name__}: {x}" for x in on_ranks(2, run)]
 
