@@ -38,7 +38,7 @@ SAME: list[tuple[str, str]] = [
     ("torch.sub(s, i) * s.mul(2).add(1).div(3)", "(s - i) * ((s * 2 + 1) / 3)"),
     ("s * torch.isin(i, torch.tensor([3, 1]))", "s * np.isin(i, [1, 3])"),
     ('s * torch.div(i, 3, rounding_mode="floor")', "s * (i // 3)"),
-    ("F.relu(s) + torch.zeros_like(s)", "np.maximum(s, 0) + 0.0"),
+    ("F.relu(s) + torch.zeros_like(s)", "np.where(s <= 0, 0, s) + 0.0"),
     ("torch.tensor(2.0) * s - torch.tensor(1)", "2.0 * s - 1"),
     ("F.softplus(s)", "np.logaddexp(s, 0.0)"),
     ("torch.sigmoid(s) * s.sigmoid()", '(y := s.named("sigmoid", s)) * y'),

@@ -210,7 +210,8 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "ones_like": lambda n, x, **_: _full_like(n, x, 1.0),
     "reciprocal": lambda n, x: n.named("divide", 1.0, x),
     "rsqrt": lambda n, x: n.named("divide", 1.0, n.named("sqrt", x)),
-    "relu": lambda n, x: n.named("maximum", x, 0),
+    # Its slope at 0 is 0, as in PyTorch; that of a maximum of equal numbers is shared.
+    "relu": lambda n, x: n.named("where", n.named("less_equal", x, 0), 0, x),
     "softplus": lambda n, x: n.named("logaddexp", x, 0.0),
     "log_sigmoid": lambda n, x: n.named(
         "negative", n.named("logaddexp", n.named("negative", x), 0.0)
