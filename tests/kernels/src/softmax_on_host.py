@@ -178,9 +178,9 @@ extern "C" void rows(int way, int pairs, int tiles, int Dv, const float* s, cons
         auto with = [&](auto attend, bool all_large = false) {
             attend(s, tiles, Dv, v, scale_log2, scale, sink, all_large, out, lse, most + n);
         };
-        if (way == 0) with(attend<8, RowMaxMode::BOUNDED, true, true>);
-        if (way == 1) with(attend<8, RowMaxMode::DETECT_LATE, true, false>);
-        if (way == 2) with(attend<8, RowMaxMode::DETECT_LATE, false, false>, true);
+        if (way == 0) with(attend<RESCALE_THRESHOLD, RowMaxMode::BOUNDED, true, true>);
+        if (way == 1) with(attend<RESCALE_THRESHOLD, RowMaxMode::DETECT_LATE, true, false>);
+        if (way == 2) with(attend<RESCALE_THRESHOLD, RowMaxMode::DETECT_LATE, false, false>, true);
         if (way == 3) with(attend<0, RowMaxMode::DETECT, false, false>);
         if (way == 4) with(attend<0, RowMaxMode::DETECT, false, false>, true);
         s += 2 * tiles * COLUMNS, out += 2 * Dv, lse += 2;

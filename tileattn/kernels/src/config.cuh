@@ -86,12 +86,18 @@ constexpr bool HAS_SCORE_GRAD = HAS_SOFTCAP || HAS_SCORE_MOD;
 // them as bounded, and come back to those that are not.
 constexpr bool ALL_ROWS_LARGE = HAS_ANY_SCORES && PRODUCER_WARPS == 0;
 
+// Lazy rescaling of Hopper's forward kernel: row maxima may lag by so many powers of two before O is
+// rescaled. P in 16 bits has room for it, and the result depends on it by rounding alone.
+constexpr int RESCALE_THRESHOLD = HAS_FINITE_SUMS<Element> ? 4 : 8;
+
 // P times a power of two, where P is rounded to float16. Numbers of float16 lose digits below 2**-14,
-// and are 0 below 2**-25: beside an attention sink that is the P of all other keys. The power costs
-// nothing, since it is a constant in the exponent. Forward, where P exceeds 1 by as much as shifts may
-// lag behind maxima, 2**8 (RESCALE_THRESHOLD), 2**(7 + 8) is below the largest number, 65504.
-// Backward, where P is 1 at most, so is 2**15. So P has all its digits from 2**-21, or from 2**-29.
-constexpr int FORWARD_P_LOG2 = HAS_FINITE_SUMS<Element> ? 7 : 0;
+// and are 0 below 2**-25: beside an attention sink that is the P of all other keys. Where their
+// scores are alike so is their rounding, which does not average out: not in out, nor in delta, which
+// is made of it. The power costs nothing, since it is a constant in the exponent. Forward, where P
+// may exceed 1 by RESCALE_THRESHOLD, it is 2**11, and P * 2**11 is 2**15 at most: the largest number
+// is 65504. Backward, where P is 1 at most, it is 2**15. So P has all its digits from 2**-25, or from
+// 2**-29.
+constexpr int FORWARD_P_LOG2 = HAS_FINITE_SUMS<Element> ? 15 - RESCALE_THRESHOLD : 0;
 constexpr int BACKWARD_P_LOG2 = HAS_FINITE_SUMS<Element> ? 15 : 0;
 constexpr Accum FORWARD_P_UNIT = Accum(1) / (1 << FORWARD_P_LOG2);
 constexpr Accum BACKWARD_P_UNIT = Accum(1) / (1 << BACKWARD_P_LOG2);

@@ -122,7 +122,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     // Each warpgroup does so for its own GEMM: another one stores the same zeros.
     auto zero_past_end = [&] {
         const int last = HAS_TILE_LIST ? entry / 2 : tile - 1, length = work.window.length;
-        const int begin = length - last * BLOCK_K;
+        const int begin = length - last * BLOCK_K;  // positive: no tile lies past the end as a whole
         const bool is_array_end = !PAGED && work.k_start + length >= p.Nk;
         if (!__any_sync(~0u, begin < BLOCK_K && !is_array_end)) return;
         constexpr int CHUNKS = VALUE_DIM / 8;

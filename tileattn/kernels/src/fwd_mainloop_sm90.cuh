@@ -18,13 +18,9 @@ constexpr int NEEDED_REGISTERS = IN_PIECES ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - NEEDED_REGISTERS) / WARPGROUPS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = ALL_REGISTERS - WARPGROUPS * CONSUMER_REGISTERS;
 
-// Lazy rescaling: row maxima may lag by so many powers of two before O is rescaled. P in 16 bits
-// has room for it, and the result depends on it by rounding alone.
-constexpr int RESCALE_THRESHOLD = 8;
-
-// Sums of large numbers may overflow for that. A NaN-safe pass divides P by a power of two, which
-// makes it 1 at most. The bits are those of the first pass, unless a probability below 2**-118,
-// whose quotient has fewer digits, shows in them.
+// Where shifts lag behind maxima sums of large numbers may overflow. A NaN-safe pass divides P by a
+// power of two, which makes it 1 at most. The bits are those of the first pass, unless a probability
+// below 2**-118, whose quotient has fewer digits, shows in them.
 constexpr Accum P_DIVISOR = HAS_FINITE_SUMS<Element> ? Accum(1) : Accum(1 << RESCALE_THRESHOLD);
 
 struct Maps {
@@ -256,10 +252,14 @@ __device__ inline void store_normalised(const Params& p, const Smem& smem, const
         store_rows(to, p.out_at.n, acc, rows, int(p.Dv), halves);
 }
 
+// More than the shift of a row exceeds that of another pass: shifts lag behind maxima by
+// RESCALE_THRESHOLD at most, and exceed them by less than log2 of a lane's keys.
+constexpr int SHIFT_MARGIN = 16;
+static_assert((1 << (SHIFT_MARGIN - RESCALE_THRESHOLD)) > BLOCK_K / 4);
+
 // Store what a work tile found, and mark it if that is not to last. The third pass stores only rows
 // far below zero. Others keep their bits, also in work tiles that are done for sharing a bit with a
-// marked one. Its maxima differ by up to the threshold from those of the second: with twice that as
-// a margin, each row that is stored would have had its work tile marked.
+// marked one. With the margin each row that is stored would have had its work tile marked.
 template <bool NAN_SAFE>
 __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTile& work, int row0,
                                 RowState<1>& state, Fragment<Accum, 1, VT>& acc) {
@@ -267,7 +267,7 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
     bool good = true;
     if constexpr (NAN_SAFE) {
         if (work.all_large)
-            halves = state.below(-LARGE_ROW_MAX - 2 * RESCALE_THRESHOLD,
+            halves = state.below(-LARGE_ROW_MAX - SHIFT_MARGIN,
                                  ScoreMod(p, work.b, work.h).softmax_scale_log2());
     } else {
         // A value that is not finite spoils its column in all rows: half of them are enough. A sum

@@ -112,8 +112,8 @@ constexpr Accum MAX_SUM = Accum(1 << (RESCALE_THRESHOLD + FORWARD_P_LOG2));
 template <int RESCALE_THRESHOLD>
 __device__ inline Accum raised(Accum shift, Accum most) {
     if (most <= MAX_SUM<RESCALE_THRESHOLD>) return shift;
-    const int exponent = int(__float_as_uint(float(most)) >> 23) - (127 + FORWARD_P_LOG2);
-    return exponent < 120 ? shift + Accum(exponent) : largest<Accum>();
+    const int exponent = int(__float_as_uint(float(most)) >> 23) - 127;
+    return exponent < 120 ? shift + Accum(exponent - FORWARD_P_LOG2) : largest<Accum>();
 }
 
 // By how much a sink exceeds a score, held as `m`, in units of log 2: finite where the sink is.
