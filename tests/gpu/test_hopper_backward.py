@@ -129,8 +129,22 @@ def test_tiles_that_the_first_to_come_claims(D: int, Dv: int, mask: str) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_narrow_heads_of_so_many_keys_that_p_is_subnormal(dtype: Any) -> None:
-    """In float16: its tiles keep P in float32."""
+    """In float16: it is held times a power of two."""
     check(arrays(dtype, 64, 64, 130, (1 << 14) + 3))
+
+
+@pytest.mark.parametrize("gap", [18.0, 24.5, 25.3, 27.0])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_keys_beside_an_attention_sink(D: int, gap: float) -> None:
+    """The exponential of key 0 is 2**gap times those of others, which are alike and add up."""
+    q, k, v, dout = (x * 0.01 for x in normal((1, 2, 1, 1024, 1024, D, D), np.dtype(float), 0))
+    q[..., 0], k[..., 0] = 4.0, 0.0
+    k[..., 1] += 1.0
+    k[:, :, 0], k[:, :, 0, 0] = 0.0, gap * math.log(2.0) * math.sqrt(D) / 4.0
+    v, dout = v * 30.0 + 1.0, dout * 320.0 + 4.8
+    v[:, :, 0] = 0.0
+    q, k, v, dout = (x.astype(np.float16) for x in (q, k, v, dout))
+    check((q, k, v, dout))
 
 
 # --- memory -------------------------------------------------------------------------------------
