@@ -143,8 +143,8 @@ def test_keys_beside_an_attention_sink(D: int, gap: float) -> None:
     k[:, :, 0], k[:, :, 0, 0] = 0.0, gap * math.log(2.0) * math.sqrt(D) / 4.0
     v, dout = v * 30.0 + 1.0, dout * 320.0 + 4.8
     v[:, :, 0] = 0.0
-    q, k, v, dout = (x.astype(np.float16) for x in (q, k, v, dout))
-    check((q, k, v, dout))
+    f16 = np.float16
+    check((q.astype(f16), k.astype(f16), v.astype(f16), dout.astype(f16)))
 
 
 # --- memory -------------------------------------------------------------------------------------
