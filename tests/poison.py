@@ -17,6 +17,7 @@ from tileattn.backends.llvm import execute, grids
 from tileattn.backends.numpy.memory import Scratch
 
 BYTE = 0xFF
+_BEYOND, _MARK = 1 << 16, 0x5A  # bytes past the end of scratch memory, and what they hold
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
@@ -50,13 +51,26 @@ def filling(allocate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LlvmScratch(execute._Scratch):
-    """Scratch memory of a worker, filled each time that a kernel gets its address."""
+    """Scratch memory of a worker, filled each time that a kernel gets its address.
+
+    Kernels may not write past its end, where there is more.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size + _BEYOND)
+        self.size = size
+        self._memory[-_BEYOND:] = _MARK
 
     @property
     def address(self) -> int:
         """Where it starts."""
-        self._memory.fill(BYTE)
+        self.check()
+        self._memory[:-_BEYOND] = BYTE
         return self._address
+
+    def check(self) -> None:
+        """Fail if a kernel has written past the end."""
+        assert (self._memory[-_BEYOND:] == _MARK).all(), "a kernel needs more scratch memory"
 
     @address.setter
     def address(self, address: int) -> None:

@@ -39,8 +39,11 @@ def test_the_mode_fills_every_buffer() -> None:
     lent = execute._Scratch(64)
     for _ in range(2):
         start = lent.address - lent._memory.ctypes.data
-        assert (lent._memory[start:] == poison.BYTE).all()
-        lent._memory[...] = 1
+        assert (lent._memory[start : start + 64] == poison.BYTE).all()
+        lent._memory[start : start + 64] = 1
+    lent._memory[start + 128] = 1
+    with pytest.raises(AssertionError, match="more scratch memory"):
+        lent.check()
 
 
 @pytest.mark.usefixtures("cpu_backend")

@@ -78,12 +78,14 @@ class _Block:
         self.bias_rows = rows_of_bias.start
         self.mask_words = memory.tile(8 // c.size)
         self.visible, self.keep = memory.bits(keys), memory.bits(keys + KEEP_SPARE)
-        operands = ForwardDot if kernel.target.dot else ForwardBroadcast
-        self.operands = operands(kernel, c, self.p, memory, batch, head, c.vectors_of(rows))
-        self.acc = self.operands.acc
         total, total_acc = memory.tile(2), memory.tile(self.p.Dv)
         low = memory.tile(c.b.add(self.p.Dv, i64(2)))
         self.total = TotalState(c, total, total_acc, self.p.Dv, low)
+        operands = (
+            ForwardDot if kernel.target.dot else ForwardBroadcast
+        )  # may leave out the last rows
+        self.operands = operands(kernel, c, self.p, memory, batch, head, c.vectors_of(rows))
+        self.acc = self.operands.acc
 
     def emit(self) -> None:
         c, b, p, total = self.c, self.c.b, self.p, self.total
