@@ -18,6 +18,7 @@ from tileattn.testing import Bound, error_bound
 D = 64
 SCALE = D**-0.5
 LOG2_E = np.log2(np.e)
+TILE = 32  # keys of a lane
 
 Arrays = dict[str, Any]
 
@@ -108,9 +109,25 @@ def test_with_smaller_powers_of_two_digits_are_lost(
     assert min(off[n] for n in lost) > 1, off
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [0.01, 0.03, 1.0])
+def test_logsumexp_of_one_key(way: str, size: float, tmp_path: Path) -> None:
+    """Of which the power of two of P leaves nothing."""
+    rng = np.random.default_rng(1)
+    q = (rng.standard_normal((8192, D)) * size).astype(np.float16)
+    k, v = (rng.standard_normal((1, D)).astype(np.float16) for _ in range(2))
+    scores = np.full((len(q), TILE), -np.inf, np.float32)
+    scores[:, :1] = products({"q": q, "k": k})
+    _, lse, _ = attended(
+        tmp_path, way, "float16", scores, np.repeat(v, TILE, axis=0), SCALE, -np.inf
+    )
+    bound = error_bound(*(x[None, None] for x in (q, k, v)), scale=SCALE)["lse"]
+    exact = reference.forward(q, k, v, scale=SCALE).lse
+    assert np.linalg.norm(lse - exact) <= bound.error
+
+
 # --- shifts that lag behind maxima ----------------------------------------------------------------
 
-TILE = 32  # keys of a lane
 KEYS = 8 * TILE
 
 

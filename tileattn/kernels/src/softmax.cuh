@@ -420,9 +420,12 @@ struct RowState {
                               Accum& lse) {
         const Accum shift = clip_finite(m[i][half]);
         const bool in_scores = is_large(i, half);
+        // A sum is 1 at least, but for the rounding of exponents, which is coarser with the power of
+        // two of P: in the logsumexp of one key near 0 it would show.
+        Accum sum = l[i][half] * FORWARD_P_UNIT;
+        if (FORWARD_P_LOG2 > 0 && sum > 0 && sum < 1) sum = 1;
         const Denominator all(
-            l[i][half] * FORWARD_P_UNIT, sink,
-            in_scores ? sink_above(sink, shift, softmax_scale) : fma(sink, LOG2_E, -shift));
+            sum, sink, in_scores ? sink_above(sink, shift, softmax_scale) : fma(sink, LOG2_E, -shift));
         lse = all.lse(shift * (in_scores ? softmax_scale : LN_2));
         const Accum scale = dropout_scale * FORWARD_P_UNIT;
         const Accum quotient =
