@@ -282,15 +282,21 @@ struct RowState {
               bool BY_SUMS = false, int NT, class Group>
     __device__ void update(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2, const Group& group,
                            Accum (&rescale)[MT][2]) {
-        Accum largest[MT][2], most[MT][2], shift[MT][2], factor[MT][2];
+        Accum largest[MT][2], begin[MT][2], most[MT][2], shift[MT][2], factor[MT][2];
         row_maxima<RESCALE_THRESHOLD == 0 ? 1 : 4>(s, group, largest);
         if constexpr (BY_SUMS) {
+            // A row begins with the maximum of its first tile, whose sums may raise it at once.
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
+                    begin[i][half] = m[i][half] != -infinity<Accum>()
+                                         ? m[i][half]
+                                         : fmin(product_up(largest[i][half], softmax_scale_log2),
+                                                ::largest<Accum>());
                     Fragment<Accum, MT, NT> copy = s;
-                    most[i][half] = exponentiate(copy, i, half, softmax_scale_log2, m[i][half]);
+                    most[i][half] = exponentiate(copy, i, half, softmax_scale_log2,
+                                                 shift_of(begin[i][half]));
                 }
             group.all_reduce(most, [](Accum x, Accum y) { return fmax(x, y); });
         }
@@ -309,14 +315,14 @@ struct RowState {
                     fmin(running_max<RESCALE_THRESHOLD>(m[i][half], candidate), ::largest<Accum>());
                 bool by_sum = false;
                 if constexpr (BY_SUMS) {
-                    const Accum to = raised<RESCALE_THRESHOLD>(old[i][half], most[i][half]);
-                    by_sum = old[i][half] != -infinity<Accum>() && to != ::largest<Accum>();
+                    const Accum to = raised<RESCALE_THRESHOLD>(begin[i][half], most[i][half]);
+                    by_sum = begin[i][half] != -infinity<Accum>() && to != ::largest<Accum>();
                     if (by_sum) m[i][half] = to;
                 }
                 shift[i][half] = shift_of(m[i][half]);
                 rescale[i][half] = exp2_of(old[i][half] - shift[i][half]);
-                factor[i][half] = by_sum ? rescale[i][half] : Accum(1);
-                if (by_sum) shift[i][half] = old[i][half];
+                factor[i][half] = by_sum ? exp2_of(begin[i][half] - shift[i][half]) : Accum(1);
+                if (by_sum) shift[i][half] = begin[i][half];
                 if constexpr (MODE == RowMaxMode::DETECT)
                     farthest = fmax(farthest, fabs(candidate));
                 if constexpr (MODE == RowMaxMode::DETECT_LATE)
