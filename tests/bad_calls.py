@@ -1,6 +1,7 @@
 """Bad calls at random: a valid call of an entry, of which one argument is broken in one way."""
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -346,6 +347,36 @@ ENTRIES: dict[str, Entry] = {
         {"visible": FUNCTIONS, "shape": LENGTHS, "block_size": PAIR},
     ),
 }
+
+
+def of_jax(breaks: dict[str, dict[str, Break]]) -> dict[str, dict[str, Break]]:
+    """Leave out what JAX takes: it makes arrays of 32 bits of those of 64."""
+    return {name: without(ways, "float64") for name, ways in breaks.items()}
+
+
+def on_jax(**call: Any) -> Any:
+    from tileattn.jax import attention  # JAX takes long to import
+
+    return attention(**call)
+
+
+def on_jax_traced(**call: Any) -> Any:
+    """Trace a call, without running it: arrays among the options stay NumPy's."""
+    import jax
+
+    rows = [call.pop(name) for name in "qkv"]
+    return jax.eval_shape(lambda *x: on_jax(**dict(zip("qkv", x, strict=True)), **call), *rows)
+
+
+if find_spec("jax"):
+    ENTRIES |= {
+        "tileattn.jax.attention": Entry(
+            on_jax, dense, of_jax(DENSE | {"backend": BACKEND, "return_lse": FLAGS})
+        ),
+        "tileattn.jax.attention, packed": Entry(on_jax, packed, of_jax(PACKED)),
+        "tileattn.jax.attention, paged": Entry(on_jax, paged, of_jax(PAGED)),
+        "tileattn.jax.attention, traced": Entry(on_jax_traced, dense, of_jax(OPTIONS)),
+    }
 
 
 class BadCall(NamedTuple):

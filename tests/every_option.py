@@ -247,7 +247,7 @@ def on_jax(transformed: Callable[[Any], Any] = lambda function: function) -> Ent
         import jax
 
         from tileattn.jax import attention
-        from tileattn.jax.call import ARRAYS
+        from tileattn.jax.arrays import ARRAYS
 
         arrays = {name: x for name, x in call.options.items() if name in ARRAYS}
         fixed = {name: x for name, x in call.options.items() if name not in ARRAYS}

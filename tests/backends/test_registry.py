@@ -187,7 +187,7 @@ def test_unknown_backend() -> None:
         K,
         backend="cuda",
     )
-    refused(TypeError, "backend is NoneType; a name or 'auto' is accepted", Q, K, K, backend=None)
+    refused(TypeError, "backend must be a name or 'auto'; got None", Q, K, K, backend=None)
 
 
 def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

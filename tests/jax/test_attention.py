@@ -331,7 +331,7 @@ def test_errors_come_where_the_call_is_written() -> None:
         jax.jit(attention)(q, k[..., :8], v)
     with pytest.raises(TypeError, match="unknown option 'is_causal'"):
         attention(q, k, v, is_causal=True)
-    with pytest.raises(TypeError, match="scale is traced"):
+    with pytest.raises(TypeError, match="scale must be a value of Python"):
         jax.jit(lambda scale: attention(q, k, v, scale=scale))(1.0)
     with pytest.raises(UnsupportedError, match=r"stop_gradient\(alibi_slopes\)"):
         jax.grad(lambda x: attention(q, k, v, alibi_slopes=x).sum())(jnp.ones(4))
@@ -344,6 +344,41 @@ def test_errors_of_values_come_from_the_program() -> None:
     q, k, v = (jnp.asarray(x) for x in given()[:3])
     with pytest.raises(jax.errors.JaxRuntimeError, match="kv_lengths must be from 0 to"):
         jax.jit(lambda n: attention(q, k, v, kv_lengths=n))(jnp.array([60, 3])).block_until_ready()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"q_offset": 1 << 40},
+        {"kv_lengths": np.array([(1 << 32) + 3, 3])},
+        {"q_offset": [1 << 32] * 2},
+    ],
+    ids=str,
+)
+def test_integers_are_not_cut_to_the_bits_that_jax_has(options: dict[str, Any]) -> None:
+    q, k, v = (jnp.asarray(x) for x in given()[:3])
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"{name} must (hold integers of int32|be from 0 to)"):
+        attention(q, k, v, **options)
+
+
+def test_integers_of_the_host_are_checked_where_the_call_is_written() -> None:
+    q, k, v = (jnp.asarray(x) for x in given()[:3])
+    with pytest.raises(ValueError, match="kv_lengths must be from 0 to Nk = 53; got 60"):
+        jax.jit(lambda q: attention(q, k, v, kv_lengths=[60, 3])).trace(q)
+    found = jax.jit(lambda n: attention(q, k, v, kv_lengths=[n, 3]))(9)
+    assert np.array_equal(found, attention(q, k, v, kv_lengths=[9, 3]))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("scale", 0.25), ("softcap", 2.0), ("dropout_p", 0.5), ("seed", 3)]
+)
+def test_numbers_may_be_in_arrays_without_axes(option: str, value: float) -> None:
+    q, k, v = (jnp.asarray(x) for x in given()[:3])
+    options: dict[str, Any] = {"dropout_p": 0.25, option: value}
+    expected = attention(q, k, v, **options)
+    for array in (np.array(value), jnp.array(value)):
+        assert np.array_equal(attention(q, k, v, **(options | {option: array})), expected)
 
 
 def test_second_derivatives_are_refused() -> None:

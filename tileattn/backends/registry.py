@@ -13,6 +13,7 @@ from tileattn.backends.protocol import Backend
 from tileattn.call_cache import CALLS
 from tileattn.errors import BackendUnavailableError, UnsupportedError
 from tileattn.problem import Problem
+from tileattn.validation import must_be
 
 _BUILT_IN = {
     "numpy": "tileattn.backends.numpy.backend:NumpyBackend",
@@ -36,6 +37,14 @@ def get(name: str) -> Backend:
         module, attribute = _BUILT_IN[name].split(":")
         _loaded[name] = getattr(importlib.import_module(module), attribute)()
     return _loaded[name]
+
+
+def check_name(name: Any) -> None:
+    """Raise TypeError or ValueError if a call cannot ask for a backend by this name."""
+    if not isinstance(name, str):
+        raise TypeError(must_be("backend", "a name or 'auto'", name))
+    if name != "auto":
+        get(name)
 
 
 def register_backend(backend: Backend) -> None:
@@ -100,8 +109,7 @@ def candidates(name: str, arrays: dict[str, Any]) -> list[Backend]:
     A name leaves one. ``"auto"`` looks at ``TILEATTN_BACKEND`` and then at the arrays; None entries
     are passed over.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"backend is {type(name).__name__}; a name or 'auto' is accepted")
+    check_name(name)
     name = _asked_for(name)
     given = {key: x for key, x in arrays.items() if x is not None}
     owners = _owners(_preferred() if name == "auto" else [get(name)], given.values())

@@ -163,13 +163,13 @@ def _kinds(aux: Any) -> tuple[tuple[Kind, int], ...] | None:
         return ()
     if not isinstance(aux, tuple | list):
         return None
-    kinds = [(_kind(x), len(getattr(x, "shape", ()))) for x in aux]
-    found = [(kind, ndim) for kind, ndim in kinds if kind is not None]
+    kinds = [(_kind(x), x) for x in aux]
+    found = [(kind, len(x.shape)) for kind, x in kinds if kind is not None]
     return tuple(found) if len(found) == len(kinds) else None
 
 
 def _kind(x: Any) -> Kind | None:
-    is_array = hasattr(x, "dtype") and hasattr(x, "shape")
+    is_array = hasattr(x, "dtype") and hasattr(x, "shape") and not isinstance(x, type)
     return kind_of(x) if is_array else None
 
 

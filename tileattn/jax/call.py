@@ -8,19 +8,13 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.backends.registry import check_name
 from tileattn.expressions.functions import read_functions
+from tileattn.jax.arrays import ARRAYS, INTEGERS, holds_arrays_of_jax
 from tileattn.problem import Problem, check_names, parse
+from tileattn.window import window_of
 
-Arrays = dict[str, Any]
-"""Arrays by their names; ``aux`` is a tuple of them."""
-
-ARRAYS = frozenset(
-    (
-        *("alibi_slopes", "bias", "mask", "tree_mask", "sinks", "aux"),
-        *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "origin"),
-    )
-)
-"""Options that may be traced."""
+_NUMBERS = ("scale", "softcap", "dropout_p", "seed")
 
 GRADIENTS = frozenset(("q", "k", "v", "bias", "sinks", "aux"))
 """Arrays that have a gradient."""
@@ -39,42 +33,44 @@ class Call:
     lse: tuple[tuple[int, ...], np.dtype[Any]]
 
 
-def arrays_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Arrays:
-    """Give the arrays of a call by their names, as JAX's."""
-    arrays: Arrays = {"q": q, "k": k, "v": v}
-    arrays |= {name: options[name] for name in ARRAYS & options.keys() if options[name] is not None}
-    for name, x in arrays.items():
-        arrays[name] = tuple(map(jax.numpy.asarray, x)) if name == "aux" else jax.numpy.asarray(x)
-    return arrays
-
-
 def call_of(arrays: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> Call:
-    """Check a call by what is known of its arrays: shapes and dtypes."""
+    """Check a call by what is known of its arrays: shapes, dtypes, and integers of the host."""
     check_names(options)
-    for name, x in options.items():
-        if isinstance(x, jax.core.Tracer):
-            raise TypeError(
-                f"{name} is traced, and it is part of the compiled program; a value of Python is "
-                f"accepted: close over it, or name it in static_argnames of jax.jit"
-            )
-    fixed = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
+    check_name(backend)
+    fixed = {name: _fixed(name, x) for name, x in options.items() if name not in ARRAYS}
     known = dict(arrays)
     known["aux"] = tuple(map(_stand_in, known.get("aux", ())))
     known = {name: x if name == "aux" else _array(name, x, arrays) for name, x in known.items()}
     fixed = read_functions(fixed, known["aux"])
+    integers = {name: options[name] for name in INTEGERS & arrays.keys()}
+    if not any(map(holds_arrays_of_jax, integers.values())):
+        known |= integers
     q, k, v = (known.pop(name) for name in "qkv")
     problem: Problem = parse(q, k, v, fixed | known)[0]
     rows = arrays["q"].shape[:-1]
-    given = tuple(sorted(fixed.items()))
-    try:
-        hash(given)
-    except TypeError:
-        unusual = next(name for name, x in given if getattr(x, "__hash__", None) is None)
-        raise TypeError(
-            f"{unusual} is {type(fixed[unusual]).__name__}, which cannot be hashed"
-        ) from None
+    given = tuple((name, _plain(name, x, problem)) for name, x in sorted(fixed.items()))
     out = (*rows, arrays["v"].shape[-1]), problem.dtype
     return Call(backend, given, out, (rows, problem.accum_dtype))
+
+
+def _fixed(name: str, x: Any) -> Any:
+    """Give an option that is part of the compiled program; a number may be in an array."""
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must be a value of Python, as a part of the compiled program; got a traced "
+            "array (close over the value, or name it in static_argnames of jax.jit)"
+        )
+    in_array = name in _NUMBERS and isinstance(x, jax.Array) and isinstance(x.dtype, np.dtype)
+    return np.asarray(x) if in_array else x
+
+
+def _plain(name: str, x: Any, problem: Problem) -> Any:
+    """Give a valid option as a value that can be hashed."""
+    if x is None:
+        return None
+    if name in _NUMBERS:
+        return getattr(problem, name)
+    return window_of(x, causal=False) if name == "window" else x
 
 
 def _stand_in(x: Any) -> NDArray[Any]:
@@ -84,7 +80,8 @@ def _stand_in(x: Any) -> NDArray[Any]:
 
 def _array(name: str, x: Any, arrays: Mapping[str, Any]) -> Any:
     """Stand in for an array; integers whose values are checked have some that are right."""
-    if name.startswith("cu_seqlens") and x.ndim == 1 and x.size:
-        total = arrays["q" if name.endswith("q") else "k"].shape[-2]
+    rows = arrays["q" if name.endswith("q") else "k"]
+    if name.startswith("cu_seqlens") and x.ndim == 1 and x.size and rows.ndim > 1:
+        total = rows.shape[-2]
         return np.append(np.zeros(x.size - 1, x.dtype), np.array([total], x.dtype))
     return _stand_in(x)

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 import tileattn
-from tileattn.jax.call import Arrays, Call
+from tileattn.jax.arrays import Arrays
+from tileattn.jax.call import Call
 from tileattn.jax.host_call import called
 
 _AS_MADE = ("aux", "q", "k", "v", "bias", "sinks")

@@ -9,7 +9,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from tileattn.errors import UnsupportedError
-from tileattn.jax.call import GRADIENTS, Arrays
+from tileattn.jax.arrays import Arrays
+from tileattn.jax.call import GRADIENTS
 from tileattn.jax.partition import sharded_as
 
 

@@ -11,13 +11,15 @@ import numpy as np
 
 from tileattn.distributed.agreement import check_supported
 from tileattn.expressions.functions import read_functions
-from tileattn.jax.call import ARRAYS, Arrays, arrays_of, call_of
+from tileattn.jax.arrays import Arrays, arrays_of
+from tileattn.jax.call import call_of
 from tileattn.jax.differentiation import differentiable
 from tileattn.jax.manual_axes import axes_of, varying
 from tileattn.jax.ring import LAYOUTS, Ring
 from tileattn.lengths import integers, kv_lengths_of
 from tileattn.problem import four_axes
 from tileattn.results import Attention
+from tileattn.validation import check_flags
 from tileattn.window import window_of
 
 _OF_INDICES = ("dropout_p", "score_mod", "mask_mod")  # options to which indices matter themselves
@@ -74,8 +76,8 @@ def ring_attention(
         If an argument is not as described, or no axis of this name is mapped where the call is
         written; the message names it.
     UnsupportedError
-        For an option that is not supported, an array on a device that is neither a CPU nor a GPU of
-        NVIDIA, or the gradient of ``alibi_slopes``.
+        For an option that is not supported, an array on a device that is neither a CPU nor an
+        NVIDIA GPU, or the gradient of ``alibi_slopes``.
 
     Notes
     -----
@@ -104,12 +106,12 @@ def ring_attention(
     >>> jax.jit(sharded)(q, k, v).shape
     (2, 4, 128, 32)
     """
+    check_flags(return_lse=return_lse)
     check_supported(options)
     options = read_functions(options)
     size = _size(axis_name)
     arrays = arrays_of(q, k, v, options)
-    fixed = {name: x for name, x in options.items() if name not in ARRAYS}
-    call = call_of(arrays | {name: _whole(arrays[name], size) for name in "kv"}, backend, fixed)
+    call = call_of(arrays | {name: _whole(arrays[name], size) for name in "kv"}, backend, options)
     _check_layout(layout, arrays)
     window = window_of(options.get("window"), options.get("causal", False))
     places = _places(options, arrays, size)

@@ -5,11 +5,13 @@ from typing import Any
 import jax
 
 from tileattn.expressions.functions import read_functions
-from tileattn.jax.call import ARRAYS, arrays_of, call_of
+from tileattn.jax.arrays import arrays_of
+from tileattn.jax.call import call_of
 from tileattn.jax.callbacks import Callbacks
 from tileattn.jax.differentiation import differentiable
 from tileattn.jax.manual_axes import axes_of, varying
 from tileattn.results import Attention
+from tileattn.validation import check_flags
 
 
 def attention(
@@ -26,7 +28,7 @@ def attention(
     Parameters
     ----------
     q : jax.Array, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
-        Queries; float16, bfloat16, float32 or float64, on the CPU or a GPU of NVIDIA.
+        Queries; float16, bfloat16, float32 or float64, on the CPU or an NVIDIA GPU.
     k : jax.Array, shape (B, Hkv, Nk, D), (Hkv, Nk, D) or (Nk, D)
         Keys.
     v : jax.Array, shape (B, Hkv, Nk, Dv), (Hkv, Nk, Dv) or (Nk, Dv)
@@ -36,8 +38,8 @@ def attention(
     backend : str
         As for ``tileattn.forward``.
     **options
-        Those of ``tileattn.forward``. Arrays, lengths and offsets among them may be traced; the
-        others are part of the compiled program.
+        Those of ``tileattn.forward``. Arrays are JAX's or NumPy's. Arrays, lengths and offsets may
+        be traced; the others are part of the compiled program.
 
     Returns
     -------
@@ -47,8 +49,8 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument is not as described; the message names it. Where it depends on values that
-        are traced, the compiled program raises it.
+        If an argument is not as described; the message names it. Where it depends on values of
+        JAX's arrays, the compiled program raises an error of JAX with this message.
     UnsupportedError
         If no backend supports the call, an array is on another device, or the gradient of
         ``alibi_slopes`` is asked for.
@@ -67,9 +69,10 @@ def attention(
     >>> attention(q, k, v, causal=True).shape
     (2, 4, 100, 32)
     """
+    check_flags(return_lse=return_lse)
     options = read_functions(options)
     arrays = arrays_of(q, k, v, options)
     arrays = varying(arrays, axes_of(arrays))
-    call = call_of(arrays, backend, {n: x for n, x in options.items() if n not in ARRAYS})
+    call = call_of(arrays, backend, options)
     result = Attention(*differentiable(Callbacks(call), arrays))
     return result if return_lse else result.out

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from tileattn.distributed.layout import Segment
-from tileattn.jax.call import Arrays, Call
+from tileattn.jax.arrays import Arrays
+from tileattn.jax.call import Call
 from tileattn.jax.callbacks import Callbacks
 from tileattn.jax.manual_axes import axes_of, varying
 

@@ -1,0 +1,82 @@
+"""The arrays of a call, as JAX's; what is no array is refused by its name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from tileattn.lengths import as_integers
+from tileattn.problem import aux_arrays
+from tileattn.validation import must_be, refuse_masked
+
+Arrays = dict[str, Any]
+"""Arrays by their names; ``aux`` is a tuple of them."""
+
+INTEGERS = frozenset(
+    ("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "origin")
+)
+"""Options that may be integers and sequences of them, too."""
+
+ARRAYS = INTEGERS | {"alibi_slopes", "bias", "mask", "tree_mask", "sinks", "aux"}
+"""Options that may be traced."""
+
+_INTEGERS = "an integer, a sequence of integers, or an array of them of JAX or NumPy"
+_ARRAY = "an array of JAX or NumPy"
+_OF_NUMPY = np.ndarray | np.generic
+
+
+def arrays_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Arrays:
+    """Give the arrays of a call by their names, as JAX's."""
+    given = {"q": q, "k": k, "v": v}
+    given |= {name: x for name, x in options.items() if name in ARRAYS and x is not None}
+    return {
+        name: tuple(_array(*named) for named in aux_arrays(options).items())
+        if name == "aux"
+        else (_integers if name in INTEGERS else _array)(name, x)
+        for name, x in given.items()
+    }
+
+
+def holds_arrays_of_jax(x: Any) -> bool:
+    """Whether something is an array of JAX, traced or not, or a sequence with one in it."""
+    if isinstance(x, list | tuple):
+        return any(map(holds_arrays_of_jax, x))
+    return isinstance(x, jax.Array) or (
+        hasattr(type(x), "__jax_array__") and not isinstance(x, type)
+    )
+
+
+def _integers(name: str, x: Any) -> jax.Array:
+    if holds_arrays_of_jax(x):
+        return _converted(name, x, _INTEGERS)
+    found = as_integers(name, x, _INTEGERS)
+    if not isinstance(found, _OF_NUMPY):
+        raise TypeError(must_be(name, _INTEGERS, x))
+    return _converted(name, found, _INTEGERS)
+
+
+def _array(name: str, x: Any) -> jax.Array:
+    refuse_masked(name, x)
+    of_numpy = isinstance(x, _OF_NUMPY) and not isinstance(x, np.matrix)
+    if isinstance(x, list | tuple) or not (of_numpy or holds_arrays_of_jax(x)):
+        raise TypeError(must_be(name, _ARRAY, x, f"jax.numpy.asarray({name}) makes one"))
+    return _converted(name, x, _ARRAY)
+
+
+def _converted(name: str, x: Any, what: str) -> jax.Array:
+    """Make an array of JAX's, which has no 64 bits by default: integers must fit what it has."""
+    try:
+        found = jax.numpy.asarray(x)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(must_be(name, what, x)) from None
+    if not isinstance(found.dtype, np.dtype):  # the keys of random numbers
+        raise TypeError(must_be(name, what, x))
+    if isinstance(x, _OF_NUMPY) and x.dtype.kind in "iu" and x.dtype != found.dtype:
+        values, limits = np.asarray(x), np.iinfo(found.dtype)
+        for wrong in values[(values < limits.min) | (values > limits.max)].flat:
+            raise ValueError(
+                f"{name} must hold integers of {found.dtype}, which JAX makes of {x.dtype}; got "
+                f"{wrong} (jax.config.update('jax_enable_x64', True) keeps 64 bits)"
+            )
+    return found
