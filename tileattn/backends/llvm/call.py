@@ -76,9 +76,9 @@ class LlvmCall(PreparedCall):
         """Compute the gradients; the workspace is left as it is."""
         P, x, targets = self.problem, _aligned(operands), self._targets
         saved = Residuals.saved(P, dout, attention.lse)
-        if saved.large.any():
+        large = saved.large.any()
+        if large:
             self._split_large_rows(x, saved)
-            targets = targets[-1:]  # sums in the order of those of the split
         columns = padded(targets[-1], P.accum_dtype.itemsize, P.D)
         dq = np.empty((P.B, P.Hq, P.Nq, P.D), P.dtype)
         in_place = columns == P.D and P.dtype == P.accum_dtype
@@ -96,6 +96,9 @@ class LlvmCall(PreparedCall):
         }
         if batch.Nk > SECTION:
             arrays |= _dq_sums(batch, arrays["dq_accum"])
+        if large and len(targets) > 1:  # their sums have the order of those of the split
+            groups = saved.large.reshape(P.B, P.Hkv, P.group * P.Nq)
+            arrays["unusual"] = groups.any(axis=-1).astype(np.int64)
         dbias = bias_sums(P, x.bias) if x.wants("bias") else None
         others = {"dlse": None if dlse is None else contiguous(dlse), "dbias": dbias}
         arrays |= {name: given for name, given in others.items() if given is not None}
@@ -131,10 +134,14 @@ class LlvmCall(PreparedCall):
         targets: tuple[Target, ...],
         few: int = 0,
     ) -> Executable:
-        """Run a module for the first target that computes numbers such as these."""
+        """Run a module for the first target; for the next, where key heads are left to it."""
+        if len(targets) > 1 and "unusual" not in arrays:
+            P = self.problem
+            arrays = {**arrays, "unusual": np.zeros((P.B, P.Hkv), np.int64)}
         for target in targets:
             executable = self._executable(name, target, x, arrays, few)
-            if executable.run(arrays, x.aux):
+            executable.run(arrays, x.aux)
+            if len(targets) > 1 and not np.count_nonzero(arrays["unusual"]):
                 break
         return executable
 

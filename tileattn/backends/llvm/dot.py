@@ -24,11 +24,11 @@ def blocks(P: Problem, name: str) -> int:
 
 
 def workspace(P: Problem, name: str, target: Target) -> dict[str, Array]:
-    """Make room for the transposes that a pass reads, and a flag for unusual numbers.
+    """Make room for the transposes that a pass reads.
 
     A transpose is cut into blocks of rows. Products may read up to TERMS numbers past the last one.
     """
-    arrays: dict[str, Array] = {"unusual": np.zeros(1, np.int64)}
+    arrays: dict[str, Array] = {}
     for operand in DOT_TRANSPOSES[name]:
         columns = padded(target, P.accum_dtype.itemsize, getattr(P, DOT_ARRAYS[operand][2]))
         size = blocks(P, operand) * columns * BLOCK

@@ -75,17 +75,14 @@ class Executable:
             if grid.tasks
         )
 
-    def run(self, arrays: Mapping[str, Array], aux: Sequence[Array] = ()) -> bool:
-        """Run the functions one after the other.
-
-        False if the target does not compute numbers such as these; then no result is written.
-        """
+    def run(self, arrays: Mapping[str, Array], aux: Sequence[Array] = ()) -> None:
+        """Run the functions one after the other."""
         pointers = [0] * len(_SLOT)
         for name, array in arrays.items():
             pointers[_SLOT[name]] = address_of(array)
-        return self.start(pointers, (arrays, aux))
+        self.start(pointers, (arrays, aux))
 
-    def start(self, pointers: list[int], arrays: Any) -> bool:
+    def start(self, pointers: list[int], arrays: Any) -> None:
         """Do the same, given the addresses that the parameter block begins with.
 
         Threads know the addresses alone, so the arrays are to be held until all is done.
@@ -101,8 +98,6 @@ class Executable:
                 self._work(function, block, grid.tasks)
             else:
                 self._share(function, block, grid, (arrays, workspace))
-        unusual = workspace.get("unusual")
-        return unusual is None or not unusual[0]
 
     def _share(self, function: Function, block: Any, grid: Grid, arrays: Any) -> None:
         """Let threads, of which this is one, take tasks until there are none.

@@ -111,7 +111,8 @@ class _Block:
             self.order = b.mul(n, p.group)
             most = i64(self.vectors * c.lanes)
             self.keys = c.smaller(most, b.sub(p.keys(self.batch), self.k0))
-            c.when(b.icmp_signed(">", self.keys, i64(0)), self.key_head)
+            some = b.icmp_signed(">", self.keys, i64(0))
+            c.when(b.and_(some, p.computes(self.batch, self.head)), self.key_head)
 
         c.loop(i64(0), p.sharing, body)
         self.wait(i64(_END - 1))

@@ -1,5 +1,6 @@
 """The backward kernels that take rows: twins of ``preprocess`` and of the end of ``backward``."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,15 @@ def _row_of(c: Code, p: Params, number: Any) -> tuple[Any, Any, Any]:
     blocks = b.sdiv(b.add(p.Nq, i64(ROWS - 1)), i64(ROWS))
     head, n = b.sdiv(number, blocks), b.srem(number, blocks)
     return b.sdiv(head, p.Hq), b.srem(head, p.Hq), b.mul(n, i64(ROWS))
+
+
+def _each_row(
+    c: Code, p: Params, batch: Any, head: Any, first: Any, row: Callable[[Any, Any], None]
+) -> None:
+    """Run ``row(i, _)`` for the queries of a task, if its head is one that is computed here."""
+    end = c.smaller(p.queries(batch), c.b.add(first, i64(ROWS)))
+    ours = p.computes(batch, c.b.sdiv(head, p.group))
+    c.when(ours, lambda: c.loop(first, end, row) and None)
 
 
 def preprocess(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any) -> None:
@@ -50,7 +60,7 @@ def preprocess(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any)
             i64(0), p.dq_columns, lambda d, _: c.store(zero, c.at(dq, c.bytes_of(d))), (), c.lanes
         )
 
-    c.loop(first, c.smaller(p.queries(batch), b.add(first, i64(ROWS))), row)
+    _each_row(c, p, batch, head, first, row)
 
 
 def add_dq_section(
@@ -74,7 +84,6 @@ def add_dq_section(
 
 def convert_dq(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any) -> None:
     """``dQ = scale * sum``, in the dtype of q."""
-    b = c.b
     batch, head, first = _row_of(c, p, number)
     scale = p.scale
 
@@ -84,4 +93,4 @@ def convert_dq(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any)
         source, to = p.row("dq_accum", batch, head, i), p.row("dq", batch, head, i)
         store_row(c, kernel.dtype, source, to, p.D, scale)
 
-    c.loop(first, c.smaller(p.queries(batch), b.add(first, i64(ROWS))), row)
+    _each_row(c, p, batch, head, first, row)

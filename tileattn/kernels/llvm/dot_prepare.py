@@ -2,7 +2,8 @@
 
 Operands are looked through once. Numbers that are 0, or whose products neither vanish nor overflow,
 are *usual*; where all are, no operand is NaN or infinite and no product of two of them is lost. A
-call with others is computed in float32. V, and backward Q and dO, are transposed, in blocks.
+key head with others, of one batch entry, is computed in float32, with the query heads of its group:
+the bits of the rest do not depend on them. V, and backward Q and dO, are transposed, in blocks.
 """
 
 from functools import partial
@@ -62,7 +63,8 @@ def _block(
     source = p.row(name, batch, head, row)
     step = getattr(p, f"{name}_{'j' if name in ('k', 'v') else 'i'}")
     unusual = b.not_(_all_usual(c, source, step, n, columns))
-    c.when(unusual, lambda: b.atomic_rmw("xchg", p.unusual, i64(1), "monotonic") and None)
+    flag = p.row("unusual", batch, b.sdiv(b.mul(head, p.Hkv), heads))
+    c.when(unusual, lambda: b.atomic_rmw("xchg", flag, i64(1), "monotonic") and None)
 
     def transpose() -> None:
         whole, pairs = c.rounded_up(columns, c.lanes), i64(BLOCK // 2)

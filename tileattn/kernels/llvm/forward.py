@@ -54,7 +54,8 @@ def build(
         rows = c.smaller(i64(W), b.sub(b.mul(p.group, Nq), r0))
         emit = _Block(kernel, c, block, scratch, batch, head, r0, rows).emit
         many = b.icmp_signed(">", Nq, p.few)
-        c.when(b.and_(many, b.icmp_signed(">", rows, i64(0))), emit)
+        some = b.icmp_signed(">", rows, i64(0))
+        c.when(c.all([many, some, p.computes(batch, head)]), emit)
 
     if target.dot:
         kernel.entry("dot_prepare", prepare)

@@ -8,7 +8,7 @@ from llvmlite import ir
 from tileattn.kernels.llvm.bfloat16 import configure_tiles, release_tiles
 from tileattn.kernels.llvm.bits import Bits
 from tileattn.kernels.llvm.functions import NO_FUNCTIONS, Functions
-from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64
+from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64, same
 from tileattn.kernels.llvm.params import ARRAYS, BATCHED, FIELDS, FLOATS, Layout
 from tileattn.kernels.llvm.target import Target
 from tileattn.kernels.llvm.tile import Tile
@@ -85,6 +85,18 @@ class Params:
             with parts:
                 c.each(n, take)
         return b.load(first, typ=POINTER), b.select(one, step, to_step)
+
+    def computes(self, batch: Any, head: Any) -> Any:
+        """Whether the target is that of a key head: dot products are not for unusual numbers."""
+        c, b = self._c, self._c.b
+        ours = c.variable(I1, same(I1, 1))
+
+        def look() -> None:
+            unusual = c.load(self.row("unusual", batch, head), I64)
+            b.store(b.icmp_signed("==" if c.target.dot else "!=", unusual, i64(0)), ours)
+
+        c.when(self.given("unusual"), look)
+        return b.load(ours, typ=I1)
 
     def queries(self, batch: Any) -> Any:
         """Count the queries of a batch entry."""
@@ -180,9 +192,6 @@ class Kernel:
         block, counter, scratch = c.function.args
         p, b = self.params(c, block), c.b
         tasks = p.tasks
-        if self.target.dot:  # unusual numbers are for another target
-            usual = b.icmp_signed("==", c.load(p.unusual, I64), i64(0))
-            tasks = b.select(usual, tasks, i64(0))
         left = c.variable(I64, p.quota)
         take, work, done = (b.append_basic_block(n) for n in ("take", "work", "done"))
         tiles = self.target.dot == "amx"

@@ -10,7 +10,7 @@ ARRAYS = {
     "dout": "bhi", "delta": "bhi", "dq_accum": "bhi", "dq": "bhi", "dk": "bhj", "dv": "bhj",
     "bias": "bhij", "mask": "bhij", "dbias": "bhij", "alibi_slopes": "bh", "sinks": "h",
     "block_kinds": "bhij", "block_bits": "nij", "semaphore": "",
-    "dlse": "bhi", "q_t": "", "v_t": "", "dout_t": "", "unusual": "",
+    "dlse": "bhi", "q_t": "", "v_t": "", "dout_t": "", "unusual": "bh",
     "partials": "nsr", "ended": "", "aux": "", "cu_seqlens_q": "", "cu_seqlens_k": "",
     "block_table": "bj", "origin": "", "dq_high": "bhi", "dq_low": "bhi", "dq_section": "bhn",
 }  # fmt: skip
