@@ -44,6 +44,11 @@ SAME: list[tuple[str, str]] = [
     ("torch.sigmoid(s) * s.sigmoid()", '(y := s.named("sigmoid", s)) * y'),
     ("torch.special.expit(s) + F.logsigmoid(s)", "s.sigmoid() + -np.logaddexp(-s, 0.0)"),
     ("torch.erf(s) + torch.special.erf(s)", '(y := s.named("erf", s)) + y'),
+    ("s.to(i) + i.to(s) / 2", "s.astype(int) + i.astype(float) / 2"),
+    ("s + s.to(torch.arange(3))", "s + s.astype(int)"),
+    ("s * torch.isin(i, torch.tensor([[3, 1], [0, 1]]))", "s * np.isin(i, [0, 1, 1, 3])"),
+    ("s + (i << i.new_ones(())) + s.new_ones(())", "s + (i << 1) + 1.0"),
+    ("s + torch.full_like(i, 2.5)", "s + np.full_like(i, 2)"),
     ("s * i.eq(j) + s * i.lt(j) + i.ge(j)", "s * (i == j) + s * (i < j) + (i >= j)"),
 ]
 """Two functions that are the same, in PyTorch's words and in NumPy's."""
@@ -106,6 +111,11 @@ def test_masks_that_pytorch_combines() -> None:
             lambda s, *_: s.to(torch.complex64),
             "score_mod converts to torch.complex64; bool, int and",
         ),
+        (
+            lambda s, *_: s.to([torch.int32]),
+            r"score_mod converts to \[torch.int32\]; it must be a dtype, a device or a flag",
+        ),
+        (lambda s, *_: s.type("torch.LongTensor"), "score_mod converts to 'torch.LongTensor'"),
         (
             lambda s, *_: torch.div(s, 2, rounding_mode="trunc"),
             "score_mod divides with rounding_mode",

@@ -154,3 +154,29 @@ def test_what_cannot_be_captured_says_how() -> None:
         tileattn.forward(q, k, v, mask_mod=lambda b, h, i, j: words[i] == words[j])
     with pytest.raises(TypeError, match=r"^score_mod computes with an array of shape"):
         tileattn.forward(q, k, v, score_mod=lambda s, b, h, i, j: s + TABLE)
+
+
+class Derived(np.ndarray[Any, Any]):
+    """Another class of NumPy's arrays, as that of a mapped file is."""
+
+
+@pytest.mark.parametrize("kind", [np.ndarray, Derived])
+def test_arrays_of_any_class_compute_outside_of_the_indices(kind: Any) -> None:
+    q, k, v, _ = normal(SIZES, np.float64)
+    w = np.arange(1.0, HQ + 1).view(kind)
+    expected = tileattn.forward(q, k, v, score_mod=lambda s, b, h, i, j: s * 2 + (h + 1)).out
+    for score_mod in (
+        lambda s, b, h, i, j: s * (w * 2)[0] + w[h],
+        lambda s, b, h, i, j: s * (sum(w) / 5) + w[h],
+        lambda s, b, h, i, j: s * w[1] + (w * 1)[h],
+        lambda s, b, h, i, j: s * float(w[1]) + w[h],
+    ):
+        found = tileattn.forward(q, k, v, score_mod=score_mod).out
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_the_oracle_names_an_array_that_a_function_computes() -> None:
+    q, k, v, _ = normal(SIZES, np.float64)
+    w = np.arange(1.0, HQ + 1)
+    with pytest.raises(TypeError, match=r"computes from `w`; it must be computed outside"):
+        tileattn.reference.forward(q, k, v, score_mod=lambda s, b, h, i, j: s + (w * 2)[h])

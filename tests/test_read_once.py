@@ -360,3 +360,10 @@ def test_an_expression_is_a_value_that_can_be_pickled() -> None:
     bounds = error_bound(Q, K, V, DOUT, **plain)
     attention = tileattn.forward(Q, K, V, **again)
     assert_attention_close(attention, reference.forward(Q, K, V, **plain), bounds)
+
+
+def test_methods_of_arrays_are_no_functions_of_a_module() -> None:
+    take = np.array([2.0, 3.0]).item
+    found = tileattn.forward(Q, K, V, score_mod=lambda s, b, h, i, j: s * take(0)).out
+    expected = tileattn.forward(Q, K, V, score_mod=lambda s, b, h, i, j: s * 2.0).out
+    np.testing.assert_array_equal(found, expected)

@@ -155,17 +155,40 @@ def _isin(n: ArrayNames, x: Any, test_elements: Any, *, invert: bool = False) ->
     if not isinstance(values, list | tuple | set | frozenset | range):
         raise n.refused("calls isin; its second argument must be a list of numbers")
     found = n.named("less", x, x)  # False
-    for value in sorted(values):
+    for value in sorted(_flat(values)):
         found = n.named("logical_or", found, n.named("equal", x, value))
     return n.named("logical_not", found) if invert else found
 
 
-def _to(_: ArrayNames, x: Any, *given: Any, **options: Any) -> Any:
-    """Convert to a dtype, among arguments that may be devices and flags."""
+def _flat(values: Any) -> list[Any]:
+    """List the elements of nested lists."""
+    return [y for x in values for y in (_flat(x) if isinstance(x, list | tuple) else [x])]
+
+
+def _to(n: ArrayNames, x: Any, *given: Any, **options: Any) -> Any:
+    """Convert to a dtype or to that of a value, among arguments that may be devices and flags."""
     for y in (*given, *options.values()):
-        if kind_name(y) or type(y).__name__ == "dtype":
-            return x.astype(y)
+        dtype = _dtype_of(y)
+        if dtype is None and (kind_name(y) or type(y).__name__ == "dtype"):
+            dtype = y
+        if dtype is not None:
+            return x.astype(dtype)
+        is_other = y is None or type(y).__name__ in ("bool", "int", "device", "memory_format")
+        if not is_other and (not isinstance(y, str) or y.endswith("Tensor")):
+            raise n.refused(f"converts to {y!r}; it must be a dtype, a device or a flag")
     return x
+
+
+def _dtype_of(x: Any) -> Any:
+    """Return the dtype of a value: bool, int or float of a traced one; None for what has none."""
+    kind = getattr(getattr(x, "node", None), "kind", None)
+    if kind is not None:
+        return (bool, int, float)[kind]
+    return getattr(x.value if isinstance(x, ArrayNames) else x, "dtype", None)
+
+
+def _kind(dtype: Any) -> type:
+    return {"bool": bool, "int": int}.get(kind_name(dtype) or "", float)
 
 
 def kind_name(dtype: Any) -> str | None:
@@ -179,16 +202,17 @@ def _new(value: float) -> Callable[..., Any]:
     """Make a number with `Tensor.new_ones` and the like, whose size must be ()."""
 
     def made(n: ArrayNames, x: Any, size: Any = (), *, dtype: Any = None, **_: Any) -> Any:
-        del x
         if tuple(size):
             raise n.refused(f"makes a tensor of size {tuple(size)}; its size must be ()")
-        kind = {"bool": bool, "int": int}.get(kind_name(dtype) or "", float)
+        kind = _kind(_dtype_of(x) if dtype is None else dtype)
         return n.named("where", True, kind(value), kind(value))
 
     return made
 
 
-def _full_like(n: ArrayNames, x: Any, fill_value: Any, **_: Any) -> Any:
+def _full_like(n: ArrayNames, x: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
+    if isinstance(fill_value, bool | int | float):
+        fill_value = _kind(_dtype_of(x) if dtype is None else dtype)(fill_value)
     return n.named("where", n.named("equal", x, x), fill_value, fill_value)
 
 

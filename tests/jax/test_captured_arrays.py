@@ -79,3 +79,32 @@ def test_functions_of_jax_are_those_of_numpy(in_jax: str, in_numpy: str) -> None
     functions = (eval(f"lambda s, b, h, i, j: {text}", names) for text in (in_jax, in_numpy))
     found, expected = (attention(Q, Q, Q, score_mod=f) for f in functions)
     np.testing.assert_array_equal(found, expected)
+
+
+NUMBER = jnp.float32(2.0)
+SLOPES = jnp.arange(1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("computed", "expected"),
+    [
+        ("s + sum(w for w in SLOPES)", "s + 6.0"),
+        ("s * float(NUMBER)", "s * 2.0"),
+        ("s * float(jnp.square(NUMBER))", "s * 4.0"),
+        ("s * (NUMBER * 2) + -NUMBER", "s * 4.0 + -2.0"),
+        ("s * 2 if NUMBER > 0 else s", "s * 2"),
+        ("NUMBER * s + jnp.where(i > j, NUMBER, s)", "s * 2.0 + jnp.where(i > j, 2.0, s)"),
+        ("s + (SLOPES * 2)[h]", "s + 2.0 * (h + 1)"),
+        ("s + (4 - SLOPES)[h]", "s + (3.0 - h)"),
+        ("s + SLOPES[::-1][h] + SLOPES.T[h]", "s + (3.0 - h) + (h + 1.0)"),
+        ("s + float(jnp.sum(SLOPES)) + len(SLOPES)", "s + 6.0 + 3"),
+        ("s + TABLE[0][i - j]", "s + TABLE[0, i - j]"),
+    ],
+)
+def test_captured_arrays_are_those_of_jax(computed: str, expected: str) -> None:
+    names = {"jnp": jnp, "NUMBER": NUMBER, "SLOPES": SLOPES, "TABLE": TABLE}
+    found, other = (
+        attention(Q, Q, Q, score_mod=eval(f"lambda s, b, h, i, j: {text}", names))
+        for text in (computed, expected)
+    )
+    np.testing.assert_array_equal(found, other)

@@ -5,7 +5,8 @@ index. Its stand-in does: such a read becomes one of an element of ``aux``. Tens
 none: they ask the index what to do. JAX's functions refuse traced values; NumPy's take their place.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -46,9 +47,9 @@ class _StandIns:
             return type(x)(self.of(name, y, depth) for y in x)
         if isinstance(x, ModuleType):
             return _Module(x) if x.__name__.partition(".")[0] == "jax" else x
-        if hasattr(type(x), "__torch_function__") or not is_array(x):
+        if hasattr(type(x), "__torch_function__") or not is_array(x) or not x.shape:
             return x
-        if type(x) is np.ndarray:
+        if isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray | np.matrix):
             array = x.view(_NumpyArray)
             array.source, array.name, array.whole = self._source, name, x
             return array
@@ -114,10 +115,14 @@ class _Parameters:
 
     def captured(self, x: Any, variable: str = "") -> Any:
         """Give the parameter that stands for an array, which may be a view made anew."""
-        del variable
         place = x.__array_interface__
-        found = zip(self._arrays, self._parameters, strict=True)
-        return next(given for known, given in found if known.__array_interface__ == place)
+        for known, given in zip(self._arrays, self._parameters, strict=True):
+            if known.__array_interface__ == place:
+                return given
+        raise TypeError(
+            f"a function indexes an array that it computes from `{variable or 'another'}`; it must "
+            "be computed outside the function, and captured"
+        )
 
 
 def _is_traced(key: Any) -> bool:
@@ -139,6 +144,7 @@ class _NumpyArray(np.ndarray[Any, Any]):
 
     def __array_finalize__(self, other: Any) -> None:
         self.source = getattr(other, "source", self.source)
+        self.name = getattr(other, "name", self.name)
 
 
 class _OtherArray:
@@ -149,17 +155,51 @@ class _OtherArray:
 
     def __getitem__(self, key: Any) -> Any:
         if not _is_traced(key):
-            return self._array[key]
+            return self._made(self._array[key])
         return self._source.captured(self._array, self._name)[key]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._array, name)
+        return self._made(getattr(self._array, name))
 
     def __len__(self) -> int:
         return len(self._array)
 
+    def __iter__(self) -> Iterator[Any]:
+        return (self[n] for n in range(len(self)))
+
     def __jax_array__(self) -> Any:
         return self._array
+
+    def _made(self, x: Any) -> Any:
+        """Return a part of the array, or what is computed from it, as one that is captured too."""
+        return _OtherArray(self._source, self._name, x) if is_array(x) and x.shape else x
+
+
+def _itself(x: Any) -> Any:
+    return x._array if isinstance(x, _OtherArray) else x
+
+
+def _delegate(name: str) -> None:
+    """Give captured arrays an operator of the arrays themselves, and its reflection."""
+    function = getattr(operator, f"__{name}__")
+
+    def method(self: _OtherArray, *given: Any) -> Any:
+        return self._made(function(self._array, *map(_itself, given)))
+
+    def reflected(self: _OtherArray, other: Any) -> Any:
+        return self._made(function(_itself(other), self._array))
+
+    setattr(_OtherArray, f"__{name}__", method)
+    if name in _REFLECTED.split():
+        setattr(_OtherArray, f"__r{name}__", reflected)
+
+
+_REFLECTED = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_OTHERS = "lt le gt ge eq ne neg pos abs invert index"
+for _name in f"{_REFLECTED} {_OTHERS}".split():
+    _delegate(_name)
+for _type in (bool, int, float, complex):
+    setattr(_OtherArray, f"__{_type.__name__}__", lambda self, convert=_type: convert(self._array))
 
 
 class _Module:
@@ -181,4 +221,4 @@ def _either(function: Callable[..., Any], name: str, *given: Any, **options: Any
         if isinstance(x, ArrayNames | TracedArray):
             number: Any = x
             return number.called(name, given, options)
-    return function(*given, **options)
+    return function(*map(_itself, given), **{key: _itself(x) for key, x in options.items()})

@@ -115,7 +115,8 @@ def is_fixed(x: Any) -> bool:
     if isinstance(x, np.ufunc):
         return getattr(np, x.__name__, None) is x
     if isinstance(x, BuiltinFunctionType):
-        return x.__self__ in (math, operator) or _BUILTINS.get(x.__name__) is x
+        owner = x.__self__  # may be an array, which has no one answer to ==
+        return owner is math or owner is operator or _BUILTINS.get(x.__name__) is x
     return type(x) is _ARRAY_FUNCTION or (type(x) is type and not x.__flags__ & _HEAP_TYPE)
 
 
