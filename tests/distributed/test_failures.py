@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -186,6 +187,78 @@ def test_nothing_is_kept_of_a_call_that_has_ended() -> None:
 
     on_ranks(RANKS, run)
     assert [x.under_way for x in states] == [set()] * RANKS
+
+
+@dataclass
+class Unhashable(Rank):
+    """One that equals others of its rank."""
+
+    world: World
+    rank: int
+    size: int = 1
+    patience: float = 60.0
+
+
+def test_communicators_need_not_be_hashable() -> None:
+    world = World(1)
+    first, second = Unhashable(world, 0), Unhashable(world, 0)
+    assert first == second
+    state = ranks.state_of(first)
+    assert ranks.state_of(first) is state is not ranks.state_of(second)
+    state.failure = "it has failed"
+    assert message_of(lambda: dist.forward(Q, K, V, second, backend="numpy")) == "returned"
+    known = len(ranks._states)
+    del first
+    gc.collect()
+    assert len(ranks._states) == known - 1
+
+
+class Slotted:
+    """A communicator that no weak reference can be made to."""
+
+    __slots__ = ("gather", "rank", "receive", "send", "size", "together")
+
+    def __init__(self, comm: Rank) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(comm, name))
+
+
+def test_communicators_need_not_be_weakly_referenceable() -> None:
+    comm = Slotted(Rank(World(1), 0))
+    assert message_of(lambda: dist.forward(Q, K, V, comm, backend="numpy")) == "returned"
+
+
+class Destroyed:
+    """A message of a group that has been destroyed."""
+
+    def wait(self) -> None:
+        raise TimeoutError("the first error")
+
+    def cancel(self) -> bool:
+        raise ArithmeticError("the group has been destroyed")
+
+
+def test_what_cannot_be_cancelled_is_kept_and_fails_no_other_call() -> None:
+    messages = [Destroyed(), Destroyed()]
+    with pytest.raises(TimeoutError, match="the first error"):
+        ranks.wait(messages)
+    comm = Rank(World(1), 0)
+    assert message_of(lambda: dist.forward(Q, K, V, comm, backend="numpy")) == "returned"
+    assert all(x in ranks._kept for x in messages)
+    ranks._kept[:] = [x for x in ranks._kept if x not in messages]
+
+
+class Ended(Rank):
+    """One that has been ended, and cannot be ended again."""
+
+    def give_up(self) -> None:
+        raise ArithmeticError("it has been ended")
+
+
+def test_an_error_of_giving_up_does_not_replace_the_first() -> None:
+    link = communicator(Ended(World(1), 0))
+    with pytest.raises(TimeoutError, match="first"), link.in_step():
+        raise TimeoutError("first")
 
 
 def test_a_duplicate_of_a_communicator_of_mpi_is_another() -> None:

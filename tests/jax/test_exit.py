@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("jax")
+
+from tileattn.jax import handler
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60  # it takes a few
@@ -53,3 +56,12 @@ def test_the_interpreter_ends(result: str, seconds: str) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "pending\n"), done.stderr
+
+
+def test_a_call_that_hangs_does_not_hold_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handler, "_DEADLINE", 0.05)
+    monkeypatch.setattr(handler, "_running", {object()})
+    finish = threading.Thread(target=handler._finish, args=("cpu",), daemon=True)
+    finish.start()
+    finish.join(SECONDS)
+    assert not finish.is_alive()

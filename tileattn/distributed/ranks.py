@@ -8,11 +8,11 @@ call. So such messages are cancelled or kept, and the communicator is not used a
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 from numpy.typing import NDArray
 
@@ -153,7 +153,8 @@ class Ranks:
             self._state.failure = self._state.failure or f"{type(error).__name__}: {error}"
             give_up = getattr(self._ranks, "give_up", None)
             if give_up is not None:
-                give_up()
+                with suppress(Exception):  # the first error says why the call has failed
+                    give_up()
             keep(self._state.under_way)
             self._state.under_way.clear()
             raise
@@ -183,7 +184,15 @@ def keep(transfers: Iterable[Any]) -> None:
 def prune() -> None:
     """Let go of the messages that are over by now."""
     with _lock:
-        _kept[:] = [x for x in _kept if not (isinstance(x, Cancellable) and x.cancel())]
+        _kept[:] = [x for x in _kept if not _is_over(x)]
+
+
+def _is_over(transfer: Any) -> bool:
+    """Cancel a message that is kept; one that cannot say whether it is over may not be."""
+    try:
+        return isinstance(transfer, Cancellable) and transfer.cancel()
+    except Exception:  # as of a group that has been destroyed; this call may be another's
+        return False
 
 
 def wait(transfers: Sequence[Transfer]) -> None:
@@ -196,18 +205,32 @@ def wait(transfers: Sequence[Transfer]) -> None:
         raise
 
 
-_states = WeakKeyDictionary[Any, State]()
+_states: dict[int, State] = {}  # by identity: equal communicators are not the same
 
 
 def state_of(comm: Any) -> State:
-    """Find the state of a communicator, the same as long as the communicator lives."""
+    """Find the state of a communicator, the same as long as the communicator lives.
+
+    One that no weak reference can be made to, as its class has ``__slots__``, has a new one each
+    time: its failures are not remembered.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(comm, mpi.Comm):
-        return _states.setdefault(comm, State())
+        return _state_by_identity(comm)
     found: State | None = comm.Get_attr(_attribute())  # any Python object may stand for it
     if found is None:
         comm.Set_attr(_attribute(), found := State())
     return found
+
+
+def _state_by_identity(comm: Any) -> State:
+    number = id(comm)
+    if number not in _states:
+        try:
+            finalize(comm, _states.pop, number, None).atexit = False
+        except TypeError:
+            return State()
+    return _states.setdefault(number, State())
 
 
 @cache

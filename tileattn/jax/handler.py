@@ -44,6 +44,7 @@ _calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
 _latest: deque[Call] = deque(maxlen=1024)
 
 _NAP, _QUIET = 0.01, 2  # at exit: seconds between two looks, and looks that find no call running
+_DEADLINE = 30.0  # seconds: a call that hangs, as one that waits for a dead rank, never ends
 _running = set[object]()
 
 
@@ -71,7 +72,8 @@ def _finish(platform: str) -> None:
 
     A thread of XLA's that calls Python while the interpreter ends is ended by Python. XLA's client
     would wait for this thread for good as it is deleted. Programs whose results nobody has cannot
-    be waited for, so the client of the CPU is never deleted.
+    be waited for, so the client of the CPU is never deleted, and no client whose calls still run
+    after a deadline.
     """
     try:
         arrays, devices = jax.live_arrays(platform), jax.local_devices(backend=platform)
@@ -80,11 +82,11 @@ def _finish(platform: str) -> None:
     for x in arrays:
         with suppress(Exception):  # of a program that has failed, or an array that is deleted
             x.block_until_ready()
-    quiet = 0
-    while quiet < _QUIET:
+    quiet, end = 0, time.monotonic() + _DEADLINE
+    while quiet < _QUIET and time.monotonic() < end:
         time.sleep(_NAP)
         quiet = 0 if _running else quiet + 1
-    if platform == "cpu":
+    if platform == "cpu" or _running:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(devices[0].client))
 
 

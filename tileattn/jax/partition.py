@@ -210,8 +210,8 @@ def partitioned(
 
 def _spec(mesh: Any, x: Any) -> Any:
     """Give the sharding of an array; none if it shares a part of an axis of the mesh."""
-    decode = importlib.import_module("jax._src.sharding_impls").parse_flatten_op_sharding
     try:
+        decode = importlib.import_module("jax._src.sharding_impls").parse_flatten_op_sharding
         return decode(x.sharding._hlo_sharding, mesh)[0]
     except Exception:  # JAX has no name for its error, and may move what this reads
         return ()
