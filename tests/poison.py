@@ -68,13 +68,13 @@ class LlvmScratch(execute._Scratch):
         self._memory[:-_BEYOND] = BYTE
         return self._address
 
-    def check(self) -> None:
-        """Fail if a kernel has written past the end."""
-        assert (self._memory[-_BEYOND:] == _MARK).all(), "a kernel needs more scratch memory"
-
     @address.setter
     def address(self, address: int) -> None:
         self._address = address
+
+    def check(self) -> None:
+        """Fail if a kernel has written past the end."""
+        assert (self._memory[-_BEYOND:] == _MARK).all(), "a kernel needs more scratch memory"
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

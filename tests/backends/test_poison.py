@@ -36,7 +36,7 @@ def test_the_mode_fills_every_buffer() -> None:
             x = scratch.take("a", (2, 3), np.dtype(np.float32))
             assert np.isnan(x).all()
             x[...] = 1
-    lent = execute._Scratch(64)
+    lent: Any = execute._Scratch(64)  # which the poison mode replaces
     for _ in range(2):
         start = lent.address - lent._memory.ctypes.data
         assert (lent._memory[start : start + 64] == poison.BYTE).all()
