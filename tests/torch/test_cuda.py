@@ -84,8 +84,8 @@ def refused(where: str, name: str) -> Callable[[], Any]:
         (refused("cuda:0", "sinks"), ValueError, "sinks is on cuda:0; .* the device of q, cpu"),
         (refused("cuda:0", "kv_lengths"), ValueError, "kv_lengths is on cuda:0; .* on the CPU are"),
         (refused("cuda:0", "seed"), ValueError, r"seed is on cuda:0; .* \(seed.cpu\(\) is a copy"),
-        (refused("mps:0", "q"), UnsupportedError, "q is on mps:0; .* CPU and on GPUs of NVIDIA"),
-        (refused("xpu:0", "q"), UnsupportedError, "q is on xpu:0; .* CPU and on GPUs of NVIDIA"),
+        (refused("mps:0", "q"), UnsupportedError, "q is on mps:0; .* CPU and on NVIDIA GPUs"),
+        (refused("xpu:0", "q"), UnsupportedError, "q is on xpu:0; .* CPU and on NVIDIA GPUs"),
     ],
 )
 def test_other_devices_are_named(call: Any, error: Any, message: str) -> None:
