@@ -1,6 +1,7 @@
 """Attention on the tensors of ranks that share a sequence; here ranks are threads."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,50 @@ def test_backward_differentiates_the_function_that_forward_has_read() -> None:
     changed = on_ranks(2, lambda comm: gradient(comm, [0.5, -3.0]))
     same = on_ranks(2, lambda comm: gradient(comm, [0.5]))
     assert all(map(torch.equal, changed, same))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_captured_arrays_are_read_once_and_have_gradients(ranks: int) -> None:
+    """Both passes have what forward has read; a tensor that is captured is as one of ``aux``."""
+    given = drawn(torch.float64)
+    numbers = np.linspace(-1, 1, HQ)
+
+    def run(comm: Any, is_captured: bool) -> list[Any]:
+        leaves = [given[name].clone().requires_grad_() for name in ("q", "k", "v", "table")]
+        q, k, v, table = leaves
+        factor = [0.5]
+
+        def captures(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:  # noqa: ARG001 - its form
+            return s * factor[0] + numbers[h] + table[h, abs(i - j) % N]
+
+        def takes(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any, y: Any) -> Any:
+            return s * 0.5 + 0 * b + x[h] + y[h, abs(i - j) % N]
+
+        options: dict[str, Any] = {"score_mod": captures}
+        if not is_captured:
+            options = {"score_mod": takes, "aux": (torch.from_numpy(numbers), table)}
+        out = distributed_attention(q, k, v, comm, **options)
+        factor[0] = -10.0
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+    results = [on_ranks(ranks, partial(run, is_captured=x)) for x in (True, False)]
+    for found, expected in zip(*results, strict=True):
+        assert len(found) == 5
+        assert all(map(torch.equal, found, expected))
+
+
+def test_ranks_agree_on_the_gradients_of_captured_tensors() -> None:
+    def run(comm: Any) -> Any:
+        q, k, v = (drawn(torch.float32)[name] for name in "qkv")
+        x = torch.ones(HQ, N, requires_grad=comm.rank == 1)
+
+        def captures(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:  # noqa: ARG001 - its form
+            return s + x[h, abs(i - j) % N]
+
+        return distributed_attention(q, k, v, comm, score_mod=captures)
+
+    message = "what requires a gradient is aux on rank 1, and nothing on rank 0; all ranks give the"
+    assert messages(run) == [f"ValueError: {message} same"] * 2
 
 
 def test_ranks_return_the_same() -> None:

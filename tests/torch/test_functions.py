@@ -5,6 +5,7 @@ import functools
 import gc
 import io
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -333,6 +334,14 @@ def of_import(q: Any) -> Any:
         return s * test_functions.width
 
     return attention(q, q, q, score_mod=score_mod)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_without_names_of_dynamo_functions_are_read_outside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tileattn.torch.dynamo", None)  # its import fails
+    same(torch.compile(of_captured, backend="eager")(drawn()), of_captured(drawn()))
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -11,10 +11,11 @@ from tileattn.distributed.agreement import on_all, same
 from tileattn.distributed.comm import TIMEOUT, communicator
 from tileattn.distributed.ranks import Ranks
 from tileattn.distributed.schedules import Schedule
-from tileattn.expressions.functions import read_valid_functions
+from tileattn.expressions.arrays import Arrays, check_kind
 from tileattn.problem import aux_arrays, check_names
 from tileattn.results import Attention
 from tileattn.torch.functional import refuse_gradients
+from tileattn.torch.functions import expressions_of, functions_of, tensors_of
 from tileattn.torch.tensors import array_of, autocast, check_memory, check_tensor, on, tensor_of
 
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")  # and aux, a sequence of tensors
@@ -114,7 +115,7 @@ def _attend(
     device = q.device if isinstance(q, torch.Tensor) else torch.device("cpu")
     with on(device):
         comm = communicator(comm, how["timeout"], array_of(q) if device.type == "cuda" else None)
-        inputs, given = _agreed(comm, given, return_lse)
+        inputs, given = _agreed(comm, given, return_lse, device)
     given |= {**how, "comm": comm, "device": device}
     names, tensors = zip(*inputs, strict=True)
     result = Attention(*_Shared.apply(given, return_lse, names, *tensors))
@@ -160,22 +161,25 @@ Inputs = list[tuple[str, torch.Tensor]]
 
 
 def _agreed(
-    comm: Ranks, given: Mapping[str, Any], return_lse: bool
+    comm: Ranks, given: Mapping[str, Any], return_lse: bool, device: torch.device
 ) -> tuple[Inputs, dict[str, Any]]:
     """Give the tensors that have a gradient, by name, and the library's options.
 
     All ranks check what is given, and compare what requires a gradient; on GPUs once of each kind.
     """
     kept: list[tuple[Inputs, dict[str, Any]]] = []
+    kind = "tensors", tuple((name, *map(_kind, _each(x))) for name, x in given.items()), return_lse
+    given = _read(given, device)
 
     def checked() -> dict[str, str]:
         if not isinstance(return_lse, bool):
             raise TypeError(f"return_lse must be True or False; got {return_lse!r}")
+        if isinstance(given.get("aux"), Arrays):
+            given["aux"] = tensors_of(given["aux"], device)
         _check(given)
         kept.append(_divided(given))
         return {"return_lse": str(return_lse), "what requires a gradient": _needed(given)}
 
-    kind = "tensors", tuple((name, *map(_kind, _each(x))) for name, x in given.items()), return_lse
     known = comm.agreed if comm.agreed is not None else {}
     if (*kind, _needed(given)) in known:
         checked()
@@ -192,8 +196,26 @@ def _divided(given: Mapping[str, Any]) -> tuple[Inputs, dict[str, Any]]:
     inputs = [*qkv, *((n, others.pop(n)) for n in _DIFFERENTIABLE if n in others)]
     aux = others.pop("aux", ())
     inputs += [("aux", x) for x in aux]
-    others = {name: _converted(name, x) for name, x in others.items()}
-    return inputs, read_valid_functions(others, tuple(map(array_of, aux)))  # both passes' function
+    return inputs, {name: _converted(name, x) for name, x in others.items()}
+
+
+def _read(given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Put expressions, which both passes have, in the place of functions.
+
+    Arrays that functions capture join ``aux``. What cannot be read stays: ``parse`` raises, on all
+    ranks.
+    """
+    functions = functions_of(given)
+    if not functions:
+        return dict(given)
+    try:
+        aux = aux_arrays(given)
+        for name, x in aux.items():
+            check_kind(name, x)
+        nodes, arrays = expressions_of(functions, tuple(aux.values()), device)
+    except Exception:  # whatever a function raises
+        return dict(given)
+    return {**given, **nodes, "aux": arrays}
 
 
 def _needed(given: Mapping[str, Any]) -> str:

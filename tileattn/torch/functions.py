@@ -4,6 +4,7 @@ A function is read once, by the call: the backward pass and compiled programs ha
 """
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +12,13 @@ import torch
 
 from tileattn.expressions.arrays import Arrays, check_kind
 from tileattn.expressions.functions import mask_expression, score_expression
-from tileattn.expressions.nodes import to_text
+from tileattn.expressions.nodes import Node, to_text
 from tileattn.problem import aux_arrays
 from tileattn.torch.tensors import check_tensor, tensor_of
 
 _EXPRESSIONS = {"score_mod": score_expression, "mask_mod": mask_expression}
+
+_DYNAMO = "get_local", "graph_break", "_i_will_not_complain_if_bc_breaks_InstructionTranslator"
 
 
 class ArrayKind(NamedTuple):
@@ -42,7 +45,7 @@ def read_functions(options: Mapping[str, Any], device: torch.device) -> Mapping[
 
     Arrays that functions capture join ``aux``. ``device`` is that of q.
     """
-    functions = {name: options[name] for name in _EXPRESSIONS if options.get(name) is not None}
+    functions = functions_of(options)
     if not functions:
         return options
     for name, x in aux_arrays(options).items():
@@ -50,6 +53,25 @@ def read_functions(options: Mapping[str, Any], device: torch.device) -> Mapping[
         check_kind(name, x)
     read = _read_in_program if torch.compiler.is_dynamo_compiling() else _read
     return {**options, **read(functions, tuple(options.get("aux") or ()), device)}
+
+
+def functions_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the functions among the options."""
+    return {name: options[name] for name in _EXPRESSIONS if options.get(name) is not None}
+
+
+def expressions_of(
+    functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
+) -> tuple[dict[str, Node], Arrays]:
+    """Return the expressions of functions, and the arrays of ``aux`` and those they capture."""
+    arrays = _Tensors(aux, device)
+    return {name: _EXPRESSIONS[name](x, arrays) for name, x in functions.items()}, arrays
+
+
+def tensors_of(arrays: Arrays, device: torch.device) -> tuple[Any, ...]:
+    """Return ``aux`` as it is, and behind it as tensors the arrays that functions capture."""
+    captured = arrays[len(arrays.parameters) :]
+    return (*arrays.parameters, *(_tensor(x, device) for x in captured))
 
 
 def text_of(name: str, function: Any, arrays: Sequence[Any]) -> str:
@@ -61,20 +83,34 @@ def _read(
     functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
 ) -> dict[str, Any]:
     """Return texts of functions and, if there are any, the arrays that they index."""
-    arrays = _Tensors(aux, device)
-    found: dict[str, Any] = {name: text_of(name, x, arrays) for name, x in functions.items()}
+    nodes, arrays = expressions_of(functions, aux, device)
+    found: dict[str, Any] = {name: to_text(node) for name, node in nodes.items()}
     if arrays:
-        found["aux"] = tuple(_tensor(x, device) for x in arrays)
+        found["aux"] = tensors_of(arrays, device)
     return found
 
 
 _read_outside = torch.compiler.disable(_read)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # PyTorch's
+def _has_dynamo() -> bool:
+    """Say whether this PyTorch has the names of its own that reading in a program needs."""
+    try:
+        import_module("tileattn.torch.dynamo")
+        from torch._dynamo.comptime import ComptimeContext
+    except (ImportError, AttributeError):
+        return False
+    return all(hasattr(ComptimeContext, name) for name in _DYNAMO)
+
+
 def _read_in_program(
     functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
 ) -> dict[str, Any]:
     """Do the same where Dynamo traces: numbers that it keeps symbolic are arrays, too."""
+    if not _has_dynamo():
+        read: dict[str, Any] = _read_outside(functions, aux, device)
+        return read
     from tileattn.torch.dynamo import text_in_program
 
     found: dict[str, Any] = {}
