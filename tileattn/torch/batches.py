@@ -1,6 +1,7 @@
 """Operators on batches of tensors, as ``torch.vmap`` and batched gradients make them."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -8,13 +9,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tileattn.errors import UnsupportedError
 
-_BATCHED = torch._C._dispatch_key_parse("Batched")
-_BATCHES = torch._C._dispatch_key_parse("VmapMode")
+
+@cache
+def _key(name: str) -> Any:
+    """Look up a key of PyTorch's dispatcher, where it is used: its names are private."""
+    return torch._C._dispatch_key_parse(name)
 
 
 def are_gradients_batched() -> bool:
     """Say whether ``torch.autograd.grad(is_grads_batched=True)`` runs."""
-    return bool(torch._C._dispatch_tls_is_dispatch_key_included(_BATCHES))
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(_key("VmapMode")))
 
 
 def one_by_one(operator: Any) -> Callable[..., Any]:
@@ -62,7 +66,7 @@ def of_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_batched(x: Any) -> bool:
     """Say whether a tensor is such a batch."""
-    return isinstance(x, torch.Tensor) and torch._C._dispatch_keys(x).has(_BATCHED)
+    return isinstance(x, torch.Tensor) and torch._C._dispatch_keys(x).has(_key("Batched"))
 
 
 def _whole(x: torch.Tensor, level: int) -> torch.Tensor:

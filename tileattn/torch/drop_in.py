@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.backends import mha
-from torch.jit._builtins import _register_builtin
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -303,5 +302,7 @@ def _put(function: Any, fastpath: bool) -> tuple[Any, bool]:
     functional.scaled_dot_product_attention = function
     mha.set_fastpath_enabled(fastpath)
     if function is scaled_dot_product_attention:
+        from torch.jit._builtins import _register_builtin  # private
+
         _register_builtin(function, "tileattn::scaled_dot_product_attention")
     return before
