@@ -5,6 +5,7 @@ upper half of a float32 is where the result will be, and the lower half in an ar
 first part is written where the result will be, and the last one is rounded as it is joined.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,11 +66,14 @@ class RowsOnCpu:
         """Merge a state."""
         call = self._call
         q = call.wide(call.operands.q[..., queries.rows, :])
-        part = tileattn.forward(q, k, v, **options)
-        if self._is_inexact(queries.rows, part.lse):
-            q, k, v = (x.astype(np.float64) for x in (q, k, v))
-            part = tileattn.forward(q, k, v, **options)
-        self._state.rows(queries.rows).merge(RowState.of_result(*part, call.sums))
+        self._state.rows(queries.rows).merge(self._state_of(queries.rows, (q, k, v), options))
+
+    def _state_of(self, rows: slice, given: Sequence[Array], options: dict[str, Any]) -> RowState:
+        """Compute a state; nothing else of the call is held when it is merged."""
+        found = tileattn.forward(*given, **options)
+        if self._is_inexact(rows, found.lse):
+            found = tileattn.forward(*(x.astype(np.float64) for x in given), **options)
+        return RowState.of_result(*found, self._call.sums)
 
     def _is_inexact(self, rows: slice, lse: Array) -> bool:
         """Say whether the rounding of lse would show in the weights of several parts."""
