@@ -18,7 +18,7 @@ PAGE = 3
 
 
 class Foreign:
-    """What is no array, and has some attributes of one."""
+    """An object with some attributes of an array that is not an array."""
 
     def __init__(self, x: Any) -> None:
         self.shape, self.dtype = np.shape(x), getattr(x, "dtype", np.dtype(int))
@@ -26,7 +26,7 @@ class Foreign:
 
 
 class Wild:
-    """What is equal to nothing, has no length and no text."""
+    """An object that equals nothing and has no length and no text."""
 
     def __eq__(self, _: object) -> bool:
         raise RuntimeError("compared")
@@ -65,7 +65,7 @@ THINGS: dict[str, Break] = {
     "module": always(np),
     "foreign": lambda x: Foreign(np.zeros(3) if x is None else x),
 }
-"""What no argument may be."""
+"""Values that no argument takes."""
 
 DTYPES: dict[str, Break] = {
     "dates": of_dtype("M8[s]"),

@@ -86,7 +86,7 @@ def test_bits_of_long_calls_are_the_same_in_any_batch_and_number_of_threads(
 def test_what_is_not_finite_stays_so_through_sections(
     backend: str, Nq: int, wrong: float, where: str
 ) -> None:
-    """What rounding took from infinity is NaN; infinity itself is the sum."""
+    """Return the sum where it is infinite: the part that rounding dropped is NaN there."""
     arrays: dict[str, Any] = dict(
         zip("qkv", normal((1, 2, 2, Nq, 2 * SECTION + 50, 16, 24), np.float32), strict=False)
     )
