@@ -52,7 +52,8 @@ class RowState:
             m = lse.astype(dtype)
             rest = np.where(np.isfinite(m), lse - m, 0)
             l = np.where(np.isneginf(lse), 0, np.exp(rest)).astype(dtype)  # noqa: E741 - as above
-            weighted = np.where(l[..., None] > 0, l[..., None] * out, 0).astype(dtype)
+            weighted, weight = np.zeros(out.shape, dtype), l[..., None]
+            np.multiply(out, weight, out=weighted, where=weight > 0, casting="same_kind")
         return cls(m, l, weighted)
 
     def rows(self, which: slice) -> "RowState":
