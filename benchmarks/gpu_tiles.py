@@ -3,11 +3,11 @@
 from typing import Any
 
 from benchmarks.configurations import Call, Inputs
-from tileattn.kernels.config import generic, hopper
-from tileattn.kernels.config.context import KernelLaunch, LaunchContext
-from tileattn.kernels.config.hopper import HOPPER
-from tileattn.kernels.config.tiles import TileSize
-from tileattn.problem import Problem, parse
+from tileattn.call.problem import Problem, parse
+from tileattn.kernels.cuda.families import generic, hopper
+from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext
+from tileattn.kernels.cuda.families.hopper import HOPPER
+from tileattn.kernels.cuda.families.tiles import TileSize
 
 # A warp for 32 queries, or for 16 where there are no more; the Hopper kernel has four for 64.
 # Stages are those of the fastest row of the table.
@@ -47,7 +47,7 @@ def prepared(kernel: str, tile: TileSize, x: Inputs) -> Call:
     from tileattn.backends.cupy import describe
     from tileattn.backends.cupy.execute import Executable
     from tileattn.backends.cupy.passes import Pass
-    from tileattn.kernels.launch.plan import launch_context, plan_forward
+    from tileattn.kernels.cuda.plan.plan import launch_context, plan_forward
 
     problem, operands = parse(x.q, x.k, x.v, {})
     out = cupy.ndarray(x.dout.shape, x.dout.dtype)

@@ -17,7 +17,7 @@ import numpy as np
 import tileattn
 from benchmarks.configurations import DTYPES, PASSES, Call, Configuration, Inputs, Mask
 from benchmarks.report import one_line
-from tileattn.algorithm.block_mask import EMPTY, PARTIAL, BlockMask
+from tileattn.call.block_mask import EMPTY, PARTIAL, BlockMask
 
 HALF = ("bf16", "fp16")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends import threads
-from tileattn.cli import processor
+from tileattn.cli.commands import processor
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import tileattn.distributed as dist
-from tileattn.progress import Progress
+from tileattn.cli.progress import Progress
 
 MIB = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes there, in KiB elsewhere
 

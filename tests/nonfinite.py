@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from tests.arrays import Array, Given, normal
 from tests.conftest import Runner
-from tileattn import Attention, BlockMask, Gradients, dense_reference, reference
+from tileattn import Attention, BlockMask, Gradients, reference
+from tileattn.oracle import dense as dense_reference
 from tileattn.testing import assert_attention_close, error_bound
 
 B, HQ, HKV = 2, 4, 2

@@ -119,63 +119,49 @@ def own_imports(path: Path) -> set[str]:
 
 # What each module may import. A package stands for its modules that have no row of their own; they
 # may import one another.
-LEAVES = {"argument_names", "array_names", "validation", "dtypes", "errors", "results"}
-FACTS = LEAVES | {"algorithm.block_mask", "expressions", "lengths", "problem", "scalars", "window"}
-KERNELS = {"kernels.jit", "kernels.config", "kernels.launch", "kernels.llvm"}
+LEAVES = {"dtypes", "errors", "function_names", "messages", "results", "validation"}
+FACTS = LEAVES | {"call", "expressions"}
+CUDA = {"kernels.cuda.families", "kernels.cuda.jit", "kernels.cuda.plan"}
+KERNELS = CUDA | {"kernels.disk_cache", "kernels.llvm"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "array_names": set(),
     "dtypes": set(),
     "errors": set(),
-    "argument_names": set(),
-    "validation": {"argument_names", "dtypes"},
+    "function_names": set(),
+    "messages": set(),
+    "validation": {"dtypes", "messages"},
     "results": {"validation"},
-    "hints": {"argument_names"},
     "expressions": LEAVES,
-    "algorithm.block_pairs": LEAVES | {"expressions"},
-    "algorithm.block_mask": LEAVES | {"algorithm.block_pairs", "expressions"},
-    "lengths": {"argument_names", "errors", "validation"},
-    "window": {"lengths", "validation"},
-    "scalars": {"validation"},
-    "tree_mask": {"expressions"},
-    "origin": {"expressions"},
-    "problem": LEAVES
-    | {"algorithm.block_mask", "expressions", "hints", "lengths", "origin", "scalars"}
-    | {"tree_mask", "window"},
-    "dual": {"array_names"},
-    "dropout_reference": set(),
-    "packed_reference": set(),
+    "call": LEAVES | {"expressions"},
     # The oracle's arithmetic shares no code with what it judges; its entry validates the call as
     # the library does, and does nothing else with it.
-    "dense_reference": {"dropout_reference", "dual", "packed_reference", "results"},
-    "reference": LEAVES | {"dense_reference", "expressions", "problem"},
-    "record": set(),
-    "algorithm": FACTS | {"record"},
-    "traffic": FACTS | {"algorithm", "record"},
-    "call_cache": FACTS,
+    "oracle": {"function_names", "results"},
+    "reference": FACTS | {"oracle"},
+    "traffic.record": set(),
+    "algorithm": FACTS | {"traffic.record"},
+    "traffic": FACTS | {"algorithm", "traffic.record"},
     "kernels": set(),
-    "kernels.config": FACTS,
-    "kernels.jit": LEAVES | {"kernels.config"},
-    "kernels.llvm": {"expressions", "kernels.jit"},
-    "kernels.launch": FACTS | {"algorithm", "kernels.config"},
+    "kernels.disk_cache": set(),
+    "kernels.cuda": set(),
+    "kernels.cuda.families": FACTS,
+    "kernels.cuda.jit": LEAVES | {"kernels.cuda.families", "kernels.disk_cache"},
+    "kernels.cuda.plan": FACTS | {"algorithm", "kernels.cuda.families"},
+    "kernels.llvm": {"expressions", "kernels.disk_cache"},
     "backends.threads": set(),
-    "backends": FACTS
-    | KERNELS
-    | {"algorithm", "backends.threads", "call_cache", "traffic", "record"},
-    "api": FACTS | {"algorithm", "backends", "call_cache"},
+    "backends": FACTS | KERNELS | {"algorithm", "backends.threads", "traffic", "traffic.record"},
+    "api": FACTS | {"algorithm", "backends"},
     "differentiation": FACTS | {"api"},
     "merging": FACTS | {"algorithm", "backends"},
     "kv_cache": FACTS | {"backends", "rotary"},
     "rotary": FACTS | {"backends"},
-    "testing": FACTS | {"dense_reference", "packed_reference", "reference"},
-    "selfcheck": FACTS | KERNELS | {"backends", "reference", "testing"},
+    "testing": FACTS | {"oracle", "reference"},
+    "testing.selfcheck": FACTS | KERNELS | {"backends", "reference", "testing"},
     "": FACTS
     | {"algorithm", "api", "backends", "differentiation", "kv_cache", "merging", "reference"}
     | {"rotary", "testing"},
     "jax": FACTS | {"", "backends", "distributed"},
     "distributed": FACTS | {"", "algorithm", "backends"},
-    "torch": FACTS | {"", "backends", "call_cache", "distributed"},
-    "progress": set(),
-    "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "progress", "selfcheck"},
+    "torch": FACTS | {"", "backends", "distributed"},
+    "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "testing.selfcheck"},
     "__main__": {"cli"},
 }
 
@@ -240,14 +226,14 @@ def test_heavy_libraries_are_imported_only_inside_functions() -> None:
 
 def test_only_what_runs_or_loads_kernels_imports_a_library_of_the_gpu() -> None:
     """Planning is pure: elsewhere none is imported, not even in a function."""
-    others = {"selfcheck", "torch.cuda", "distributed.nccl"}
+    others = {"testing.selfcheck", "torch.cuda", "distributed.nccl"}
     found = set()
     for path in MODULES:
         nodes = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Import | ast.ImportFrom))
         heads = {target.split(".")[0] for node in nodes for target in targets(node, path)}
         if heads & {"cuda", "cupy", "cupy_backends", "cupyx"}:
             found.add(module_of(path))
-    runs_or_loads = ("backends.cupy", "kernels.jit")
+    runs_or_loads = ("backends.cupy", "kernels.cuda.jit")
     assert {name for name in found - others if not name.startswith(runs_or_loads)} == set()
 
 

@@ -17,9 +17,9 @@ from tileattn.backends import registry
 from tileattn.backends.numpy import backend as numpy_backend
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.backends.protocol import Backend
-from tileattn.call_cache import signature
+from tileattn.call.prepared import signature
+from tileattn.call.problem import parse
 from tileattn.expressions.functions import read_functions
-from tileattn.problem import parse
 from tileattn.testing import assert_attention_close, error_bound
 
 SIZES = (2, 4, 2, 37, 53, 8, 12)

@@ -17,7 +17,7 @@ import tileattn.distributed as dist
 from tests.arrays import normal
 from tests.distributed.threads import on_ranks
 from tileattn import reference
-from tileattn.call_cache import signature
+from tileattn.call.prepared import signature
 from tileattn.expressions.functions import read_functions
 from tileattn.testing import assert_attention_close, error_bound
 

@@ -11,7 +11,7 @@ from tests import example
 from tests.arrays import Array, Given, normal
 from tileattn import BlockMask, reference
 from tileattn.algorithm.philox import dropout_mask
-from tileattn.dense_reference import evaluate_forward, visibility
+from tileattn.oracle.dense import evaluate_forward, visibility
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 7, 5, 3, 6
 

@@ -8,10 +8,10 @@ import importlib
 import types
 import typing
 
-from tileattn.algorithm.block_mask import BlockMask
 from tileattn.algorithm.philox import dropout_mask
 from tileattn.api import backward, explain, forward
 from tileattn.backends.registry import available_backends, register_backend
+from tileattn.call.block_mask import BlockMask
 from tileattn.differentiation import vjp
 from tileattn.errors import BackendUnavailableError, UnsupportedError
 from tileattn.kv_cache import append_kv

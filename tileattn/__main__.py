@@ -2,7 +2,7 @@
 
 import sys
 
-from tileattn.cli import main
+from tileattn.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,15 +7,14 @@ from typing import Any, Unpack
 from tileattn.backends import registry
 from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.protocol import Explanation
-from tileattn.call_cache import (
+from tileattn.call.prepared import (
     CALLS,
     PreparedCall,
     prepared_call,
     signature,
     signature_at_any_lengths,
 )
-from tileattn.expressions.functions import read_functions
-from tileattn.problem import (
+from tileattn.call.problem import (
     Operands,
     Options,
     Problem,
@@ -27,6 +26,7 @@ from tileattn.problem import (
     parse,
     refuse_pages,
 )
+from tileattn.expressions.functions import read_functions
 from tileattn.results import Attention, Gradients, wanted
 from tileattn.validation import check_flags
 

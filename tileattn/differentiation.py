@@ -7,8 +7,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from tileattn.api import backward, forward
+from tileattn.call.problem import Options, refuse_pages
 from tileattn.expressions.functions import read_functions
-from tileattn.problem import Options, refuse_pages
 from tileattn.results import Attention, Gradients
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.argument_names import called
 from tileattn.backends.buffers import ensure_writable
 from tileattn.backends.registry import ensure_one_owner
-from tileattn.lengths import Paging, integers, offsets_of, paging
-from tileattn.problem import check_dtype
+from tileattn.call.problem import check_dtype
+from tileattn.call.sequences import Paging, integers, offsets_of, paging
+from tileattn.messages import called
 from tileattn.rotary import check_tables, rope
 from tileattn.validation import check_flags, must_be
 

@@ -1,7 +1,7 @@
 """The oracle: attention on whole matrices in float64, of every call that the library takes.
 
 A call is validated by the library's own code, so that the two agree on what is a call. The
-arithmetic, in ``tileattn.dense_reference``, shares no code with the library.
+arithmetic, in ``tileattn.oracle.dense``, shares no code with the library.
 """
 
 from typing import Any
@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.dense_reference import evaluate_backward, evaluate_forward
-from tileattn.expressions.captures import with_parameters
-from tileattn.expressions.functions import read_functions
-from tileattn.problem import (
+from tileattn.call.problem import (
     arrays_of,
     check_dtype,
     check_shape,
@@ -20,6 +17,9 @@ from tileattn.problem import (
     parse,
     refuse_pages,
 )
+from tileattn.expressions.captures import with_parameters
+from tileattn.expressions.functions import read_functions
+from tileattn.oracle.dense import evaluate_backward, evaluate_forward
 from tileattn.results import Attention, Gradients
 from tileattn.validation import check_flags, require_numpy
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.argument_names import called
 from tileattn.backends.registry import ensure_one_owner
+from tileattn.call.problem import check_dtype
+from tileattn.call.sequences import as_integers
 from tileattn.dtypes import accum_dtype
-from tileattn.lengths import as_integers
-from tileattn.problem import check_dtype
+from tileattn.messages import called
 from tileattn.validation import check_flags
 
 

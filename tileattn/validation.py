@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.argument_names import called
 from tileattn.dtypes import BFLOAT16
+from tileattn.messages import called
 
 _LONGEST = 200  # bits of an integer that a message writes out
 _brief = reprlib.Repr()

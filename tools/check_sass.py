@@ -18,18 +18,18 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from tileattn.kernels.config.families import backward_launches, forward_launches
-from tileattn.kernels.config.hopper import (
+from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
+from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
     HOPPER_BACKWARDS,
     HOPPER_WIDE,
     HOPPER_WIDE_DQ,
 )
-from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
-from tileattn.kernels.jit.compile import SOURCES, compiled, sources_in
-from tileattn.kernels.launch import catalog
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS
+from tileattn.kernels.cuda.jit.compile import SOURCES, compiled, sources_in
+from tileattn.kernels.cuda.plan import catalog
 from tools.sass import Instruction, disassembled, nvdisasm, parsed
 
 ARCH = "sm_90a"

@@ -31,12 +31,12 @@ import numpy as np
 import tileattn
 from benchmarks import report
 from tileattn import dtypes, reference
-from tileattn.kernels.config.families import backward_launches, forward_launches
-from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.jit import compile
-from tileattn.kernels.jit.load import arch_of
-from tileattn.kernels.launch import catalog
-from tileattn.problem import parse
+from tileattn.call.problem import parse
+from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.jit import compile
+from tileattn.kernels.cuda.jit.load import arch_of
+from tileattn.kernels.cuda.plan import catalog
 from tileattn.testing import assert_attention_close, error_bound
 from tools.check_sass import PAIRS, pair
 

@@ -14,7 +14,7 @@ import numpy as np
 from tileattn import BlockMask
 from tileattn.backends import registry
 from tileattn.backends.protocol import Backend
-from tileattn.problem import Problem, parse
+from tileattn.call.problem import Problem, parse
 from tools import pages
 from tools.pages import DOCS, table
 

@@ -1,4 +1,4 @@
-"""Write the products of kernels/src/wgmma_sm90.cuh, or check that they are up to date.
+"""Write the products of kernels/cuda/src/wgmma_sm90.cuh, or check that they are up to date.
 
 The text of an instruction names each register of its result, so there is one function for each
 number of columns, which C++ picks by the length of the array that it is given.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tools import pages
 
-HEADER = Path(__file__).parents[1] / "tileattn" / "kernels" / "src" / "wgmma_sm90.cuh"
+HEADER = Path(__file__).parents[1] / "tileattn" / "kernels" / "cuda" / "src" / "wgmma_sm90.cuh"
 BEGIN = "// Made by python -m tools.wgmma_header --write, from here"
 END = "// to here."
 

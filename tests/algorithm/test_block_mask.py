@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import tileattn
 from tileattn import BlockMask
-from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
+from tileattn.call.block_mask import EMPTY, FULL, PARTIAL
 
 Bools = NDArray[np.bool_]
 
@@ -101,7 +101,7 @@ def test_a_mask_of_nothing(shape: tuple[int, int, int, int]) -> None:
 
 
 def test_long_masks_are_classified_strip_by_strip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tileattn.algorithm.block_mask._STRIP", 100)
+    monkeypatch.setattr("tileattn.call.block_mask._STRIP", 100)
     mask = BlockMask.from_predicate(rule, SHAPE, (4, 3))
     np.testing.assert_array_equal(mask.kinds, by_blocks(dense(), (4, 3)))
 

@@ -13,14 +13,14 @@ from examples import score_functions as gallery
 from tests.expressions.random_functions import AUX, HQ, NK, NQ, B, as_function, drawn
 from tests.gallery import calls
 from tileattn import BlockMask
-from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 from tileattn.algorithm.function_mask import FunctionMask, extrema
 from tileattn.algorithm.heads import head_groups
 from tileattn.algorithm.mask import AttentionMask, SlidingWindow, schedule
 from tileattn.algorithm.tiles import Tile
+from tileattn.call.block_mask import EMPTY, FULL, PARTIAL
+from tileattn.call.problem import parse
 from tileattn.expressions import quadtree
 from tileattn.expressions.functions import mask_expression
-from tileattn.problem import parse
 
 PLACE = np.ogrid[:B, :HQ, :NQ, :NK]
 WINDOWS = [

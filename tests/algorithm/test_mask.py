@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.algorithm.mask import (
     AttentionMask,
     SlidingWindow,
     schedule,
 )
 from tileattn.algorithm.tiles import Tile, cut, cut_between, sizes_for_memory, tile_of
+from tileattn.call.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 
 Bools = NDArray[np.bool_]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tileattn import dropout_reference as reference
 from tileattn.algorithm.philox import dropout_mask, keep_tile, philox4x32
+from tileattn.oracle import dropout as reference
 
 ONES = 0xFFFFFFFF
 

@@ -18,7 +18,7 @@ import tileattn
 from tests.arrays import normal
 from tileattn import api
 from tileattn.backends import registry
-from tileattn.call_cache import CALLS
+from tileattn.call.prepared import CALLS
 
 Array = NDArray[Any]
 

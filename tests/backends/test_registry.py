@@ -16,7 +16,7 @@ from tileattn import BackendUnavailableError, UnsupportedError
 from tileattn.backends.cupy.backend import CupyBackend
 from tileattn.backends.llvm.backend import LlvmBackend
 from tileattn.backends.numpy.backend import NumpyBackend
-from tileattn.problem import Problem
+from tileattn.call.problem import Problem
 
 Q = np.ones((2, 4, 7, 3), np.float32)
 K = np.ones((2, 2, 5, 3), np.float32)

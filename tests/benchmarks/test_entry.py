@@ -18,7 +18,7 @@ from benchmarks import cpu, report
 from benchmarks.configurations import PASSES, Configuration
 from benchmarks.device import AGREEMENT, difference
 from benchmarks.implementations import Naive, Tileattn
-from tileattn.cli import BENCHMARKS, main
+from tileattn.cli.commands import BENCHMARKS, main
 
 ROOT = Path(__file__).parents[2]
 

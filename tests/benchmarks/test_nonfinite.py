@@ -14,7 +14,7 @@ from benchmarks import nonfinite
 from benchmarks.configurations import Call, random_blocks
 from benchmarks.nonfinite import CASES, EVERY, PASSES, faults, spoiled
 from tests.benchmarks.fake_gpu import MACHINE, Fake
-from tileattn.dense_reference import visibility
+from tileattn.oracle.dense import visibility
 
 
 class Slow(Fake):

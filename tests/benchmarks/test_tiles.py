@@ -8,10 +8,10 @@ import pytest
 from benchmarks import gpu_tiles
 from benchmarks.configurations import Inputs
 from tests.backends.cupy import fake_cupy
-from tileattn.kernels.config.families import forward_launches
-from tileattn.kernels.config.hopper import HOPPER
-from tileattn.kernels.config.tiles import TileSize
-from tileattn.kernels.launch.catalog import context_of, problem_of
+from tileattn.kernels.cuda.families.families import forward_launches
+from tileattn.kernels.cuda.families.hopper import HOPPER
+from tileattn.kernels.cuda.families.tiles import TileSize
+from tileattn.kernels.cuda.plan.catalog import context_of, problem_of
 
 CONTEXT = context_of("sm_90a")._replace(sm_count=132)
 PROBLEM = replace(problem_of("float16", 64), B=2, Hq=16, Hkv=16, Nq=4096, Nk=4096)

@@ -12,7 +12,7 @@ from benchmarks.configurations import Configuration, Inputs, random_blocks
 from benchmarks.memory import Case
 from benchmarks.report import Row
 from tests.benchmarks.fake_gpu import Fake
-from tileattn.kernels.config.tiles import TileSize
+from tileattn.kernels.cuda.families.tiles import TileSize
 
 NAMES = ("naive", "tileattn")
 

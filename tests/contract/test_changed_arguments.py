@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tileattn.call_cache import CALLS
+from tileattn.call.prepared import CALLS
 
 B, H, N, D = 2, 4, 20, 8
 rng = np.random.default_rng(0)

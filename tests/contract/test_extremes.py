@@ -18,7 +18,7 @@ import tileattn
 from tests.arrays import Array, Given, normal
 from tests.conftest import Runner
 from tileattn import Attention, Gradients, reference
-from tileattn.dense_reference import visibility
+from tileattn.oracle.dense import visibility
 from tileattn.testing import AttentionCase, Bound, assert_attention_close, error_bound, problems
 from tileattn.testing.arrays import largest
 

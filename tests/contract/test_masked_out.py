@@ -24,7 +24,7 @@ from tileattn import BlockMask
 from tileattn.algorithm import spec
 from tileattn.algorithm.tiles import Tile
 from tileattn.backends.numpy.memory import TileMemory
-from tileattn.dense_reference import visibility
+from tileattn.oracle.dense import visibility
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 

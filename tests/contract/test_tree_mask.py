@@ -15,7 +15,7 @@ from tests.contract.test_backends import check
 from tests.contract.test_paged import able as has_pages
 from tests.contract.test_paged import cache
 from tileattn import reference
-from tileattn.dense_reference import visibility
+from tileattn.oracle.dense import visibility
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")

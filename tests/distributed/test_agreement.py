@@ -10,9 +10,9 @@ import pytest
 
 import tileattn.distributed as dist
 from tests.distributed.threads import Rank, on_ranks
+from tileattn.call.problem import Options
 from tileattn.distributed import Layout
 from tileattn.distributed.agreement import OPTIONS, REFUSED
-from tileattn.problem import Options
 
 B, HQ, HKV, N, NK, D = 2, 4, 2, 6, 9, 8  # queries and keys of each rank
 RANKS = 3

@@ -10,9 +10,9 @@ import pytest
 
 import tileattn.distributed as dist
 from tests.distributed.threads import Rank, on_ranks
+from tileattn.call.problem import Options
 from tileattn.distributed import Layout
 from tileattn.errors import UnsupportedError
-from tileattn.problem import Options
 
 REFUSALS = TypeError, ValueError, UnsupportedError
 X = np.random.default_rng(0).standard_normal((3, 1, 2, 6, 8))

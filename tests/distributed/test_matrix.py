@@ -12,10 +12,10 @@ import tileattn.distributed as dist
 from tests.distributed.test_ring import check_once
 from tests.distributed.threads import Rank, on_ranks
 from tileattn import BlockMask, reference
+from tileattn.call.problem import Options
 from tileattn.distributed import Layout
 from tileattn.distributed.agreement import REFUSED
 from tileattn.errors import UnsupportedError
-from tileattn.problem import Options
 from tileattn.testing import AttentionCase
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 12, 6, 17, 23, 8, 5  # 2 ranks and 3 share the heads of keys

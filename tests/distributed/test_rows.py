@@ -10,7 +10,7 @@ import pytest
 import tileattn.distributed as dist
 from tests.distributed.in_groups import in_groups
 from tests.distributed.threads import on_ranks
-from tests.kernels.src.partial_rows_on_host import KernelOnHost
+from tests.kernels.cuda.src.partial_rows_on_host import KernelOnHost
 from tileattn import Attention, Gradients, reference
 from tileattn.backends.cupy import partial_rows
 from tileattn.distributed import Layout

@@ -7,11 +7,11 @@ import pytest
 
 from tests.distributed.in_groups import tireless
 from tests.distributed.test_ring import check, layouts
+from tileattn.call.problem import parse
 from tileattn.distributed import Layout
 from tileattn.distributed.held import CPU, Held
 from tileattn.distributed.rank_blocks import RankBlocks
 from tileattn.distributed.visibility import Visibility
-from tileattn.problem import parse
 from tileattn.testing import AttentionCase
 
 

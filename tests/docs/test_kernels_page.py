@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
 ALGORITHM = ROOT / "tileattn" / "algorithm"
-KERNELS = ROOT / "tileattn" / "kernels" / "src"
+KERNELS = ROOT / "tileattn" / "kernels" / "cuda" / "src"
 SOURCES = sorted(KERNELS.iterdir())
 QUOTES = re.findall(r"<!-- from: (\S+) -->\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
@@ -62,7 +62,12 @@ def test_every_function_of_the_specification_has_a_counterpart() -> None:
 
 
 def test_every_module_of_the_page_exists() -> None:
-    folders = [ROOT / "tileattn", ROOT / "tileattn" / "kernels", ROOT]
+    folders = [
+        ROOT / "tileattn",
+        ROOT / "tileattn" / "kernels",
+        ROOT / "tileattn" / "kernels" / "cuda",
+        ROOT,
+    ]
     modules = set(re.findall(r"`((?:\w+/)+\w+\.py)`", PAGE))
     assert len(modules) > 10
     assert [x for x in sorted(modules) if not any((f / x).exists() for f in folders)] == []

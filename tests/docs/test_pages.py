@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu
-from tileattn import hints
+from tileattn.call import hints
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

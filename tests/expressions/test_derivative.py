@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.expressions.random_functions import AUX, HQ, NK, NQ, B, as_function, drawn
-from tileattn.dual import Clamped, Dual, tangents_of, value_of
 from tileattn.expressions.derivative import derivatives
 from tileattn.expressions.evaluate import clamped, evaluate
 from tileattn.expressions.functions import score_expression
+from tileattn.oracle.dual import Clamped, Dual, tangents_of, value_of
 
 PLACE = np.ogrid[:B, :HQ, :NQ, :NK]
 SHAPE = (B, HQ, NQ, NK)

@@ -11,10 +11,10 @@ from tests.arrays import Array, Given, normal
 from tests.on_gpu import host, poisoned, sent
 from tileattn import Attention, BlockMask, Gradients, reference
 from tileattn.backends.cupy import describe
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS
-from tileattn.kernels.launch.layout import CallLayout, array_layout
-from tileattn.kernels.launch.plan import plan_backward, plan_forward
-from tileattn.problem import Problem, parse
+from tileattn.call.problem import Problem, parse
+from tileattn.kernels.cuda.families.hopper import HOPPER, HOPPER_BACKWARDS
+from tileattn.kernels.cuda.plan.layout import CallLayout, array_layout
+from tileattn.kernels.cuda.plan.plan import plan_backward, plan_forward
 from tileattn.testing import assert_attention_close, error_bound
 
 Masked = Callable[[int, int], BlockMask]

@@ -26,8 +26,8 @@ from tests.gpu.hopper import (
 from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
 from tileattn import reference
 from tileattn.backends.cupy import describe
-from tileattn.kernels.config.hopper import HOPPER_BACKWARD
-from tileattn.kernels.launch.plan import plan_backward
+from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARD
+from tileattn.kernels.cuda.plan.plan import plan_backward
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]

@@ -30,8 +30,8 @@ from tests.gpu.hopper import (
 from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
 from tileattn import reference
 from tileattn.backends.cupy import describe
-from tileattn.call_cache import CALLS
-from tileattn.kernels.launch.plan import plan_forward
+from tileattn.call.prepared import CALLS
+from tileattn.kernels.cuda.plan.plan import plan_forward
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]

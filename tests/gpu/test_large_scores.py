@@ -14,7 +14,7 @@ import pytest
 import tileattn
 from tests.arrays import Array, Given, normal
 from tests.on_gpu import host, needs_gpu, poisoned, sent
-from tileattn.dense_reference import Forward, evaluate_backward, evaluate_forward
+from tileattn.oracle.dense import Forward, evaluate_backward, evaluate_forward
 from tileattn.testing import assert_attention_close, error_bound
 from tileattn.testing.rounding import backward_floors, forward_floors, norm, storing, summing
 

@@ -19,9 +19,9 @@ from tests.on_gpu import bits, busy, needs_gpu, poisoned, random_arrays, sent
 from tileattn.backends.cupy import execute, passes
 from tileattn.backends.cupy.graph import Graph
 from tileattn.backends.cupy.launches import can_overlap
-from tileattn.call_cache import CALLS
-from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.jit.load import load
+from tileattn.call.prepared import CALLS
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.jit.load import load
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("overlapping")]
 

@@ -25,8 +25,8 @@ from tests.nonfinite import (
 )
 from tests.on_gpu import needs_gpu, poisoned, sent
 from tileattn.backends.cupy import describe
-from tileattn.kernels.config.hopper import HOPPER_BACKWARDS
-from tileattn.kernels.launch.plan import plan_backward
+from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARDS
+from tileattn.kernels.cuda.plan.plan import plan_backward
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
 

@@ -13,13 +13,13 @@ from tests.probes import keys
 from tests.probes.bounds import sums_of
 from tests.probes.harness import Probe, params, strides_of
 from tileattn.algorithm import philox
-from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.algorithm.mask import AttentionMask, SlidingWindow, schedule
 from tileattn.algorithm.tiles import Tile, cut
-from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.launch.block_sparse import partial_blocks
-from tileattn.kernels.launch.params import PARAMS
-from tileattn.kernels.launch.scheduler import work_tiles
+from tileattn.call.block_mask import EMPTY, FULL, PARTIAL, BlockMask
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.plan.block_sparse import partial_blocks
+from tileattn.kernels.cuda.plan.params import PARAMS
+from tileattn.kernels.cuda.plan.scheduler import work_tiles
 
 Array = NDArray[Any]
 Pair = tuple[int, int]

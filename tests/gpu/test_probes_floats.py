@@ -22,11 +22,11 @@ from tests.probes.bounds import (
     unit_of,
 )
 from tests.probes.harness import Probe, params, strides_of
-from tileattn.algorithm.block_mask import FULL
 from tileattn.algorithm.scores import ScoreMods
 from tileattn.algorithm.softmax import RowState
 from tileattn.algorithm.tiles import Tile
-from tileattn.kernels.config.key import KernelKey
+from tileattn.call.block_mask import FULL
+from tileattn.kernels.cuda.families.key import KernelKey
 
 Array = NDArray[Any]
 

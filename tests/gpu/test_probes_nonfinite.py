@@ -10,7 +10,7 @@ from tests.on_gpu import needs_gpu
 from tests.probes import keys
 from tests.probes.bounds import assert_same_bits, dtype_of, sums_of
 from tests.probes.harness import Probe
-from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.cuda.families.key import KernelKey
 
 Array = NDArray[Any]
 

@@ -138,7 +138,7 @@ def test_a_later_process_takes_kernels_from_the_cache(tmp_path: Path) -> None:
     code = """
     import time
     import cupy, tileattn
-    from tileattn.kernels.jit import load as loader
+    from tileattn.kernels.cuda.jit import load as loader
 
     x = cupy.zeros((1, 1, 64, 64), "float16")
     start = time.perf_counter()

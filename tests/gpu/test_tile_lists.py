@@ -7,12 +7,18 @@ import pytest
 
 import tileattn
 from tests.gpu.hopper import described
-from tests.kernels.src.test_tile_lists import as_numbers, expected_lists, kinds_of, reading, tile_of
+from tests.kernels.cuda.src.test_tile_lists import (
+    as_numbers,
+    expected_lists,
+    kinds_of,
+    reading,
+    tile_of,
+)
 from tests.on_gpu import bits, needs_gpu, sent
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.execute import Executable
 from tileattn.backends.cupy.passes import Pass
-from tileattn.kernels.launch.plan import plan_backward, plan_forward
+from tileattn.kernels.cuda.plan.plan import plan_backward, plan_forward
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("on_hopper")]
 

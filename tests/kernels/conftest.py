@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.jit import tiny_kernel
-from tileattn.kernels.jit import cache
+from tests.kernels.cuda.jit import tiny_kernel
+from tileattn.kernels import disk_cache as cache
 from tools.sass import nvdisasm
 
 

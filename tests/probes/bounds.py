@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.kernels.config.key import KernelKey
+from tileattn.kernels.cuda.families.key import KernelKey
 
 Array = NDArray[Any]
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.jit.compile import SOURCES, Compiled, compiled
-from tileattn.kernels.jit.load import arch_of
-from tileattn.kernels.launch.params import PARAMS, template
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.jit.compile import SOURCES, Compiled, compiled
+from tileattn.kernels.cuda.jit.load import arch_of
+from tileattn.kernels.cuda.plan.params import PARAMS, template
 
 PROBES = Path(__file__).parent
 

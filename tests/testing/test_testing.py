@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 
 from tests.arrays import Array, Given, normal
 from tileattn import reference
-from tileattn.dense_reference import evaluate_backward, evaluate_forward
+from tileattn.oracle.dense import evaluate_backward, evaluate_forward
 from tileattn.results import Attention, Gradients
 from tileattn.testing import AttentionCase, Bound, assert_attention_close, error_bound, problems
 from tileattn.testing.options import DRAW

@@ -4,7 +4,7 @@ from tools.check_docstrings import members
 from tools.check_wheel import REQUIRED, problems
 
 GOOD = [*sorted(REQUIRED), "tileattn-0.1.0.dist-info/METADATA"]
-LOAD = "tileattn/kernels/jit/load.py"
+LOAD = "tileattn/kernels/cuda/jit/load.py"
 WHEEL = "tileattn-0.1.0-py3-none-any.whl"
 
 

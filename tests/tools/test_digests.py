@@ -55,7 +55,7 @@ def test_every_option_is_among_them() -> None:
     # Not every backend takes all.
     others = {"score_mod", "mask_mod", "aux", "cu_seqlens_q", "cu_seqlens_k", "block_table"}
     others |= {"tree_mask", "origin"}
-    assert used == set(tileattn.problem.Options.__annotations__) - others
+    assert used == set(tileattn.call.problem.Options.__annotations__) - others
 
 
 def test_a_missing_digest_differs(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks.report import RESULTS, load
-from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 from tileattn.algorithm.tiles import Tile
+from tileattn.call.block_mask import EMPTY, FULL, PARTIAL
 from tools import drawing, pages, pictures
 from tools.pictures import roofline, schedules, speed
 

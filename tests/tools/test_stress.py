@@ -12,8 +12,8 @@ import pytest
 import tileattn
 from tests.on_gpu import needs_gpu
 from tileattn.errors import BackendUnavailableError
-from tileattn.kernels.config.tiles import HEAD_DIM_BUCKETS
-from tileattn.kernels.jit import compile as compiler
+from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS
+from tileattn.kernels.cuda.jit import compile as compiler
 from tools import stress_gpu
 from tools.check_sass import keys
 from tools.stress_gpu import LENGTHS, MASKS, NAMES, VARIANTS, Case, Report, Tally, cases, run

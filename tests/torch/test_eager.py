@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - PyTorch may be absent
 
 import tileattn  # noqa: E402 - as above
-from tileattn.call_cache import CALLS  # noqa: E402 - as above
+from tileattn.call.prepared import CALLS  # noqa: E402 - as above
 from tileattn.torch import attention, eager  # noqa: E402 - as above
 
 SHAPES = (2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 8)

@@ -8,8 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tileattn import BlockMask
-from tileattn.dense_reference import visibility
-from tileattn.problem import parse
+from tileattn.call.problem import parse
+from tileattn.oracle.dense import visibility
 from tileattn.traffic import explained
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 4, 2, 37, 29, 8, 12

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tileattn.algorithm.tiles import sizes_for_memory
-from tileattn.problem import Problem, parse
+from tileattn.call.problem import Problem, parse
 from tileattn.traffic import KINDS, modelled
 
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tileattn import BlockMask
-from tileattn.dense_reference import visibility
-from tileattn.problem import Operands, Problem, parse
+from tileattn.call.problem import Operands, Problem, parse
+from tileattn.oracle.dense import visibility
 from tileattn.traffic import ALGORITHMS, KINDS, Traffic, counted, flops, modelled
 
 EVERY = [(algorithm, kind) for algorithm in ALGORITHMS for kind in KINDS]

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tileattn.algorithm import mask as of_mask
-from tileattn.algorithm.block_mask import FULL, BlockMask
 from tileattn.algorithm.mask import AttentionMask, SlidingWindow
 from tileattn.algorithm.tiles import cut
+from tileattn.call.block_mask import FULL, BlockMask
 from tileattn.traffic import tiles as of_tiles
 from tileattn.traffic.tiles import TileCounts, count_tiles
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.algorithm.block_mask import FULL, PARTIAL
 from tileattn.algorithm.tiles import cut_between
+from tileattn.call.block_mask import FULL, PARTIAL
 from tileattn.expressions.build import apply
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.extrema import RangeExtrema

@@ -17,7 +17,7 @@ from tileattn.algorithm.scores import ScoreFunction, ScoreMods
 from tileattn.algorithm.sequences import KVSource, Place, Sequence, sequences
 from tileattn.algorithm.tile_mask import TileMask
 from tileattn.algorithm.tiles import Tile, cut
-from tileattn.problem import Operands, Problem
+from tileattn.call.problem import Operands, Problem
 
 Array = NDArray[Any]
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.algorithm.function_mask import FunctionMask, VisibleBlocks
 from tileattn.algorithm.tile_mask import TileMask
 from tileattn.algorithm.tiles import Tile, cut, cut_between, tile_of
+from tileattn.call.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 
 TALL = 256  # rows from which it pays to halve a tile that the window's boundary crosses
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tileattn.algorithm.heads import HeadGroup
 from tileattn.algorithm.softmax import RowState, masked_matmul
 from tileattn.algorithm.tile_mask import TileMask
-from tileattn.problem import Problem
+from tileattn.call.problem import Problem
 
 Array = NDArray[Any]
 

@@ -13,8 +13,8 @@ import numpy as np
 from tileattn.algorithm.heads import Array, HeadGroup
 from tileattn.algorithm.scores import Partial, aux_number, learned_elements
 from tileattn.algorithm.tiles import Tile, tile_of
+from tileattn.call.problem import Operands, Problem
 from tileattn.expressions.nodes import INDICES, Node
-from tileattn.problem import Operands, Problem
 
 
 class TaskSums(Protocol):

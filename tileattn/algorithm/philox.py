@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.scalars import dropout_of, seed_of
+from tileattn.call.scalars import dropout_of, seed_of
 from tileattn.validation import lengths_of
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

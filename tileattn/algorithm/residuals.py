@@ -11,8 +11,8 @@ from tileattn.algorithm.heads import Array, HeadGroup
 from tileattn.algorithm.memory import RowConstant
 from tileattn.algorithm.parameter_gradient import ParameterSums
 from tileattn.algorithm.tiles import Tile, cut
+from tileattn.call.problem import Problem
 from tileattn.expressions.nodes import Node
-from tileattn.problem import Problem
 
 
 class HeadResiduals(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from tileattn.algorithm.mask import SlidingWindow
-from tileattn.problem import Operands, Problem
+from tileattn.call.problem import Operands, Problem
 
 Array = NDArray[Any]
 

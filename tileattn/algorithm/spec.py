@@ -38,7 +38,7 @@ from tileattn.algorithm.scores import Grad, Partial
 from tileattn.algorithm.softmax import RowState
 from tileattn.algorithm.tile_mask import TileMask, above_minus_infinity
 from tileattn.algorithm.tiles import Tile, cut
-from tileattn.problem import Operands, Problem
+from tileattn.call.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 
 _PREPROCESSED = 1 << 20  # elements of dO that a task of ``preprocess`` takes

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.argument_names import called
 from tileattn.backends.addresses import address_of, byte_bounds
 from tileattn.backends.protocol import Backend
 from tileattn.backends.registry import ensure_owned
+from tileattn.call.problem import check_dtype
 from tileattn.errors import UnsupportedError
-from tileattn.problem import check_dtype
+from tileattn.messages import called
 from tileattn.results import Attention
 
 
@@ -43,7 +43,7 @@ def placed(result: Attention, out: Any | None) -> Attention:
 
 def ensure_workspace(backend: Backend, x: Any, inputs: Mapping[str, Any]) -> None:
     """Raise if ``backward`` cannot take an array as its workspace, whatever its size."""
-    from tileattn.kernels.launch.workspace import ALIGNED  # which nobody else on the CPU needs
+    from tileattn.kernels.cuda.plan.workspace import ALIGNED  # which nobody else on the CPU needs
 
     ensure_owned(backend, "workspace", x)
     check_dtype("workspace", x, (np.dtype(np.uint8),))

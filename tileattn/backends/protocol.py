@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from tileattn.problem import Operands, Problem
+from tileattn.call.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -103,7 +103,7 @@ class Backend(Protocol):
     it by name where a caller passes one: an array of uint8, of which all but its size has been
     checked.
 
-    A method ``prepare(problem)`` may return a new `tileattn.call_cache.PreparedCall`, which then
+    A method ``prepare(problem)`` may return a new `tileattn.call.prepared.PreparedCall`, which then
     runs all calls of one signature.
 
     Methods ``append_kv`` and ``rope`` may run these two, validated; without them array expressions

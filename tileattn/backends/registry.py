@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.argument_names import called
 from tileattn.backends.protocol import Backend
-from tileattn.call_cache import CALLS
+from tileattn.call.prepared import CALLS
+from tileattn.call.problem import Problem
 from tileattn.errors import BackendUnavailableError, UnsupportedError
-from tileattn.problem import Problem
+from tileattn.messages import called
 from tileattn.validation import must_be
 
 _BUILT_IN = {

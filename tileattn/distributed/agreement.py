@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from tileattn.call.problem import Operands, Options, Problem
+from tileattn.call.window import window_of
 from tileattn.distributed.arrays import is_on_gpu
 from tileattn.distributed.ranks import Communicator
 from tileattn.errors import UnsupportedError
 from tileattn.expressions.nodes import Node
-from tileattn.problem import Operands, Options, Problem
-from tileattn.window import window_of
 
 Made = TypeVar("Made")
 Facts = dict[str, str]

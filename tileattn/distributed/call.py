@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.backends import registry
+from tileattn.call.problem import Operands, Problem, aux_arrays, four_axes, parse
+from tileattn.call.window import window_of
 from tileattn.distributed.agreement import (
     Terms,
     check_supported,
@@ -22,9 +24,7 @@ from tileattn.distributed.layout import Layout, Segment
 from tileattn.distributed.rank_blocks import RankBlocks
 from tileattn.distributed.ranks import Communicator, Ranks
 from tileattn.distributed.visibility import Visibility
-from tileattn.problem import Operands, Problem, aux_arrays, four_axes, parse
 from tileattn.results import DIFFERENTIABLE
-from tileattn.window import window_of
 
 Array = NDArray[Any]
 

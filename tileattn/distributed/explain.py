@@ -6,6 +6,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from tileattn.call.problem import Operands, Options, Problem
 from tileattn.distributed.agreement import check_supported
 from tileattn.distributed.call import Call, agreed, layout_of, parse_with_given_window
 from tileattn.distributed.comm import TIMEOUT, check_timeout, communicator
@@ -15,7 +16,6 @@ from tileattn.distributed.layout import Layout, count
 from tileattn.distributed.schedules import Schedule, every, why_not
 from tileattn.distributed.sent import Rows, Workload
 from tileattn.distributed.visibility import Visibility
-from tileattn.problem import Operands, Options, Problem
 
 _COLUMNS = ("MB", 13), ("messages", 10), ("ms", 10), ("groups", 8), ("memory", 8)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tileattn.call.problem import Problem
 from tileattn.distributed.groups import layout_across
 from tileattn.distributed.head_groups import counts
 from tileattn.distributed.layout import Layout
@@ -19,7 +20,6 @@ from tileattn.distributed.schedules import Schedule, group_size
 from tileattn.distributed.sent import Workload
 from tileattn.distributed.visibility import Visibility
 from tileattn.distributed.waves import Waves
-from tileattn.problem import Problem
 
 _MOST_PIECES = 8  # into which queries are cut
 _ROWS = 4  # numbers of each query that a backward pass computes with

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tileattn.call.problem import four_axes
 from tileattn.distributed.arrays import is_on_gpu
 from tileattn.distributed.call import Call
 from tileattn.distributed.passes import Passes
 from tileattn.distributed.ranks import Ranks
-from tileattn.problem import four_axes
 
 _MOST = 256  # kinds of calls
 

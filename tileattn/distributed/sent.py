@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.call.problem import Problem
 from tileattn.distributed.groups import layout_across
 from tileattn.distributed.layout import Layout
 from tileattn.distributed.visibility import Visibility, reach
-from tileattn.problem import Problem
 
 Array = NDArray[Any]
 

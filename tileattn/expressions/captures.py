@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.array_names import ArrayNames
 from tileattn.expressions.arrays import is_array
 from tileattn.expressions.state import names_of
 from tileattn.expressions.trace import Source, TracedArray
+from tileattn.function_names import ArrayNames
 
 _DEPTH = 4  # of functions that call functions
 

@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from tileattn.array_names import ArrayNames, kind_name
 from tileattn.expressions import build
 from tileattn.expressions.arrays import Arrays, is_array, kind_of
 from tileattn.expressions.nodes import Kind, Node, constant
+from tileattn.function_names import ArrayNames, kind_name
 
 _WITHOUT_IF = (
     "numpy.where(condition, x, y) is accepted in place of if, &, | and ~ in place of and, or and "

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tileattn.lengths import as_integers
-from tileattn.problem import aux_arrays
+from tileattn.call.problem import aux_arrays
+from tileattn.call.sequences import as_integers
 from tileattn.validation import must_be, refuse_masked
 
 Arrays = dict[str, Any]

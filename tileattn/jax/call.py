@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.backends.registry import check_name
+from tileattn.call.problem import Problem, check_names, parse
+from tileattn.call.window import window_of
 from tileattn.expressions.functions import read_functions
 from tileattn.jax.arrays import ARRAYS, INTEGERS, holds_arrays_of_jax
-from tileattn.problem import Problem, check_names, parse
-from tileattn.window import window_of
 
 _NUMBERS = ("scale", "softcap", "dropout_p", "seed")
 

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tileattn.call.problem import four_axes
+from tileattn.call.sequences import integers, kv_lengths_of
+from tileattn.call.window import window_of
 from tileattn.distributed.agreement import check_supported
 from tileattn.expressions.functions import read_functions
 from tileattn.jax.arrays import Arrays, arrays_of
@@ -16,11 +19,8 @@ from tileattn.jax.call import call_of
 from tileattn.jax.differentiation import differentiable
 from tileattn.jax.manual_axes import axes_of, varying
 from tileattn.jax.ring import LAYOUTS, Ring
-from tileattn.lengths import integers, kv_lengths_of
-from tileattn.problem import four_axes
 from tileattn.results import Attention
 from tileattn.validation import check_flags
-from tileattn.window import window_of
 
 _OF_INDICES = ("dropout_p", "score_mod", "mask_mod")  # options to which indices matter themselves
 _PLACES = ("kv_lengths", "q_offset")

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.dense_reference import Backward, Forward, evaluate_backward, evaluate_forward
+from tileattn.call.problem import refuse_pages
 from tileattn.dtypes import accum_dtype
-from tileattn.packed_reference import padded
-from tileattn.problem import refuse_pages
+from tileattn.oracle.dense import Backward, Forward, evaluate_backward, evaluate_forward
+from tileattn.oracle.packed import padded
 from tileattn.reference import check_call
 from tileattn.results import Attention, Gradients
 from tileattn.testing.rounding import (

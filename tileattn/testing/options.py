@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.algorithm.block_mask import BlockMask
+from tileattn.call.block_mask import BlockMask
 from tileattn.testing.arrays import largest
 
 Array = NDArray[Any]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.dense_reference import Backward, Forward
 from tileattn.dtypes import accum_dtype
+from tileattn.oracle.dense import Backward, Forward
 
 Array = NDArray[Any]
 

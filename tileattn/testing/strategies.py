@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.dense_reference import visibility
 from tileattn.dtypes import DTYPES, accum_dtype
-from tileattn.packed_reference import packed as pack
+from tileattn.oracle.dense import visibility
+from tileattn.oracle.packed import packed as pack
 from tileattn.testing.arrays import AMPLITUDES, FILLS, LAYOUTS, Fill, laid_out
 from tileattn.testing.options import DRAW, EXTREMES, Choices
 

@@ -16,7 +16,7 @@ import torch
 
 from tileattn.backends.cupy.foreign import cupy_for, memory_at, stream_at
 from tileattn.backends.cupy.passes import OwnPieces, Pass
-from tileattn.lengths import given_for
+from tileattn.call.sequences import given_for
 
 
 @contextmanager

@@ -7,12 +7,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 import tileattn.distributed as ranks
+from tileattn.call.problem import aux_arrays, check_names
 from tileattn.distributed.agreement import on_all, same
 from tileattn.distributed.comm import TIMEOUT, communicator
 from tileattn.distributed.ranks import Ranks
 from tileattn.distributed.schedules import Schedule
 from tileattn.expressions.arrays import Arrays, check_kind
-from tileattn.problem import aux_arrays, check_names
 from tileattn.results import Attention
 from tileattn.torch.functional import refuse_gradients
 from tileattn.torch.functions import expressions_of, functions_of, tensors_of

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from tileattn.backends.cupy.backend import CupyCall
-from tileattn.call_cache import CALLS, default_backend, values_of
+from tileattn.call.prepared import CALLS, default_backend, values_of
 from tileattn.torch import operators
 from tileattn.torch.batches import are_gradients_batched
 from tileattn.torch.cuda import TensorPass

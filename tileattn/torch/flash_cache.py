@@ -8,17 +8,17 @@ import numpy as np
 import torch
 
 import tileattn
-from tileattn.argument_names import calling
 from tileattn.backends.registry import candidates, supporting
+from tileattn.call.problem import parse
+from tileattn.call.sequences import integers
+from tileattn.call.window import window_of
 from tileattn.errors import UnsupportedError
-from tileattn.lengths import integers
-from tileattn.problem import parse
+from tileattn.messages import calling
 from tileattn.torch.eager import is_eager, layouts
 from tileattn.torch.flash_options import NAMES, Integers, Window, checked, translated
 from tileattn.torch.functional import attend, integer_tensor, number
 from tileattn.torch.tensors import array_of, check_elements, check_integers, on, tensor_of
 from tileattn.validation import check_flags
-from tileattn.window import window_of
 
 _NAMES = NAMES | {
     **{"kv_lengths": "cache_seqlens", "positions": "cache_seqlens", "mask": "cache_leftpad"},

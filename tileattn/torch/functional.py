@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from tileattn.argument_names import called, calling
-from tileattn.call_cache import CALLS
+from tileattn.call.prepared import CALLS
+from tileattn.call.problem import aux_arrays, check_names
+from tileattn.call.scalars import dropout_of, scale_of, seed_of, softcap_of
+from tileattn.call.window import window_of
 from tileattn.errors import UnsupportedError
-from tileattn.problem import aux_arrays, check_names
+from tileattn.messages import called, calling
 from tileattn.results import Attention
-from tileattn.scalars import dropout_of, scale_of, seed_of, softcap_of
 from tileattn.torch import eager
 from tileattn.torch.functions import read_functions
 from tileattn.torch.handles import name_of
 from tileattn.torch.operators import DIFFERENTIABLE, INPUTS, TENSORS
 from tileattn.torch.tensors import autocast, check_integers, check_tensor
 from tileattn.validation import check_flags
-from tileattn.window import window_of
 
 _INTEGERS = (
     *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "origin", "seed"),

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tileattn.call.problem import aux_arrays
 from tileattn.expressions.arrays import Arrays, check_kind
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.nodes import Node, to_text
-from tileattn.problem import aux_arrays
 from tileattn.torch.tensors import check_tensor, tensor_of
 
 _EXPRESSIONS = {"score_mod": score_expression, "mask_mod": mask_expression}

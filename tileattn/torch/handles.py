@@ -5,7 +5,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from tileattn.algorithm.block_mask import BlockMask
+from tileattn.call.block_mask import BlockMask
 
 _named: WeakValueDictionary[str, BlockMask] = WeakValueDictionary()
 _compiled: dict[str, BlockMask] = {}

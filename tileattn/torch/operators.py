@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 import tileattn
-from tileattn.call_cache import CALLS, PreparedCall, signature
+from tileattn.call.prepared import CALLS, PreparedCall, signature
+from tileattn.call.scalars import seed_of
 from tileattn.errors import UnsupportedError
 from tileattn.expressions.nodes import from_text
-from tileattn.scalars import seed_of
 from tileattn.torch.batches import of_gradients, one_by_one
 from tileattn.torch.handles import named
 from tileattn.torch.tensors import array_of, on, tensor_of

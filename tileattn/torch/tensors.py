@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from tileattn.argument_names import called
 from tileattn.errors import UnsupportedError
+from tileattn.messages import called
 from tileattn.torch import cuda
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

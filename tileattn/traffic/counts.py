@@ -14,7 +14,7 @@ import numpy as np
 
 from tileattn.algorithm.heads import head_groups
 from tileattn.algorithm.mask import AttentionMask, SlidingWindow
-from tileattn.problem import Operands, Problem
+from tileattn.call.problem import Operands, Problem
 from tileattn.traffic.tiles import TileCounts, count_tiles
 
 _Key = tuple[SlidingWindow, int, int, int]  # window, keys, batch entry and head

@@ -11,8 +11,8 @@ arXiv:2307.08691, section 3.1.
 
 from collections.abc import Callable
 
-from tileattn.lengths import Packing
-from tileattn.problem import Operands, Problem
+from tileattn.call.problem import Operands, Problem
+from tileattn.call.sequences import Packing
 from tileattn.traffic.counts import ClosedForm, ScheduledTiles, TileLoads, loads_of_a_key, reached
 from tileattn.traffic.record import Traffic
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 from tileattn.algorithm.mask import TALL, AttentionMask, SlidingWindow
 from tileattn.algorithm.tiles import Tile, cut
+from tileattn.call.block_mask import EMPTY, FULL, PARTIAL
 
 Ints = NDArray[np.int64]
 

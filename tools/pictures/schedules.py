@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from tileattn import BlockMask
-from tileattn.algorithm.block_mask import EMPTY, FULL, PARTIAL
 from tileattn.algorithm.mask import AttentionMask, SlidingWindow, schedule
+from tileattn.call.block_mask import EMPTY, FULL, PARTIAL
 from tools.drawing import Picture, Theme
 
 N, BLOCK = 512, 64

@@ -22,11 +22,16 @@ from tileattn.backends.cupy import (
     launches,
     tensor_maps,
 )
-from tileattn.call_cache import CALLS
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_DS, HOPPER_WIDE_DQ
-from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.launch.device import Device
-from tileattn.kernels.launch.params import PARAMS
+from tileattn.call.prepared import CALLS
+from tileattn.kernels.cuda.families.hopper import (
+    HOPPER,
+    HOPPER_BACKWARDS,
+    HOPPER_DS,
+    HOPPER_WIDE_DQ,
+)
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.plan.device import Device
+from tileattn.kernels.cuda.plan.params import PARAMS
 
 BYTES = 1 << 24
 

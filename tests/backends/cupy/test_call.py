@@ -14,8 +14,8 @@ from tileattn.backends import registry
 from tileattn.backends.cupy import backend as cupy_backend
 from tileattn.backends.cupy import describe, passes
 from tileattn.backends.cupy.backend import CupyBackend, CupyCall
-from tileattn.kernels.launch.device import device_of_arch
-from tileattn.kernels.launch.params import POINTERS
+from tileattn.kernels.cuda.plan.device import device_of_arch
+from tileattn.kernels.cuda.plan.params import POINTERS
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 37, 53, 24, 40
 

@@ -15,11 +15,11 @@ import pytest
 import tileattn
 from tests.backends.cupy import fake_cupy
 from tileattn.backends.cupy.explain import explain_on
-from tileattn.cli import main
-from tileattn.kernels.config.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_DQ_CONVERT
-from tileattn.kernels.launch.device import device_of_arch
-from tileattn.kernels.launch.layout import contiguous_inputs
-from tileattn.problem import Operands, Problem, parse
+from tileattn.call.problem import Operands, Problem, parse
+from tileattn.cli.commands import main
+from tileattn.kernels.cuda.families.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_DQ_CONVERT
+from tileattn.kernels.cuda.plan.device import device_of_arch
+from tileattn.kernels.cuda.plan.layout import contiguous_inputs
 
 ROOT = Path(__file__).parents[3]
 H200 = device_of_arch("sm_90a")
@@ -138,7 +138,7 @@ def test_no_cupy_is_needed(tmp_path: Path) -> None:
     code = """
         import sys
         sys.modules["cupy"] = sys.modules["cupy_backends"] = None
-        from tileattn.cli import main
+        from tileattn.cli.commands import main
         raise SystemExit(main(["explain", "--arch", "sm_90", "--plan", "--dtype", "bfloat16"]))
         """
     done = subprocess.run(

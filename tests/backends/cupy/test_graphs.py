@@ -14,7 +14,7 @@ from tests.backends.cupy.fake_cupy import Machine
 from tests.backends.cupy.test_workspace import inputs
 from tileattn.backends.cupy import passes, tensor_maps
 from tileattn.backends.cupy.execute import Bound
-from tileattn.call_cache import CALLS
+from tileattn.call.prepared import CALLS
 
 
 def started(gpu: Machine, call: Callable[[], Any]) -> tuple[Any, ...]:

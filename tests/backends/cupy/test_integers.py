@@ -11,7 +11,7 @@ import tileattn
 from tests.backends.cupy.fake_cupy import Machine, at_host
 from tests.backends.cupy.test_call import PLANNING, forbid
 from tileattn.backends.cupy.backend import CupyCall
-from tileattn.kernels.launch.params import POINTERS
+from tileattn.kernels.cuda.plan.params import POINTERS
 
 B, HQ, HKV, D, T, NK, PAGES, PAGE = 3, 6, 2, 64, 90, 3000, 7, 16
 INTEGERS = ("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table")

@@ -13,9 +13,9 @@ from tests.backends.cupy.fake_cupy import Machine, launch_together
 from tests.backends.cupy.test_workspace import inputs
 from tileattn.backends.cupy import driver, execute, launches, tensor_maps
 from tileattn.backends.cupy.launches import LaunchBlock, PlannedLaunch
-from tileattn.kernels.config.context import KernelLaunch
-from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.launch.params import POINTERS, template
+from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.plan.params import POINTERS, template
 
 OVERLAPPING = [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 

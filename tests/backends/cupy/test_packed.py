@@ -8,7 +8,7 @@ import pytest
 import tileattn
 from tests.backends.cupy.fake_cupy import Machine
 from tests.backends.cupy.test_call import PLANNING, forbid
-from tileattn.lengths import FAR
+from tileattn.call.sequences import FAR
 
 HQ, HKV, T, D, S = 6, 2, 90, 24, 3
 

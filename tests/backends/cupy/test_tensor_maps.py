@@ -12,9 +12,9 @@ import tileattn
 from tests.backends.cupy.fake_cupy import Machine, launch_together
 from tileattn.backends.cupy import tensor_maps
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
-from tileattn.kernels.launch.layout import array_layout, contiguous
-from tileattn.kernels.launch.params import POINTERS
-from tileattn.kernels.launch.tensor_map import tensor_map
+from tileattn.kernels.cuda.plan.layout import array_layout, contiguous
+from tileattn.kernels.cuda.plan.params import POINTERS
+from tileattn.kernels.cuda.plan.tensor_map import tensor_map
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 BOXES = {"q": 64, "k": 128, "v": 128, "dout": 64}

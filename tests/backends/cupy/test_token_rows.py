@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 import tileattn
 from tests.backends.cupy.fake_cupy import Machine, at_host
-from tests.kernels.src.token_rows_on_host import kernel_on_host
+from tests.kernels.cuda.src.token_rows_on_host import kernel_on_host
 from tileattn.backends.cupy import token_rows
 from tileattn.dtypes import BFLOAT16, DTYPES
-from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.launch.token_rows import CELLS
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.plan.token_rows import CELLS
 
 Array = NDArray[Any]
 

@@ -13,10 +13,10 @@ import tileattn
 from tests.backends.cupy.fake_cupy import Machine, at_host
 from tileattn import BlockMask
 from tileattn.backends.cupy import streams
-from tileattn.call_cache import CALLS
-from tileattn.kernels.launch.block_sparse import partial_blocks
-from tileattn.kernels.launch.tile_kinds import TileKinds
-from tileattn.kernels.launch.tile_lists import TileLists
+from tileattn.call.prepared import CALLS
+from tileattn.kernels.cuda.plan.block_sparse import partial_blocks
+from tileattn.kernels.cuda.plan.tile_kinds import TileKinds
+from tileattn.kernels.cuda.plan.tile_lists import TileLists
 
 CAUSAL: dict[str, Any] = {"causal": True}
 

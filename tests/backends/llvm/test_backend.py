@@ -24,18 +24,18 @@ import llvmlite
 
 import tileattn
 from tests.arrays import normal
-from tileattn import BlockMask, reference, selfcheck
+from tileattn import BlockMask, reference
 from tileattn.backends import registry, threads
 from tileattn.backends.llvm import backend as llvm
 from tileattn.backends.llvm import execute
 from tileattn.backends.llvm.backend import LlvmBackend
-from tileattn.call_cache import CALLS
-from tileattn.kernels.jit import cache
+from tileattn.call.prepared import CALLS
+from tileattn.call.problem import parse
+from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.llvm import compile as compiling
 from tileattn.kernels.llvm.compile import host, host_of_bfloat16
 from tileattn.kernels.llvm.target import AVX2, GENERIC, Target
-from tileattn.problem import parse
-from tileattn.testing import assert_attention_close, error_bound
+from tileattn.testing import assert_attention_close, error_bound, selfcheck
 
 Array = NDArray[Any]
 Sizes = tuple[int, ...]

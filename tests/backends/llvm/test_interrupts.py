@@ -29,7 +29,7 @@ from tests.backends.disturbing import (
 )
 from tileattn.backends import threads
 from tileattn.backends.llvm import call, execute, grids
-from tileattn.call_cache import CALLS
+from tileattn.call.prepared import CALLS
 
 SIZES = (1, 2, 1, 200, 300, 32, 24)  # enough work for threads
 

@@ -12,7 +12,7 @@ from llvmlite import binding
 
 from tests.test_architecture import MODULES, module_of, own_imports
 from tileattn.dtypes import DTYPES, accum_dtype
-from tileattn.kernels.jit import cache
+from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.llvm import compile as compiling
 from tileattn.kernels.llvm.instructions import YIELD
 from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, NEON, Target

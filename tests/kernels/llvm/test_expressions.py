@@ -17,6 +17,7 @@ from tests.gallery import calls
 from tests.kernels.llvm.emitted import call, on_targets
 from tileattn.algorithm.function_mask import BLOCK, FunctionMask
 from tileattn.backends.llvm.arrays import as_inputs
+from tileattn.call.problem import parse
 from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression, score_expression
@@ -28,7 +29,6 @@ from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.instructions import I1, I8, I64, Code
 from tileattn.kernels.llvm.params import EMPTY, FULL
 from tileattn.kernels.llvm.target import Target
-from tileattn.problem import parse
 
 ROUNDED = {*MONOTONE, "sin", "cos", "power"}
 """Operations that another library rounds otherwise."""

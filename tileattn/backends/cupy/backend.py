@@ -11,13 +11,13 @@ from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.execute import Executable
 from tileattn.backends.cupy.passes import ArrayPass, Pass
 from tileattn.backends.protocol import Explanation, takes_workspace
-from tileattn.call_cache import PreparedCall
+from tileattn.call.prepared import PreparedCall
+from tileattn.call.problem import Operands, Problem
 from tileattn.errors import UnsupportedError
-from tileattn.kernels.config import latent
-from tileattn.kernels.launch.aux_gradient import daux_name, why_not_learned
-from tileattn.kernels.launch.layout import ROWS, Constant
-from tileattn.kernels.launch.plan import plan_backward, plan_forward
-from tileattn.problem import Operands, Problem
+from tileattn.kernels.cuda.families import latent
+from tileattn.kernels.cuda.plan.aux_gradient import daux_name, why_not_learned
+from tileattn.kernels.cuda.plan.layout import ROWS, Constant
+from tileattn.kernels.cuda.plan.plan import plan_backward, plan_forward
 from tileattn.results import Attention, Gradients
 
 _REMEDY = (
@@ -232,7 +232,7 @@ def _unavailable() -> str | None:
     if not count:
         return f"CuPy finds no GPU; {_REMEDY}"
     from tileattn.errors import BackendUnavailableError
-    from tileattn.kernels.jit.load import arch_of
+    from tileattn.kernels.cuda.jit.load import arch_of
 
     try:
         arch_of(cupy.cuda.runtime.getDevice())

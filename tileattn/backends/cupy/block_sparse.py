@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tileattn.algorithm.block_mask import BlockMask
 from tileattn.backends.cupy.streams import outlive_readers, stream_name, uploaded
-from tileattn.kernels.launch.block_sparse import once, partial_blocks
-from tileattn.kernels.launch.tile_lists import TileLists
+from tileattn.call.block_mask import BlockMask
+from tileattn.kernels.cuda.plan.block_sparse import once, partial_blocks
+from tileattn.kernels.cuda.plan.tile_lists import TileLists
 
 
 class _Uploaded(NamedTuple):

@@ -6,13 +6,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tileattn.kernels.jit.load import arch_of
-from tileattn.kernels.launch.device import Device
-from tileattn.kernels.launch.host_arrays import host_arrays
-from tileattn.kernels.launch.layout import CallLayout, array_layout
-from tileattn.kernels.launch.params import aux_name
-from tileattn.lengths import Places
-from tileattn.problem import Operands, Problem
+from tileattn.call.problem import Operands, Problem
+from tileattn.call.sequences import Places
+from tileattn.kernels.cuda.jit.load import arch_of
+from tileattn.kernels.cuda.plan.device import Device
+from tileattn.kernels.cuda.plan.host_arrays import host_arrays
+from tileattn.kernels.cuda.plan.layout import CallLayout, array_layout
+from tileattn.kernels.cuda.plan.params import aux_name
 
 
 @functools.cache

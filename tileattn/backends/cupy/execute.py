@@ -16,9 +16,9 @@ from tileattn.backends.cupy.streams import (
     uploaded,
 )
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
-from tileattn.kernels.jit.load import load_all
-from tileattn.kernels.launch.params import slots, template
-from tileattn.kernels.launch.plan import LaunchPlan
+from tileattn.kernels.cuda.jit.load import load_all
+from tileattn.kernels.cuda.plan.params import slots, template
+from tileattn.kernels.cuda.plan.plan import LaunchPlan
 
 
 class Executable:

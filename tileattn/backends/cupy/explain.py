@@ -9,18 +9,18 @@ import numpy as np
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.protocol import Explanation
+from tileattn.call.problem import Operands, Problem
+from tileattn.call.sequences import Packing
 from tileattn.expressions.nodes import elements
-from tileattn.kernels.config.context import KernelLaunch
-from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.config.split import LATENT, cuts_keys, partial_bytes
-from tileattn.kernels.config.tile_lists import KERNELS as BEFORE
-from tileattn.kernels.jit.load import Kernel, load_all
-from tileattn.kernels.launch.device import Device
-from tileattn.kernels.launch.layout import CallLayout
-from tileattn.kernels.launch.plan import launch_context, launch_line, plans_of
-from tileattn.kernels.launch.tile_kinds import without_values
-from tileattn.lengths import Packing
-from tileattn.problem import Operands, Problem
+from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.split import LATENT, cuts_keys, partial_bytes
+from tileattn.kernels.cuda.families.tile_lists import KERNELS as BEFORE
+from tileattn.kernels.cuda.jit.load import Kernel, load_all
+from tileattn.kernels.cuda.plan.device import Device
+from tileattn.kernels.cuda.plan.layout import CallLayout
+from tileattn.kernels.cuda.plan.plan import launch_context, launch_line, plans_of
+from tileattn.kernels.cuda.plan.tile_kinds import without_values
 from tileattn.traffic import explained
 
 _BLIND = "mask_mod: tiles are counted whatever aux holds; the GPU, which reads it, skips more"

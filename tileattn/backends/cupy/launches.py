@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from tileattn.backends.cupy.driver import driver_by
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
-from tileattn.kernels.config.context import KernelLaunch
-from tileattn.kernels.jit.load import Kernel
+from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.jit.load import Kernel
 
 # Values of the enumerations in cuda.h.
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.kernels.config.key import KernelKey
-from tileattn.kernels.jit.load import load
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.jit.load import load
 from tileattn.results import Attention
 
 _WARPS, _MOST_BLOCKS, _MOST_HEADS = 8, 132 * 64, 65535

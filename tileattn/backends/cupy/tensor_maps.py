@@ -8,8 +8,8 @@ from typing import Any
 
 from tileattn.backends.cupy.driver import driver_by
 from tileattn.dtypes import tensor_map_type
-from tileattn.kernels.launch.params import POINTERS
-from tileattn.kernels.launch.tensor_map import TensorMap
+from tileattn.kernels.cuda.plan.params import POINTERS
+from tileattn.kernels.cuda.plan.tensor_map import TensorMap
 
 MAP_BYTES = 128
 MAX_ENTRIES = 64  # sets of maps that a launch remembers

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.cupy.describe import addresses_of
-from tileattn.kernels.jit.load import load
-from tileattn.kernels.launch.layout import ArrayLayout, alignment_of
-from tileattn.kernels.launch.token_rows import (
+from tileattn.call.sequences import Paging
+from tileattn.kernels.cuda.jit.load import load
+from tileattn.kernels.cuda.plan.layout import ArrayLayout, alignment_of
+from tileattn.kernels.cuda.plan.token_rows import (
     CELLS,
     POINTERS,
     RowsPlan,
     plan_append,
     plan_rope,
 )
-from tileattn.lengths import Paging
 
 
 def append_kv(

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from tileattn.algorithm.function_mask import BLOCK, extrema
 from tileattn.backends.addresses import address_of
+from tileattn.call.problem import Operands, Problem
 from tileattn.expressions.quadtree import kinds_by_intervals
-from tileattn.kernels.launch.block_sparse import once, partial_blocks
+from tileattn.kernels.cuda.plan.block_sparse import once, partial_blocks
 from tileattn.kernels.llvm.params import EMPTY, FULL, UNKNOWN
-from tileattn.problem import Operands, Problem
 
 Array = NDArray[Any]
 

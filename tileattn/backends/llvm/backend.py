@@ -12,7 +12,8 @@ from tileattn.backends.llvm.grids import forward_work, is_parallel
 from tileattn.backends.llvm.parameter_gradient import layouts
 from tileattn.backends.numpy.backend import is_array
 from tileattn.backends.protocol import Explanation, takes_workspace
-from tileattn.call_cache import PreparedCall
+from tileattn.call.prepared import PreparedCall
+from tileattn.call.problem import Operands, Problem
 from tileattn.kernels.llvm.compile import host, host_of_bfloat16
 from tileattn.kernels.llvm.target import (
     DECODE_KEYS,
@@ -23,7 +24,6 @@ from tileattn.kernels.llvm.target import (
     few_queries,
     scratch_bytes,
 )
-from tileattn.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
 

@@ -21,10 +21,10 @@ from tileattn.backends.llvm.parameter_gradient import (
     layouts,
     places,
 )
-from tileattn.call_cache import PreparedCall
+from tileattn.call.prepared import PreparedCall
+from tileattn.call.problem import Operands, Options, Problem
 from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.target import ROWS, SECTION, Target, padded
-from tileattn.problem import Operands, Options, Problem
 from tileattn.results import Attention, Gradients
 
 _PLAIN = ("q", "k", "v", "out", "lse", "kv_lengths", "q_offset")

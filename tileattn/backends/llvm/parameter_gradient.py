@@ -9,9 +9,9 @@ from tileattn.algorithm.parameter_gradient import ElementSums, ParameterSums, ow
 from tileattn.algorithm.scores import aux_number, learned_elements
 from tileattn.backends.addresses import address_of
 from tileattn.backends.llvm.arrays import Array
+from tileattn.call.problem import Operands, Problem
 from tileattn.expressions.nodes import Node
 from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES
-from tileattn.problem import Operands, Problem
 
 _BYTES = 8  # of a sum of elements
 

@@ -14,7 +14,7 @@ from tileattn.backends.buffers import placed
 from tileattn.backends.numpy.blas import single_threaded
 from tileattn.backends.numpy.memory import TileMemory, borrowed_scratch
 from tileattn.backends.protocol import Explanation, takes_workspace
-from tileattn.problem import Operands, Problem
+from tileattn.call.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
 

@@ -1,1 +1,1 @@
-"""The kernels for CPUs: each module emits LLVM IR, as the headers of ``kernels/src`` hold CUDA."""
+"""The CPU kernels: each module emits LLVM IR, as a header of ``kernels/cuda/src`` holds CUDA."""

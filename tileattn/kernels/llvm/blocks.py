@@ -1,4 +1,4 @@
-"""Algorithm layer: block masks; twin of ``algorithm/block_mask.py``."""
+"""Algorithm layer: block masks; twin of ``call/block_mask.py``."""
 
 from typing import Any
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tileattn.expressions import nodes
-from tileattn.kernels.jit import cache
+from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.llvm.functions import LIBRARY, NO_FUNCTIONS, Functions
 from tileattn.kernels.llvm.params import BATCHED, Layout
 from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, NEON, Target

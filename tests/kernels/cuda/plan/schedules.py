@@ -1,0 +1,50 @@
+"""Problems and the order of their work tiles, as tests of the scheduler ask for them; no GPU."""
+
+from dataclasses import replace
+from typing import Any
+
+from tests.kernels.cuda.plan.planning import ON_HOPPER
+from tileattn.call.problem import Problem
+from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.families.families import forward_launches
+from tileattn.kernels.cuda.families.hopper import HOPPER
+from tileattn.kernels.cuda.plan.catalog import problem_of
+from tileattn.kernels.cuda.plan.layout import CallLayout, contiguous_inputs
+from tileattn.kernels.cuda.plan.scheduler import Schedule, schedule_of
+
+CACHE = 50 << 20  # bytes of the L2 cache
+CAUSAL = (None, 0)
+ON_GPU = object()
+
+
+def shaped(dtype: str, dim: int, **sizes: Any) -> Problem:
+    return replace(problem_of(dtype, dim), **sizes)
+
+
+def launch_of(problem: Problem, sm_count: int = 132) -> KernelLaunch:
+    (launch,) = forward_launches(problem, ON_HOPPER._replace(sm_count=sm_count))
+    assert launch.key.kernel == HOPPER
+    return launch
+
+
+def layout_of(problem: Problem, lengths: Any = None, offsets: Any = None) -> CallLayout:
+    """Lengths and offsets on the host; ``"gpu"`` stands for those that are not."""
+    layout = contiguous_inputs(problem)
+    if lengths is not None:
+        there = None if lengths is ON_GPU else tuple(lengths.tolist())
+        behind = None if there is None else tuple(n - problem.Nq for n in there)
+        layout = replace(layout, kv_lengths=there, q_offset=behind)
+    if offsets is not None:
+        layout = replace(layout, q_offset=None if offsets is ON_GPU else tuple(offsets.tolist()))
+    return layout
+
+
+def schedule(
+    problem: Problem,
+    lengths: Any = None,
+    offsets: Any = None,
+    *,
+    launch: KernelLaunch | None = None,
+) -> Schedule:
+    layout = layout_of(problem, lengths, offsets)
+    return schedule_of(problem, layout, (launch or launch_of(problem),), CACHE)

@@ -1,0 +1,72 @@
+"""Which forward calls claim their work tiles, and in what order; no GPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels.cuda.plan.planning import H200, forward
+from tests.kernels.cuda.plan.schedules import CAUSAL, ON_GPU, launch_of, schedule, shaped
+
+# Six blocks a head.
+SMALL = shaped("float16", 128, B=5, Hq=24, Hkv=12, Nq=700, Nk=700, window=CAUSAL)
+
+
+@pytest.mark.parametrize(
+    ("changed", "claimed"),
+    [
+        ({}, True),
+        ({"window": (None, 9)}, True),
+        ({"Nk": 2048}, True),
+        ({"Nk": 2049}, False),
+        ({"window": (None, None)}, False),
+        ({"window": (400, 0)}, False),
+        ({"Nq": 128}, False),  # one block a head
+        ({"B": 1, "Hq": 22, "Hkv": 11}, False),  # one for each SM
+        ({"B": 1, "Hq": 23, "Hkv": 23}, True),
+        ({"enabled_options": frozenset({"softcap"})}, True),
+        ({"enabled_options": frozenset({"block_mask"})}, False),
+    ],
+    ids=str,
+)
+def test_short_triangles_are_claimed(changed: dict[str, Any], claimed: bool) -> None:
+    problem = replace(SMALL, **changed)
+    found = schedule(problem)
+    tiles = problem.B * problem.Hq * -(-problem.Nq // 128)
+    assert found.claims == (tiles if claimed else 0)
+    assert (found.assignment is not None) <= (not claimed)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("B", [1, 2, 5])
+def test_the_last_heads_have_a_work_tile_for_each_worker(dim: int, B: int) -> None:
+    problem = replace(SMALL, B=B, D=dim, Dv=dim)
+    launch, found = launch_of(problem), schedule(problem)
+    last = problem.B * problem.Hq - found.single_heads
+    assert found.head_groups == 1
+    if found.claims:
+        most = last * 6  # all there are, or not a head too many
+        assert found.single_heads == 0 or most - 6 < launch.workers <= most
+
+
+def test_lengths_that_differ_are_assigned() -> None:
+    """Those that the host knows: on the GPU they are guessed to be equal."""
+    equal, different = (np.array([600] * 4 + [n]) for n in (600, 500))
+    assert schedule(SMALL, equal).claims
+    assert schedule(SMALL, ON_GPU).claims
+    assert not schedule(SMALL, different).claims
+    assert schedule(SMALL, different).assignment is not None
+    assert not schedule(SMALL, equal, different).claims
+
+
+@pytest.mark.parametrize("Nk", [2048, 2049])
+def test_the_workspace_holds_claims(Nk: int) -> None:
+    """Of each work tile the next one, and a counter that begins at zero."""
+    plan = forward(replace(SMALL, Nk=Nk), H200)
+    starts, zeros = plan.workspace.starts, plan.workspace.zeros
+    if Nk > 2048:
+        assert {"claims", "tile_counter"}.isdisjoint(starts)
+        return
+    assert plan.workspace.nbytes - starts["tile_counter"] == 4
+    assert starts["tile_counter"] == zeros >= starts["claims"] + 4 * 5 * 24 * 6

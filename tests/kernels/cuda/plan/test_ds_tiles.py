@@ -1,0 +1,88 @@
+"""The kernels that sum dS over pairs: which one a call has, and its grid."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.kernels.cuda.plan.planning import A100, H200, asked, kernels
+from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.families.families import backward_launches
+from tileattn.kernels.cuda.families.shared_memory import hopper_ds_bytes
+from tileattn.kernels.cuda.families.tiles import TileSize
+from tileattn.kernels.cuda.plan.catalog import context_of, problem_of
+from tileattn.kernels.cuda.plan.device import Device
+from tileattn.kernels.cuda.plan.layout import contiguous, contiguous_inputs
+from tileattn.kernels.cuda.plan.plan import plan_backward
+
+B, HQ, NQ, NK = 2, 6, 300, 530
+SHAPES = [(B, HQ, NQ, NK), (1, HQ, NQ, NK), (B, 1, 1, NK), (1, 1, NQ, 1), (1, 1, 1, 1)]
+TILES = [B * HQ * 3 * 5, HQ * 3 * 5, B * 5, 3, 1]
+
+
+def launches(
+    dtype: str, dim: int, shape: Any, sms: int = 132, *, dqkv: bool = True
+) -> tuple[KernelLaunch, ...]:
+    problem = replace(problem_of(dtype, dim, {"bias"}), B=B, Hq=HQ, Hkv=2, Nq=NQ, Nk=NK)
+    context = context_of("sm_90a")._replace(
+        **{"bias": "float32", "bias_shape": shape, "bias_alignment_bytes": 16, "dbias": True},
+        sm_count=sms,
+        dqkv=dqkv,
+    )
+    return backward_launches(problem, context, deterministic=False, sinks=False)
+
+
+@pytest.mark.parametrize(("shape", "tiles"), [*zip(SHAPES, TILES, strict=True)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_on_hopper(dim: int, shape: Any, tiles: int) -> None:
+    """One persistent kernel writes every dbias, also one with all axes of the scores."""
+    for sms in (132, 4):
+        found = launches("bfloat16", dim, shape, sms)
+        (own,) = (x for x in found if "dbias" in x.key.kernel)
+        assert (own.key.kernel, own.key.tile) == ("backward_dbias_sm90", (128, 128))
+        assert own.grid == min(tiles, sms)
+        assert [name for name, _ in own.tensor_maps] == ["q", "k", "v", "dout"]
+        assert not any(x.key.write_dbias for x in found)
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [("float32", 64), ("float16", 256), ("float16", 300)])
+def test_elsewhere(dtype: str, dim: int) -> None:
+    """The generic kernel over keys writes a dbias that is not broadcast."""
+    kernel = "naive_dbias" if dim > 256 else "backward_dbias"
+    for shape in SHAPES:
+        found = launches(dtype, dim, shape)
+        own = [x.key.kernel for x in found if "dbias" in x.key.kernel]
+        written = any(x.key.write_dbias and not x.key.head_flags for x in found)
+        assert (own, written) in (([kernel], False), ([], shape == SHAPES[0]))
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [("float16", 64), ("float32", 64), ("float16", 300)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_alone(dtype: str, dim: int, shape: Any) -> None:
+    """Where the gradients of q, k and v are not wanted, nothing computes them."""
+    found = [x.key.kernel for x in launches(dtype, dim, shape, dqkv=False)]
+    before = "naive_large_scores" if dim > 256 else "backward_large_scores"
+    own = "naive_dbias" if dim > 256 else "backward_dbias"
+    hopper = "_sm90" * (dim <= 128 and dtype == "float16")
+    assert found == ["backward_preprocess", before, own + hopper]
+
+
+@pytest.mark.parametrize("device", [H200, A100])
+def test_without_arrays_for_other_gradients(device: Device) -> None:
+    problem = asked("float16", {"bias", "sinks"}, D=64, Dv=64)
+    inputs = contiguous_inputs(problem).with_arrays(
+        bias=contiguous((1, 6, 37, 56), "float32"), sinks=contiguous((6,), "float32")
+    )
+    layout = inputs.with_contiguous_results(problem, "backward")
+    some = {name: x for name, x in layout.arrays if name not in ("dq", "dk", "dv")}
+    plan = plan_backward(problem, replace(layout, arrays=tuple(some.items())), device)
+    dbias = "backward_dbias_sm90" if device == H200 else "backward_dbias"
+    assert kernels(plan)[2:] == [dbias, "backward_dsinks"]
+    assert "dq_at" not in plan.fields
+    assert not plan.workspace.starts.keys() & {"dq_accum", "dq_semaphore"}
+
+
+def test_shared_memory() -> None:
+    tile = TileSize(128, 128, 8)
+    assert hopper_ds_bytes(tile, 128, 128) == 4 * 128 * 256 + 8 * 128 * 4
+    assert hopper_ds_bytes(tile, 64, 128, 4) == 2 * 128 * (128 + 256) + 8 * 128 * 4 + 128 * 512

@@ -1,0 +1,111 @@
+"""Where thread blocks of the Hopper kernels keep pace; no GPU."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels.cuda.plan.planning import H200, asked, backward, forward
+from tileattn.call.problem import Problem
+from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARDS
+from tileattn.kernels.cuda.jit.compile import SOURCES
+from tileattn.kernels.cuda.plan.plan import LaunchPlan
+from tileattn.kernels.cuda.plan.scheduler import PACE_STEPS, PACE_TILES, work_tiles
+
+CAUSAL = (None, 0)
+FEW: dict[str, Any] = {"n": 1 << 20, "window": (None, 4000 - (1 << 19)), "D": 64, "Dv": 64}
+"""Half of the queries attend to nothing: two groups of each thread block."""
+
+
+def test_both_sides_have_steps_of_the_same_length() -> None:
+    assert f"PACE_TILES = {PACE_TILES}," in (SOURCES / "pace.cuh").read_text(encoding="utf-8")
+
+
+def problem_of(*, n: int = 1 << 18, **changed: Any) -> Problem:
+    sizes = {"B": 1, "Hq": 2, "Hkv": 1, "Nq": n, "Nk": n, "D": 128, "Dv": 128, "window": CAUSAL}
+    return asked("bfloat16", **sizes | changed)
+
+
+def planned(**changed: Any) -> LaunchPlan:
+    return forward(problem_of(**changed), H200)
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"n": 1 << 20}, {"B": 3}, {"D": 64, "Dv": 64}, FEW], ids=str
+)
+def test_there_is_a_counter_for_every_step(changed: dict[str, Any]) -> None:
+    """By a table or without one: no worker takes more steps than there are counters."""
+    plan = planned(**changed)
+    P, (launch,) = plan.problem, plan.launches
+    (q, k), workers = launch.key.tile, launch.workers
+    blocks, heads = -(-P.Nq // q), P.B * P.Hq
+    if "assignment" in plan.constants:
+        order = plan.constants["assignment"].array()
+    else:
+        rows = -(-blocks * heads // workers)
+        order = np.arange(rows * workers).reshape(rows, workers)
+        order[1::2] = order[1::2, ::-1]
+    block, _, _ = work_tiles(blocks, heads, plan.fields["head_groups"])
+    tiles = np.append(-(-(blocks - block) * q // k), 0)[np.minimum(order, blocks * heads)]
+    steps = plan.fields["pace_steps"]
+    assert tiles.sum(0).max() // PACE_TILES < steps
+    assert plan.workspace.nbytes >= plan.workspace.starts["paces"] + 4 * steps
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"n": 1 << 14},  # the keys fit
+        {"window": (1024, 0)},
+        {"window": (None, None)},
+        {"enabled_options": ("mask",)},
+    ],
+    ids=str,
+)
+def test_calls_that_need_not_keep_pace(changed: dict[str, Any]) -> None:
+    plan = planned(**changed)
+    assert plan.fields["pace_steps"] == 0
+    assert "paces" not in plan.workspace.starts
+
+
+@pytest.mark.parametrize("window", [CAUSAL, (None, None)])
+@pytest.mark.parametrize(
+    "changed", [{}, {"n": 1 << 20}, {"B": 3}, {"D": 192}, {"D": 256, "Dv": 256}], ids=str
+)
+def test_key_blocks_have_a_counter_for_every_step(changed: dict[str, Any], window: Any) -> None:
+    """However work tiles are claimed, as long as all workers are equally fast."""
+    plan = backward(problem_of(**{"window": window} | changed), H200)
+    P, launch = plan.problem, next(x for x in plan.launches if x.key.kernel in HOPPER_BACKWARDS)
+    q, k = launch.key.tile
+    blocks = -(-P.Nk // k)
+    tiles = P.Hq // P.Hkv * -(-P.Nq // q)
+    mean = P.B * P.Hkv * blocks * tiles / launch.workers
+    assert (mean + tiles) // PACE_TILES < plan.fields["pace_steps"]
+    starts = plan.workspace.starts
+    assert plan.workspace.nbytes >= starts["paces"] + 4 * plan.fields["pace_steps"]
+    assert starts["paces"] >= plan.workspace.zeros
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"n": 1 << 14},  # queries, gradients and sums fit
+        {"window": (1024, 0)},
+        {"enabled_options": ("mask",)},
+        {"Hq": 4},  # they rise
+        {"deterministic": True},
+    ],
+    ids=str,
+)
+def test_key_blocks_that_need_not_keep_pace(changed: dict[str, Any]) -> None:
+    changed = dict(changed)
+    deterministic = changed.pop("deterministic", False)
+    plan = backward(problem_of(**changed), H200, deterministic=deterministic)
+    assert plan.fields["pace_steps"] == 0
+    assert "paces" not in plan.workspace.starts
+
+
+@pytest.mark.parametrize("pass_of", [forward, backward])
+def test_counters_do_not_grow_with_the_square_of_a_length(pass_of: Any) -> None:
+    steps = [pass_of(problem_of(n=1 << n), H200).fields["pace_steps"] for n in (20, 24, 26)]
+    assert steps[0] < steps[1] == steps[2] == PACE_STEPS

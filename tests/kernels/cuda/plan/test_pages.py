@@ -1,0 +1,83 @@
+"""Plans of keys in pages; no GPU."""
+
+from typing import Any
+
+import pytest
+
+from tests.kernels.cuda.plan.planning import A100, H200, asked, forward, kernels
+from tileattn.kernels.cuda.families.block_order import ORDERS_QUERIES
+from tileattn.kernels.cuda.families.hopper import HOPPER
+from tileattn.kernels.cuda.families.split import COMBINE, FEW_ROWS, MOST_ROWS, SPLIT
+from tileattn.kernels.cuda.plan.device import Device
+from tileattn.kernels.cuda.plan.layout import contiguous, contiguous_inputs
+from tileattn.kernels.cuda.plan.plan import LaunchPlan
+
+PAGES, WIDTH = 300, 48
+SIZES: dict[str, Any] = {"B": 3, "Hq": 8, "Hkv": 2, "Nq": 500, "D": 128, "Dv": 128}
+
+
+def plan(page: int, options: Any = (), device: Device = H200, **changed: Any) -> LaunchPlan:
+    sizes = SIZES | {"Nk": WIDTH * page, "page": page} | changed
+    P = asked("bfloat16", {"kv_lengths", *options}, **sizes)
+    arrays = {
+        name: contiguous((PAGES, P.Hkv, page, n), P.dtype.name)
+        for name, n in (("k", P.D), ("v", P.Dv))
+    }
+    table = contiguous((P.entries, WIDTH), "int32")
+    return forward(P, device, contiguous_inputs(P).with_arrays(block_table=table, **arrays))
+
+
+@pytest.mark.parametrize(("page", "box"), [(8, 8), (16, 16), (24, 8), (64, 64), (256, 128)])
+def test_the_hopper_kernel_loads_boxes_that_divide_pages_and_tiles(page: int, box: int) -> None:
+    made = plan(page, window=(None, 0))
+    assert kernels(made) == [HOPPER]
+    assert made.launches[0].key.paged
+    assert made.launches[0].key.block_k == 128
+    ((_, k, v),) = made.tensor_maps.values()
+    assert k.box == v.box == (64, box, 1, 1)
+    assert k.sizes == (128, page, 2, PAGES)
+    assert made.fields["page"] == page
+    assert made.fields["table_width"] == WIDTH
+
+
+def test_packed_sequences_of_few_queries_have_a_kernel_of_their_own() -> None:
+    made = plan(16, {"cu_seqlens_q"}, B=1)
+    assert kernels(made) == [ORDERS_QUERIES, HOPPER, SPLIT]
+    assert all(launch.key.paged and launch.key.packed for launch in made.launches)
+    assert made.fields["few_rows"] == FEW_ROWS
+    assert made.fields["pieces"] == 1
+
+
+@pytest.mark.parametrize("page", [16, 50])
+def test_tiles_of_packed_sequences_do_not_depend_on_how_many_there_are(page: int) -> None:
+    tiles = {
+        launch.key.tile
+        for Nq in (1, 5, 20, 500)
+        for launch in plan(page, {"cu_seqlens_q"}, B=1, Nq=Nq).launches
+        if launch.key.kernel == SPLIT
+    }
+    assert len(tiles) == 1
+
+
+@pytest.mark.parametrize(
+    ("page", "changed", "why"),
+    [
+        (50, {}, "pages are no multiple of 8 keys"),
+        (16, {"Dv": 20}, "the head dimension of v is no multiple of 8"),
+        (16, {"device": A100}, "the GPU is not of compute capability 9.0"),
+    ],
+    ids=str,
+)
+def test_what_the_hopper_kernel_does_not_take(page: int, changed: Any, why: str) -> None:
+    made = plan(page, {"cu_seqlens_q"}, **changed)
+    assert kernels(made) == [SPLIT]
+    assert made.fields["few_rows"] == MOST_ROWS
+    assert why in made.launches[0].why
+
+
+@pytest.mark.parametrize(("Nq", "first"), [(1, SPLIT), (8, SPLIT), (32, HOPPER)])
+def test_few_queries_are_cut_into_pieces(Nq: int, first: str) -> None:
+    """Of many rows that share keys by the Hopper kernel, which joins no rows of 33 queries."""
+    made = plan(16, Nq=Nq, Nk=1 << 16)
+    assert kernels(made) == [first, COMBINE]
+    assert made.launches[0].key.in_pieces == (first == HOPPER)

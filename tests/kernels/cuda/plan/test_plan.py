@@ -1,0 +1,434 @@
+"""Plans of both passes: what is launched, with which fields; nothing here needs a GPU or CuPy."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels.cuda.plan.planning import (
+    A100,
+    DV,
+    H200,
+    HKV,
+    HQ,
+    NK,
+    NQ,
+    B,
+    D,
+    asked,
+    backward,
+    forward,
+    kernels,
+)
+from tileattn import BlockMask
+from tileattn.kernels.cuda.plan.device import Device
+from tileattn.kernels.cuda.plan.layout import (
+    ArrayLayout,
+    alignment_of,
+    contiguous,
+    contiguous_inputs,
+)
+from tileattn.kernels.cuda.plan.params import PAIRS, PARAMS, template
+
+Fields = dict[str, Any]
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+BEFORE = ("backward_preprocess", "backward_large_scores")
+SUMMED = ("backward_dkdv", "backward_dq_convert", "backward_dq")  # dq in memory, then repairs
+NAIVE = ("naive_large_scores", "naive_dkdv", "naive_dq")
+LONG: Fields = {"D": 64, "Dv": 64, "Nq": 3000, "Nk": 3000}
+
+
+# --- a value ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [H200, A100])
+def test_a_plan_is_a_value(device: Device) -> None:
+    problem, again = (asked(**LONG, window=(None, 0)) for _ in range(2))
+    assert forward(problem, device) == forward(again, device)
+    assert backward(problem, device) == backward(again, device)
+    assert forward(problem, device) != forward(replace(problem, scale=0.5), device)
+    assert hash(contiguous_inputs(problem)) == hash(contiguous_inputs(again))
+
+
+def test_a_plan_can_be_printed() -> None:
+    problem = asked(**LONG, window=(None, 0))
+    report = str(forward(problem, H200))
+    for line in (
+        "problem    float16, B 2, Hq 6, Hkv 2, Nq 3000, Nk 3000, D 64, Dv 64",
+        "device     H200, sm_90a, 132 SMs",
+        "launch     forward_sm90 128 x 64, 64/64 columns, 4 stages, 2 groups: 132 blocks of "
+        "640 threads",
+        "           because wgmma and tensor maps, tiles from measurements",
+        "upload     assignment int32 (3, 264)",
+        "TMA        q of shape (2, 6, 3000, 64), strides (2304000, 384000, 128) bytes, in boxes of "
+        "64 rows",
+    ):
+        assert line in report.splitlines()
+    report = str(backward(problem, A100))
+    assert "workspace" in report
+    assert report.count("launch") == 5
+
+
+@pytest.mark.parametrize(("address", "expected"), [(0, 16), (7, 1), (12, 4), (24, 8), (4096, 16)])
+def test_the_alignment_of_an_address(address: int, expected: int) -> None:
+    assert alignment_of(address) == expected
+
+
+# --- the parameter block ------------------------------------------------------------------------
+
+STEP = NK + 5  # entries of a row of the bias, of which NK are used
+FIELDS: dict[str, tuple[Fields, Fields, Fields]] = {
+    "sizes": (
+        {"scale": 0.5},
+        {},
+        {"B": B, "Hq": HQ, "Hkv": HKV, "Nq": NQ, "Nk": NK, "D": D, "Dv": DV, "group": 3}
+        | {"rows": 128, "scale": 0.5, "softcap": 0.0, "dropout_scale": 1.0, "threshold": 0},
+    ),
+    "full": ({}, {}, {"left": -1, "right": -1, "length": NK, "offset": NK - NQ}),
+    "results": (
+        {},
+        {},
+        {"dq_at": (HQ * NQ * D, NQ * D, D), "dk_at": (HKV * NK * D, NK * D, D)}
+        | {"dv_at": (HKV * NK * DV, NK * DV, DV), "dout_at": (HQ * NQ * DV, NQ * DV, DV)},
+    ),
+    "window": ({"window": (7, None)}, {}, {"left": 7, "right": -1}),
+    "causal": ({"window": (None, 0)}, {}, {"left": -1, "right": 0}),
+    "empty": ({"B": 0}, {}, {"length": 0, "offset": 0}),
+    "dropout": (
+        {"dropout_p": 0.25, "seed": 7},
+        {},
+        {"dropout_scale": 4 / 3, "seed": 7, "threshold": 1 << 30},
+    ),
+    "strides of any sign": (
+        {},
+        {
+            "q": ArrayLayout((B, HQ, NQ, D), (HQ * NQ * D * 2, NQ * D * 2, -D * 2, 2), "float16"),
+            "k": ArrayLayout((B, 1, NK, D), (NK * D * 2, 1 << 50, D * 2, 2), "float16"),
+            "dlse": ArrayLayout((B, HQ, NQ), (4 * NQ * HQ, 4, 4 * HQ), "float32", 4),
+        },
+        {"q_at": (HQ * NQ * D, NQ * D, -D), "k_at": (NK * D, 0, D), "dlse_at": (NQ * HQ, 1, HQ)},
+    ),
+    "bias": (
+        {"enabled_options": {"bias"}},
+        {"bias": ArrayLayout((1, HQ, 1, NK), (0, 2 * STEP, 0, 2), "float16", 4)},
+        {"bias_at": (0, STEP, 0, 1), "dbias_at": (0, NK, 0, 1)}
+        | {"bias_B": 1, "bias_H": HQ, "bias_Nq": 1, "bias_Nk": NK},
+    ),
+    "mask": (
+        {"enabled_options": {"mask"}},
+        {"mask": contiguous((B, 1, NQ, 1), "bool")},
+        {"mask_at": (NQ, 0, 1, 0)},
+    ),
+    "slopes": (
+        {"enabled_options": {"alibi_slopes"}},
+        {"alibi_slopes": contiguous((B, HQ), "float32")},
+        {"alibi_slopes_b": HQ},
+    ),
+    "slopes of all": (
+        {"enabled_options": {"alibi_slopes"}},
+        {"alibi_slopes": contiguous((1, HQ), "float32")},
+        {"alibi_slopes_b": 0},
+    ),
+    # Softcaps that kernels can divide by.
+    "softcap": ({"enabled_options": {"softcap"}, "softcap": 30.0}, {}, {"softcap": 30.0}),
+    "tiny softcap": (
+        {"enabled_options": {"softcap"}, "softcap": 1e-45},
+        {},
+        {"softcap": 2.0**-100},
+    ),
+    "huge softcap": ({"enabled_options": {"softcap"}, "softcap": 1e39}, {}, {"softcap": 2.0**100}),
+}
+
+
+@pytest.mark.parametrize(("changed", "arrays", "expected"), FIELDS.values(), ids=FIELDS)
+def test_fields(changed: Fields, arrays: Fields, expected: Fields) -> None:
+    plan = backward(replace(asked(), **changed), **arrays)
+    assert {name: plan.fields[name] for name in expected} == expected
+    assert plan.fields.keys() <= set(PARAMS.names or ())
+
+
+@pytest.mark.parametrize(
+    ("device", "dim", "kv_tile"),
+    [(A100, 128, None), (H200, 128, (128, 128)), (H200, 256, (128, 64))],
+)
+def test_fields_of_a_block_mask(device: Device, dim: int, kv_tile: tuple[int, int] | None) -> None:
+    """A generic kernel reads no lists of key tiles: those have one entry more, which ends them."""
+    problem = asked(enabled_options=("block_mask",), Nq=600, Nk=800, D=dim, Dv=dim)
+    mask = BlockMask(np.ones((B, 1, 10, 8), np.bool_), (64, 100))
+    layout = replace(contiguous_inputs(problem), block_mask=mask)
+    plan = forward(problem, device, layout)
+    expected: Fields = {"mask_block_q": 64, "mask_block_k": 100, "block_kinds_at": (80, 0, 8, 1)}
+    if kv_tile:
+        entries = -(-800 // kv_tile[1]) + 1
+        expected["tile_list_at"] = (5 * entries, 0, entries, 1)
+    names = {name for name in plan.fields if "mask_block" in name or name[:-3] in PAIRED}
+    assert {name: plan.fields[name] for name in names} == expected
+    assert (plan.tile_lists and plan.tile_lists.of.tile) == kv_tile
+
+
+PAIRED = {name[:-3] for name in PARAMS.names or () if PARAMS[name] == PAIRS}
+
+
+def test_a_block_has_each_field_in_its_place() -> None:
+    """And nothing but zeros elsewhere; three strides of rows, and four of scores."""
+    given: Fields = {"q_at": (7, 0, -3), "mask_at": (1, 2, 3, 4), "Nk": 5, "scale": 0.5, "out": 9}
+    block = np.frombuffer(template(given), PARAMS)[0]
+    found = {name: block[name].tolist() for name in PARAMS.names or ()}
+    assert {name: x for name, x in found.items() if np.any(x)} == given
+
+
+def test_lengths_that_differ_are_constants() -> None:
+    problem = asked()
+    layout = replace(contiguous_inputs(problem), kv_lengths=(50, 9), q_offset=(3, 3))
+    plan = forward(problem, layout=layout)
+    assert {name: x.array().tolist() for name, x in plan.constants.items()} == {
+        "kv_lengths": [50, 9]
+    }
+    assert "length" not in plan.fields
+    assert plan.fields["offset"] == 3
+    there = contiguous((B,), "int64")
+    on_gpu = replace(layout, kv_lengths=None, q_offset=None)
+    plan = forward(problem, layout=on_gpu, kv_lengths=there, q_offset=there)
+    assert plan.constants == {}
+    assert {"length", "offset"}.isdisjoint(plan.fields)
+
+
+def test_the_order_of_the_work_tiles_is_told() -> None:
+    problem = asked(D=128, Dv=128, B=3, Hkv=50, Hq=50, Nq=512, Nk=4096)
+    for deterministic, groups in ((False, 6), (True, 5)):
+        told = backward(problem, H200, deterministic=deterministic).fields
+        assert (told["head_groups"], told["in_order"]) == (groups, deterministic)
+    little = asked(D=128, Dv=128, B=1, Hkv=2, Hq=2, Nq=64, Nk=256)  # fewer blocks than one group's
+    assert backward(little, H200, deterministic=True).fields["head_groups"] == 2
+
+
+@pytest.mark.parametrize(
+    ("length", "groups"), [(512, (13, 13)), (2048, (45, 45)), (4096, (80, 100))]
+)
+def test_long_causal_calls_have_whole_waves(length: int, groups: tuple[int, int]) -> None:
+    """As many heads go together as fit a quarter of the L2, or a wave; of 4096 keys one at most."""
+    problem = asked(D=128, Dv=128, B=8, Hkv=50, Hq=50, Nq=length, Nk=length)
+    plans = (backward(replace(problem, window=x), H200) for x in ((None, None), (None, 0)))
+    assert tuple(plan.fields["head_groups"] for plan in plans) == groups
+
+
+@pytest.mark.parametrize(
+    ("changed", "arrays", "natural"),
+    [
+        ({"scale": 0.25}, {}, 0.25),
+        ({"scale": -0.25}, {}, 1.0),
+        ({"scale": 0.0}, {}, 1.0),
+        ({"softcap": 9.0, "enabled_options": ("softcap",)}, {}, 1.0),
+        (
+            {"enabled_options": ("alibi_slopes",)},
+            {"alibi_slopes": contiguous((1, HQ), "float32")},
+            1.0,
+        ),
+        ({"enabled_options": ("bias",)}, {"bias": contiguous((1, 1, NQ, NK), "float16")}, 1.0),
+    ],
+    ids=str,
+)
+def test_the_unit_of_a_score(changed: Fields, arrays: Fields, natural: float) -> None:
+    """The scale where it is in the exponent, which the key of backward_dsinks does not tell."""
+    given: Fields = {"scale": 0.25, **changed}
+    plan = backward(asked(**given), H200, **arrays)
+    assert plan.fields["softmax_scale"] == natural
+    folds = {x.key.fold_scale for x in plan.launches if x.key.kernel == "backward_dkdv"}
+    assert folds == {natural != 1}
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "width", "alignment"), [(64, 16, 16), (56, 2, 16), (60, 2, 8), (54, 2, 4), (53, 1, 0)]
+)
+def test_rows_of_masks_and_biases_are_read_as_wide_as_they_lie(
+    keys: int, width: int, alignment: int
+) -> None:
+    problem = asked(enabled_options=("mask", "bias"), Nk=keys)
+    mask, bias = contiguous((1, 1, NQ, keys), "bool"), contiguous((1, HQ, 1, keys), "float16")
+    ends = 2 * (keys + 1)  # rows start where others end
+    for given, expected in (
+        ((mask, bias), (width, alignment)),
+        ((replace(mask, shape=(1, 1, NQ, 1)), replace(bias, shape=(1, HQ, 1, 1))), (1, 0)),
+        ((replace(mask, alignment=1), replace(bias, alignment=2)), (1, 0)),
+        ((replace(mask, strides=(0, 0, keys, 2)), replace(bias, strides=(0, 2, 2, 4))), (1, 0)),
+        ((mask, replace(bias, strides=(0, ends, ends, 2))), (width, 0)),
+    ):
+        key = forward(problem, mask=given[0], bias=given[1]).launches[0].key
+        assert (key.mask_vector_width, key.bias_alignment_bytes) == expected
+
+
+@pytest.mark.parametrize(("keys", "alignment"), [(54, 16), (53, 8)])
+def test_elements_of_a_bias_are_copied_whole(keys: int, alignment: int) -> None:
+    bias = contiguous((1, 1, NQ, keys), "float64")
+    for given, expected in (
+        (bias, alignment),
+        (replace(bias, alignment=4), 0),
+        (contiguous((1, 1, NQ, 1), "float64"), 0),
+    ):
+        key = forward(asked(enabled_options=("bias",), Nk=keys), H200, bias=given).launches[0].key
+        assert (key.bias, key.bias_alignment_bytes) == ("float64", expected)
+
+
+@pytest.mark.parametrize("alignment", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "dout", "dq", "dk", "dv"])
+def test_copies_are_as_wide_as_all_rows_allow(name: str, alignment: int) -> None:
+    problem = asked(D=64, Dv=64)
+    x = contiguous((B, HQ if "q" in name or "o" in name else HKV, 61, 64), "float16")
+    batch, *strides = x.strides
+    apart = replace(x, strides=(batch + alignment, *strides))
+    for plan in (backward,) if name.startswith("d") else (forward, backward):
+        for changed, address in ((replace(x, alignment=alignment), alignment), (apart, 16)):
+            given: Fields = {name: changed}
+            found = plan(problem, **given)
+            widths = {
+                x.key.alignment_bytes for x in found.launches if "convert" not in x.key.kernel
+            }
+            assert (found.alignment, widths) == (address, {alignment})
+
+
+@pytest.mark.parametrize(("block", "keys"), [(128, 64), (64, 64), (48, 48), (100, 48), (32, 64)])
+def test_tiles_lie_along_the_blocks_of_a_mask(block: int, keys: int) -> None:
+    """With 64 columns the fastest tiles have 48 keys, of which 128 are no multiple."""
+    problem = asked(enabled_options=("block_mask",), D=64, Dv=64)
+    mask = BlockMask(np.ones((1, -(-NK // block)), bool), (128, block))
+    layout = replace(contiguous_inputs(problem), block_mask=mask)
+    assert forward(problem, A100, layout).launches[0].key.tile == (128, keys)
+    assert forward(asked(D=64, Dv=64), A100).launches[0].key.tile == (128, 48)
+    plain, masked = backward(asked(D=64, Dv=64), A100), backward(problem, A100, layout)
+    assert [x.key.tile for x in plain.launches] == [x.key.tile for x in masked.launches]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"fold_scale"}),
+        ({"enabled_options": {"softcap"}}, {"softcap"}),
+        ({"enabled_options": {"alibi_slopes"}}, {"alibi"}),
+        ({"enabled_options": {"mask"}}, {"mask", "fold_scale"}),
+        ({"enabled_options": {"block_mask"}}, {"block_mask", "fold_scale"}),
+        ({"dropout_p": 0.1}, {"dropout", "fold_scale"}),
+    ],
+)
+def test_options_that_kernels_are_compiled_for(options: Fields, expected: set[str]) -> None:
+    """What is recomputed before, of the scores alone, does not know of dropout."""
+    problem = replace(asked(), **options)
+    names = ("softcap", "alibi", "mask", "block_mask", "dropout", "fold_scale")
+    for dim in (24, 300):
+        launches = backward(replace(problem, D=dim)).launches[1:]
+        for launch in (*forward(replace(problem, D=dim)).launches, *launches):
+            on = {name for name in names if getattr(launch.key, name)}
+            assert on == expected - ({"dropout"} if launch == launches[0] else set())
+
+
+# --- launches -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_the_backward_pass_launches(dtype: str) -> None:
+    more: Fields = {
+        "sinks": contiguous((HQ,), "float64"),
+        "bias": contiguous((1, 1, NQ, NK), "float32"),
+    }
+    plan = backward(asked(dtype, ("bias", "sinks")), **more)
+    assert kernels(plan) == [*BEFORE, *SUMMED, "backward_dbias", "backward_dsinks"]
+    assert (plan.launches[-1].grid, plan.launches[-1].key.threads) == (HQ, 128)
+    assert plan.launches[-1].key.dtype == dtype
+    plan = backward(asked(dtype), deterministic=True)
+    assert kernels(plan) == [*BEFORE, "backward_dkdv", "backward_dq"]
+    # A bias of every pair has its gradient from the kernel over keys.
+    plan = backward(asked(dtype, ("bias",)), bias=contiguous((B, HQ, NQ, NK), "float32"))
+    assert kernels(plan) == [*BEFORE, *SUMMED]
+    writes = [launch.key.kernel for launch in plan.launches if launch.key.write_dbias]
+    assert writes == ["backward_dkdv"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "finish"), [("float16", 24, 14), ("float32", 48, 28), ("float64", 96, 56)]
+)
+def test_every_row_has_its_lanes(dtype: str, rows: int, finish: int) -> None:
+    """Blocks of 128 threads, as many lanes for a row as it has pieces of 16 bytes.
+
+    Heads are padded to 128 rows of 64 columns before the pass over keys, where a lane takes four
+    pieces; what follows takes 32 columns of 444 rows.
+    """
+    plan = backward(asked(dtype))
+    grids = {launch.key.kernel: (launch.key.threads, launch.grid) for launch in plan.launches}
+    assert grids["backward_preprocess"] == (128, rows)
+    assert grids["backward_dq_convert"] == (128, finish)
+
+
+def bias_of(*shape: int) -> Fields:
+    return {"bias": contiguous(shape, "float16")}
+
+
+TILED: Fields = {"Nq": 300, "Nk": 530, "D": 64, "Dv": 64}
+NARROW = replace(contiguous((B, HQ, 300, 64), "float16"), alignment=4)
+GRIDS: list[tuple[Fields, Fields, dict[str, int]]] = [
+    (TILED, {}, {"forward": 36, "backward_large_scores": 36, "backward_dkdv": 36}),
+    (TILED, {}, {"backward_preprocess": 72, "backward_dq_convert": 225, "backward_dq": 36}),
+    # As many as run at a time, of what computes flagged heads again.
+    (TILED | {"B": 40}, {}, {"forward": 720, "backward_dq": 108, "backward_large_scores": 108}),
+    (TILED | {"Dv": 0}, {}, {"forward": 36}),
+    (TILED | {"D": 192, "Dv": 40}, {}, {"backward_preprocess": 72, "backward_dq_convert": 900}),
+    (TILED, {"q": NARROW}, {"backward_preprocess": 288, "backward_dq_convert": 900}),
+    (TILED, bias_of(1, HQ, 300, 530), {"backward_dbias": 6 * 5 * 5}),
+    (TILED, bias_of(1, HQ, 1, 530), {"backward_dbias": 6 * 5}),
+    (TILED, bias_of(B, 1, 300, 1), {"backward_dbias": 2 * 5}),
+    (TILED, bias_of(1, 1, 1, 1), {"backward_dbias": 1}),
+    (TILED | {"D": 300}, {}, {"naive_forward": 900, "naive_dkdv": 530, "naive_dq": 900}),
+    (TILED | {"Dv": 300}, {}, {"naive_large_scores": 900, "backward_preprocess": 288}),
+    (TILED | {"D": 300}, bias_of(1, HQ, 300, 1), {"naive_dbias": 450}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "arrays", "grids"), GRIDS)
+def test_grids(sizes: Fields, arrays: Fields, grids: dict[str, int]) -> None:
+    problem = asked(enabled_options=arrays.keys() & {"bias"}, **sizes)
+    found = {
+        launch.key.kernel: launch.grid
+        for plan in (backward(problem, A100, **arrays), forward(problem, A100, **arrays))
+        for launch in plan.launches
+    }
+    assert {name: found[name] for name in grids} == grids
+
+
+def test_a_gradient_of_lse_does_not_slow_the_copies() -> None:
+    dlse = ArrayLayout((B, HQ, NQ), (4 * NQ * HQ, 4, 4 * HQ), "float32", 4)
+    plan = backward(asked(), dlse=dlse)
+    assert {x.key.alignment_bytes for x in plan.launches if x.key.kernel == "backward_dkdv"} == {16}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((0, 2, 2, 5, 5, 8, 8), []),
+        ((1, 2, 2, 0, 5, 8, 8), ["backward_dkdv"]),
+        ((1, 2, 2, 5, 0, 8, 8), ["backward_preprocess", "backward_dq"]),
+        ((1, 0, 0, 5, 5, 8, 8), []),
+        ((1, 2, 1, 5, 5, 0, 8), [*BEFORE, *SUMMED]),
+        ((1, 2, 1, 5, 5, 8, 256), [*BEFORE, *SUMMED]),
+        ((1, 2, 1, 5, 5, 8, 300), ["backward_preprocess", *NAIVE]),
+    ],
+)
+def test_sizes_of_zero_and_beyond_the_tiles(sizes: Any, expected: list[str]) -> None:
+    names = ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv")
+    problem = asked("float32", ("sinks", "bias"), **dict(zip(names, sizes, strict=True)))
+    more: Fields = {
+        "sinks": contiguous((problem.Hq,), "float32"),
+        "bias": contiguous((1,) * 4, "float32"),
+    }
+    first = "naive_forward" if problem.Dv > 256 else "forward"
+    queries = problem.B * problem.Hq * problem.Nq
+    assert kernels(forward(problem, **more)) == ([first] if queries else [])
+    if queries * problem.Nk:
+        expected = [*expected, f"{'naive' if problem.Dv > 256 else 'backward'}_dbias"]
+    plan = backward(problem, **more)
+    assert kernels(plan) == [*expected, *["backward_dsinks"] * (problem.Hq > 0)]
+    assert all(launch.grid > 0 for launch in plan.launches)
+    assert {x.key.add_dq for x in plan.launches if "dkdv" in x.key.kernel} <= {
+        SUMMED[1] in expected
+    }

@@ -1,0 +1,405 @@
+"""The tile scheduler of persistent kernels, tested against a count of every tile; no GPU."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.kernels.cuda.plan.assigned import ends_of, loads_of
+from tests.kernels.cuda.plan.planning import ON_HOPPER
+from tests.kernels.cuda.plan.schedules import (
+    CACHE,
+    CAUSAL,
+    ON_GPU,
+    launch_of,
+    layout_of,
+    schedule,
+    shaped,
+)
+from tileattn import BlockMask
+from tileattn.algorithm.mask import SlidingWindow
+from tileattn.algorithm.tiles import cut
+from tileattn.call.block_mask import EMPTY, FULL
+from tileattn.call.problem import Problem
+from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
+from tileattn.kernels.cuda.families.hopper import HOPPER
+from tileattn.kernels.cuda.plan import assignment, scheduler
+from tileattn.kernels.cuda.plan.block_sparse import tile_kinds
+from tileattn.kernels.cuda.plan.catalog import problem_of
+from tileattn.kernels.cuda.plan.layout import CallLayout
+from tileattn.kernels.cuda.plan.scheduler import (
+    START_COST,
+    TILE_COST,
+    Schedule,
+    head_groups,
+    schedule_of,
+    work_tiles,
+)
+
+LONG = replace(problem_of("float16", 128), B=2, Hq=12, Hkv=4, Nq=2100, Nk=2100)  # 408 blocks
+
+Array = NDArray[Any]
+
+
+def works_of(blocks: int, heads: int, parts: int) -> list[tuple[int, int]]:
+    """Block and head of each number in the order of the kernels."""
+    return [
+        (block, int(head))
+        for part in np.array_split(np.arange(heads), parts)
+        for block in range(blocks)
+        for head in part
+    ]
+
+
+def costs_of(problem: Problem, layout: CallLayout, launch: KernelLaunch, groups: int) -> Array:
+    """Cost of each number: every tile is looked at."""
+    P, key = problem, launch.key
+    queries, keys = list(cut(P.Nq, key.block_q)), list(cut(P.Nk, key.block_k))
+    if P.window[1] is not None:
+        queries.reverse()
+
+    mask = layout.block_mask
+    size = key.block_q, key.block_k
+    kinds = np.full((1, 1, 1, 1), FULL) if mask is None else tile_kinds(mask, size)
+    kinds = np.broadcast_to(
+        kinds[..., : len(queries), : len(keys)], (P.B, P.Hq, len(queries), len(keys))
+    )
+
+    assert layout.kv_lengths is not None
+    assert layout.q_offset is not None
+    places = list(zip(layout.kv_lengths, layout.q_offset, strict=True))
+
+    @cache
+    def reached(batch: int, block: int) -> Array:
+        window = SlidingWindow(P.Nq, *places[batch], *P.window)
+        return np.array([window.kind(*queries[block], *tile) != EMPTY for tile in keys])
+
+    def cost(batch: int, head: int, block: int) -> int:
+        row = kinds[batch, head, queries[block][0] // key.block_q]
+        return TILE_COST * int((reached(batch, block) & (row != EMPTY)).sum()) + START_COST
+
+    works = works_of(len(queries), P.B * P.Hq, groups)
+    return np.array([cost(*divmod(head, P.Hq), block) for block, head in works])
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.data())
+def test_numbers_are_those_of_the_kernels(blocks: int, heads: int, data: st.DataObject) -> None:
+    """Claimed in order, a head has its blocks in order: none waits for one that is not claimed."""
+    parts = data.draw(st.integers(1, heads))
+    block, head, part = work_tiles(blocks, heads, parts)
+    assert list(zip(block, head, strict=True)) == works_of(blocks, heads, parts)
+    firsts = [int(members[0]) for members in np.array_split(np.arange(heads), parts)]
+    assert sorted(set(part.tolist())) == firsts
+    assert all(max(f for f in firsts if f <= h) == p for h, p in zip(head, part, strict=True))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Problem, Any, Any]:
+    b, hkv, group = (draw(st.integers(1, n)) for n in (3, 3, 2))
+    nq, nk = (
+        draw(st.integers(65, 1400)),
+        draw(st.integers(1, 1400)),
+    )  # not so few that keys are split
+    dim = draw(st.sampled_from([64, 128, 256]))
+    sides = st.none() | st.integers(0, 600)
+    lengths = st.lists(st.integers(0, nk), min_size=b, max_size=b)
+    offsets = st.lists(st.integers(-2000, 2000), min_size=b, max_size=b)
+    return (
+        shaped(
+            "float16",
+            dim,
+            B=b,
+            Hq=group * hkv,
+            Hkv=hkv,
+            Nq=nq,
+            Nk=nk,
+            window=(draw(sides), draw(sides)),
+        ),
+        np.array(draw(lengths)),
+        np.array(draw(offsets)),
+    )
+
+
+@given(problems(), st.integers(1, 8))
+def test_the_table_of_any_problem(drawn: tuple[Problem, Any, Any], sm_count: int) -> None:
+    problem, lengths, offsets = drawn
+    launch = launch_of(problem, sm_count)
+    found = schedule(problem, lengths, offsets, launch=launch)
+    assert 1 <= found.head_groups <= problem.B * problem.Hkv
+    costs = costs_of(problem, layout_of(problem, lengths, offsets), launch, found.head_groups)
+    several = problem.Nq > launch.key.block_q  # blocks of each head
+    workers = sm_count * launch.key.groups
+    left, right = problem.window
+    alike = len(set(lengths.tolist())) == len(set(offsets.tolist())) == 1
+    is_claimed = alike and several and left is None and right is not None and workers < len(costs)
+    assert found.claims == (len(costs) if is_claimed else 0)
+    differ = bool(costs.min() < costs.max())
+    wanted = not is_claimed and several and differ and workers < len(costs) <= 64 * workers
+    assert (found.assignment is not None) == wanted
+    if found.assignment is not None:
+        loads = loads_of(found.assignment, costs)
+        assert len(loads) == launch.workers == workers
+        assert loads.max() * workers <= loads.sum() + (workers - 1) * costs.max()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("length", [4096, 8192, 16384])
+def test_sms_end_together(dim: int, length: int) -> None:
+    heads = 2048 // dim
+    sizes = {"B": 16384 // length, "Hq": heads, "Hkv": heads, "Nq": length, "Nk": length}
+    problem = shaped("float16", dim, **sizes, window=CAUSAL)
+    found, launch = schedule(problem), launch_of(problem)
+    assert found.assignment is not None
+    costs = costs_of(problem, layout_of(problem), launch, found.head_groups)
+    ends = ends_of(loads_of(found.assignment, costs), launch.workers)
+    tiles = 6 if launch.key.tile == (192, 64) else 3  # of half as many keys
+    assert ends.max() <= ends.mean() + min(tiles * TILE_COST, 0.025 * ends.mean())
+
+
+TALL = replace(problem_of("float16", 64), Hq=16, Hkv=16, Nq=6145, Nk=6145)  # 33 blocks of 192
+
+
+@pytest.mark.parametrize("window", [(None, None), CAUSAL])
+@pytest.mark.parametrize("lengths", [None, np.array([6000])])
+def test_the_last_tall_tiles_go_to_late_thread_blocks(window: Any, lengths: Any) -> None:
+    """A sixteenth of the work at most, and nearly that; each is among the shortest of its group."""
+    problem, launch = replace(TALL, window=window), launch_of(TALL)
+    found = schedule(problem, lengths, launch=launch)
+    assert found.assignment is not None
+    costs = costs_of(problem, layout_of(problem, lengths), launch, found.head_groups)
+    loads = loads_of(found.assignment, costs)
+    late = found.assignment[0, launch.workers :]
+    share = costs.sum() / 16
+    assert share - costs.max() < costs[late].sum() <= share
+    assert costs[late].tolist() == loads[launch.workers :].tolist()
+    assert costs[late].max() <= np.median(costs)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        LONG,  # tiles of 128 queries
+        replace(TALL, D=96, Dv=96),  # wide heads
+        replace(TALL, Nq=3000, Nk=3000),  # two groups in a thread block
+        replace(TALL, Nq=3000, Nk=3000, enabled_options=frozenset({"softcap"})),  # few keys
+        replace(TALL, Hq=1, Hkv=1, Nq=1 << 18, Nk=1 << 18),  # thread blocks keep pace
+        replace(TALL, Hq=4, Hkv=4, Nq=192 * 33, Nk=192 * 33),  # one tile for each worker
+    ],
+    ids=lambda P: f"{P.D}-{P.Nq}-{P.Hq}",
+)
+def test_elsewhere_all_thread_blocks_begin_together(problem: Problem) -> None:
+    causal = replace(problem, window=CAUSAL)
+    found, workers = schedule(causal), launch_of(causal).workers
+    assert found.assignment is None or found.assignment.shape[1] == workers
+
+
+def test_groups_begin_together() -> None:
+    launch = launch_of(TALL)
+    launch = launch._replace(key=replace(launch.key, groups=2))
+    table = schedule(replace(TALL, window=CAUSAL), launch=launch).assignment
+    assert table is not None
+    assert table.shape[1] == 264
+
+
+def test_every_thread_block_has_a_tile() -> None:
+    """Of four more tiles than SMs four are late, though a sixteenth would be eight."""
+    problem = replace(TALL, Hq=4, Hkv=4, Nq=192 * 34, Nk=192 * 34)
+    table = schedule(problem).assignment
+    assert table is not None
+    assert table.shape == (2, 136)
+    assert (table[0] < 136).all()
+
+
+@pytest.mark.parametrize(
+    ("dim", "sizes", "lengths", "sm_count", "in_step"),
+    [
+        (64, {}, None, 132, True),
+        (128, {}, None, 132, True),
+        (192, {"Dv": 128}, None, 132, True),
+        (256, {}, None, 132, False),  # few tiles
+        (192, {"Dv": 256}, None, 132, False),
+        (128, {}, np.array([2100, 1700]), 132, False),  # heads differ
+        (128, {}, np.array([1700, 1700]), 132, True),
+        (128, {}, None, 131, False),
+        (64, {}, None, 131, False),  # two groups each
+    ],
+    ids=str,
+)
+def test_when_two_sms_go_in_step(
+    dim: int,
+    sizes: dict[str, Any],
+    lengths: Any,
+    sm_count: int,
+    in_step: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    teams = []
+
+    def assign(order: Array, cost: Array, workers: int, team: int, late: int) -> Array:
+        teams.append(team)
+        return assignment.assign(order, cost, workers, team, late)
+
+    monkeypatch.setattr(scheduler, "assign", assign)
+    problem = shaped("float16", dim, B=2, Hq=12, Hkv=4, Nq=2100, Nk=2100, window=CAUSAL)
+    problem = replace(problem, **sizes)
+    launch = launch_of(problem, sm_count)
+    found = schedule(problem, lengths, launch=launch)
+    assert found.assignment is not None
+    costs = costs_of(problem, layout_of(problem, lengths), launch, found.head_groups)
+    assert loads_of(found.assignment, costs).shape == (launch.workers,)
+    assert teams == [2 if in_step else 1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "helps"),
+    [
+        ({"window": (None, None)}, False),  # equal
+        ({"Nq": 128, "Hq": 80, "Hkv": 80}, False),  # one block a head
+        ({"Nq": 640}, False),  # one turn
+        ({"B": 1, "Hq": 132, "Hkv": 132, "Nq": 64 * 192, "Nk": 64 * 192}, True),
+        ({"B": 1, "Hq": 132, "Hkv": 132, "Nq": 65 * 192, "Nk": 65 * 192}, False),  # too many
+    ],
+    ids=str,
+)
+def test_a_table_where_it_helps(changed: dict[str, Any], helps: bool) -> None:
+    found = schedule(replace(LONG, **{"window": CAUSAL} | changed))
+    assert (found.assignment is not None) == helps
+
+
+# --- what is long -------------------------------------------------------------------------------
+
+
+def test_the_long_ones_of_a_part_begin() -> None:
+    problem = replace(LONG, window=CAUSAL)
+    found, layout = schedule(problem), layout_of(problem)
+    assert (found.head_groups, found.assignment is not None) == (1, True)
+    costs = costs_of(problem, layout, launch_of(problem), 1)
+    assert costs[0] == costs.max() > costs[-1] == costs.min()
+    assert found.assignment is not None
+    assert found.assignment[0].tolist() == list(range(132))
+
+
+def test_entries_with_many_keys_begin() -> None:
+    lengths = np.array([70, 2100])
+    found = schedule(LONG, lengths)
+    assert found.assignment is not None
+    assert found.head_groups == 8
+    blocks = -(-LONG.Nq // 128)
+    assert (found.assignment[0] >= LONG.Hq * blocks).all()  # of the second entry
+    costs = costs_of(LONG, layout_of(LONG, lengths), launch_of(LONG), 8)
+    loads = loads_of(found.assignment, costs)
+    assert loads.max() - loads.min() <= costs.max()
+
+
+RNG = np.random.default_rng(0)
+SHOWN = [  # some rows of blocks are attended to by many, and some by few
+    BlockMask(RNG.random((*lead, rows, 17)) < RNG.random((*lead, rows, 1)) ** 3, (size, 128))
+    for lead in ((1, 1), (1, 12), (2, 1), (2, 12))
+    for rows, size in ((17, 128), (9, 256))  # which reach beyond the queries
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "mask"),
+    [
+        # Aligned at the end: most rows attend to nothing.
+        ({"window": CAUSAL, "Nk": 300, "enabled_options": frozenset({"mask"})}, None),
+        ({"window": (300, 200)}, None),
+        *(({"window": window}, mask) for window in ((None, None), CAUSAL) for mask in SHOWN),
+    ],
+)
+def test_tiles_that_are_skipped_cost_nothing(
+    changed: dict[str, Any], mask: BlockMask | None
+) -> None:
+    problem, launch = replace(LONG, **changed), launch_of(replace(LONG, **changed))
+    layout = replace(layout_of(problem), block_mask=mask)
+    found = schedule_of(problem, layout, (launch,), CACHE)
+    costs = costs_of(problem, layout, launch, found.head_groups)
+    assert found.assignment is not None
+    assert len(set(costs.tolist())) > 2
+    longest = costs.max()
+    if problem.Nk == 300:
+        assert (costs == START_COST).sum() > len(costs) // 2
+        longest = START_COST
+    if mask is not None:
+        assert costs.min() == START_COST
+    assert loads_of(found.assignment, costs).max() <= costs.sum() / 132 + longest
+
+
+def test_what_is_on_the_gpu_is_guessed() -> None:
+    """All keys, aligned at the end; a table that is made so holds every block, too."""
+    problem, there = replace(LONG, window=CAUSAL, Nq=1900), ON_GPU
+    lengths = np.array([2100, 900])
+
+    def table(*given: Any) -> Array:
+        found = schedule(problem, *given).assignment
+        assert found is not None
+        return found
+
+    assert np.array_equal(table(there, there), table())
+    assert np.array_equal(table(lengths, there), table(lengths, lengths - 1900))
+    assert not np.array_equal(table(lengths), table())
+
+
+# --- the parts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("window", "room", "expected"),
+    [
+        ((None, None), 1 << 21, 24),  # blocks of one length: each head by itself
+        ((5, 0), 1 << 21, 24),
+        ((None, 0), 1 << 21, 3),  # 256 KiB of keys and values a head: room for eight
+        ((None, 7), 1 << 21, 3),
+        ((None, 0), 1 << 19, 12),
+        ((None, 0), 1, 24),
+        ((None, 0), 1 << 30, 1),
+    ],
+)
+def test_long_blocks_of_many_heads_go_first(
+    window: tuple[int | None, int | None], room: int, expected: int
+) -> None:
+    problem = shaped("float32", 64, B=6, Hq=8, Hkv=4, Nq=99, Nk=512, window=window)
+    assert head_groups(problem, room) == expected
+    assert head_groups(replace(problem, B=0), room) == 1
+    assert head_groups(replace(problem, Nk=0), room) in {1, problem.B * problem.Hkv}
+
+
+def test_the_room_for_a_part() -> None:
+    """Half of the cache for the persistent kernel; for the backward pass, a quarter of twice it."""
+    cache = 16 << 20  # and two MiB a head
+    problem = shaped("float16", 128, B=3, Hq=16, Hkv=16, Nq=4096, Nk=4096, window=CAUSAL)
+    generic = ON_HOPPER._replace(arch="sm_80")
+    both = {"deterministic": False, "sinks": False}
+    for launches, expected in (
+        (forward_launches(problem, ON_HOPPER), 12),
+        (forward_launches(problem, generic), 3),
+        (backward_launches(problem, generic, **both), 12),
+    ):
+        found = schedule_of(problem, layout_of(problem), launches, cache)
+        assert found.head_groups == expected
+        assert (found.assignment is not None) == (launches[0].key.kernel == HOPPER)
+
+
+@pytest.mark.parametrize(("length", "heads"), [(1024, 3), (2048, 1), (2049, 6)])
+def test_short_calls_with_a_mask_have_small_groups(length: int, heads: int) -> None:
+    """An eighth of the cache holds keys and values of a group, and of long ones half."""
+    sizes = {"B": 2, "Hq": 6, "Hkv": 6, "Nq": length, "Nk": length}
+    problem = shaped("float16", 128, **sizes, window=CAUSAL)
+    problem = replace(problem, enabled_options=frozenset({"mask"}))
+    found = schedule_of(problem, layout_of(problem), (launch_of(problem),), 13 << 20)
+    assert found.head_groups == 12 // heads
+
+
+def test_nothing_to_start_has_an_order() -> None:
+    problem = replace(LONG, Nq=0)
+    assert schedule_of(problem, layout_of(problem), (), CACHE) == Schedule(8)

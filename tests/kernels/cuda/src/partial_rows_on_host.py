@@ -1,0 +1,108 @@
+"""Run ``join_rows.cu``, ``add_halves.cu`` and ``add_rows.cu`` on the CPU, as C++ takes them."""
+
+import ctypes
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.kernels.cuda.src.on_host import built
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.jit.compile import SOURCES
+
+_CONFIG = """\
+#pragma once
+#include <math.h>
+#include <string.h>
+#include <limits>
+#define __device__
+#define __global__
+#define __launch_bounds__(...)
+using i64 = long long;
+using u32 = unsigned;
+struct float16 { unsigned short bits; };
+struct bfloat16 { unsigned short bits; };
+using float32 = float;
+using float64 = double;
+constexpr int WARP = 1;
+inline struct { int x, y; } threadIdx, blockIdx, gridDim;
+inline void __syncwarp() {}
+template <class To, class From> To same_bits(From x) {
+    To y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+inline float __uint_as_float(u32 x) { return same_bits<float>(x); }
+inline u32 __float_as_uint(float x) { return same_bits<u32>(x); }
+inline u32 __float_as_uint(double) { return 0; }  // sums of float64 have no halves
+template <class T> T infinity() { return std::numeric_limits<T>::infinity(); }
+template <class T> T clip_finite(T x) {
+    const T most = std::numeric_limits<T>::max();
+    return x > most ? most : x < -most ? -most : x;
+}
+inline float widen(float16 x) { return float(same_bits<_Float16>(x.bits)); }
+inline float widen(bfloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
+inline float widen(float x) { return x; }
+inline double widen(double x) { return x; }
+template <class T> T narrow(double x) { return T(x); }
+template <class T> T narrow(float x) { return T(x); }
+template <> float16 narrow<float16>(float x) {
+    return {same_bits<unsigned short>(static_cast<_Float16>(x))};
+}
+template <> bfloat16 narrow<bfloat16>(float x) {
+    const u32 bits = __float_as_uint(x);
+    return {(unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+"""
+
+_LAUNCH = """\
+#include "KERNEL.cu"
+
+extern "C" void launch(int x, int y, void** arrays, const i64* n) {
+    gridDim.x = x, gridDim.y = y;
+    for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y)
+        for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x)
+            for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x) KERNEL(ARGUMENTS);
+}
+"""
+
+_ARGUMENTS = {  # types of the arrays, and how many numbers follow
+    "join_rows": (("Element", "u16", "Accum", "Element", "Accum", "Accum"), 10),
+    "add_halves": (("Element", "u16", "Element"), 10),
+    "add_rows": (("Accum", "Element"), 5),
+}
+
+
+class KernelOnHost:
+    """A kernel for ``tileattn.backends.cupy.partial_rows``, whose arrays are those of NumPy."""
+
+    def __init__(self, folder: Path, key: KernelKey) -> None:
+        types, numbers = _ARGUMENTS[key.kernel]
+        given = [f"static_cast<{name}*>(arrays[{n}])" for n, name in enumerate(types)]
+        given += [f"n[{n}]" for n in range(numbers)]
+        config = [
+            f"using Element = {key.dtype};",
+            f"using Accum = {'double' if key.dtype == 'float64' else 'float'};",
+            "using u16 = unsigned short;",
+            f"constexpr int THREADS = {key.threads // 32};",
+        ]
+        self._lock = threading.Lock()
+        folder = folder / f"{key.kernel}_{key.dtype}"
+        folder.mkdir(exist_ok=True)
+        texts = {
+            name: (SOURCES / name).read_text(encoding="utf-8")
+            for name in ("partial_rows.cuh", f"{key.kernel}.cu")
+        }
+        launch = _LAUNCH.replace("KERNEL", key.kernel).replace("ARGUMENTS", ", ".join(given))
+        texts |= {"config.cuh": _CONFIG + "\n".join(config), f"{key.kernel}.cpp": launch}
+        self._launch, self._arrays = built(folder, texts, f"{key.kernel}.cpp").launch, len(types)
+
+    def function(self, grid: tuple[int, ...], _block: Any, arguments: tuple[Any, ...]) -> None:
+        """Run it, as CuPy launches a kernel."""
+        addresses = (ctypes.c_void_p * self._arrays)(*map(int, arguments[: self._arrays]))
+        numbers = np.array([int(x) for x in arguments[self._arrays :]], np.int64)
+        x, y = (*grid, 1)[:2]
+        at = ctypes.c_void_p(numbers.ctypes.data)
+        with self._lock:  # which thread and block runs is one variable
+            self._launch(ctypes.c_int(x), ctypes.c_int(y), addresses, at)

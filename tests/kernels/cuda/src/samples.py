@@ -1,0 +1,256 @@
+"""A few kernels that stand for all of them, and those whose tiles were chosen by measurement."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tileattn.backends.cupy import partial_rows
+from tileattn.call.problem import Problem
+from tileattn.dtypes import DTYPES, NAMED
+from tileattn.expressions.functions import mask_expression, score_expression
+from tileattn.kernels.cuda.families.block_order import COUNTS, ORDERS_KEYS, ORDERS_QUERIES, WHOLE
+from tileattn.kernels.cuda.families.context import LaunchContext
+from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
+from tileattn.kernels.cuda.families.hopper import (
+    HOPPER,
+    HOPPER_BACKWARDS,
+    HOPPER_DQ_CONVERT,
+    HOPPER_DS,
+    HOPPER_WIDE_DQ,
+)
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.latent import why_not as why_not_latent
+from tileattn.kernels.cuda.families.tile_lists import KERNELS as TILE_LISTS
+from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS, candidates
+from tileattn.kernels.cuda.plan.catalog import WINDOWS, context_of, problem_of
+from tileattn.kernels.cuda.plan.device import device_of_arch
+from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, contiguous, contiguous_inputs
+from tileattn.kernels.cuda.plan.plan import plans_of
+from tileattn.kernels.cuda.plan.token_rows import plan_append, plan_rope
+
+# Options that a kernel is compiled for; all others are parameters of every kernel, though a right
+# limit may decide about tiles.
+_OPTIONS = ({"softcap", "mask"}, {"alibi_slopes", "bias"}, {"block_mask", "dropout_p"})
+
+_HEAD_DIMS = (20, 64, 128, 256)
+_MASK_BLOCK = 128  # keys, as a block mask has them by default
+
+_MEASURED = "sm_90a"  # an H200
+
+TILED = ("forward", "backward_dkdv", "backward_dq", "backward_dbias")
+"""The generic kernels with tiles of their own."""
+
+# Every kernel once: those of a set are compiled for the same problem.
+_SETS = (
+    {"forward", "naive_forward"},
+    {"backward_preprocess", "backward_dkdv", "backward_dq_convert", "naive_dkdv"},
+    {"backward_dq", "naive_dq", "backward_large_scores", "naive_large_scores"},
+    {"backward_dbias", "backward_dsinks", "naive_dbias"},
+)
+
+_HOPPERS = (HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)
+_OF_HOPPER = (*_HOPPERS, HOPPER_DQ_CONVERT, *HOPPER_DS)
+_ORDERS = ORDERS_QUERIES, ORDERS_KEYS
+_OF_AUX = (*TILE_LISTS, "backward_daux", "backward_daux_sm90", "backward_daux_sum")
+
+# For the Hopper kernels: the head dimensions that calls without options leave out, and options.
+_HOPPER_CASES = (
+    ("float16", (32, 32), {"softcap"}),
+    ("bfloat16", (96, 96), {"alibi_slopes"}),
+    ("float16", (192, 192), {"softcap", "alibi_slopes"}),
+    ("bfloat16", (192, 128), {"sinks"}),
+    ("float16", (192, 128), {"block_mask"}),
+    ("bfloat16", (256, 256), {"sinks"}),
+    ("float16", (64, 64), {"block_mask"}),
+    ("bfloat16", (128, 128), {"block_mask", "softcap"}),
+    ("float16", (64, 64), {"mask"}),
+    ("bfloat16", (256, 256), {"mask", "alibi_slopes"}),
+    ("float16", (128, 128), {"bias", "dropout_p"}),
+    ("bfloat16", (192, 192), {"dropout_p", "origin"}),
+    ("bfloat16", (64, 64), {"bias", "mask", "softcap"}),
+    ("bfloat16", (192, 128), {"negative scale"}),
+    ("float16", (128, 128), {"80 queries"}),
+    ("bfloat16", (128, 64), {"80 queries"}),
+    ("float16", (64, 64), {"many keys"}),
+    ("bfloat16", (80, 80), {"80 queries"}),
+    ("float16", (48, 112), {"dropout_p"}),
+    ("float16", (128, 128), {"shared keys"}),
+    ("bfloat16", (192, 128), {"shared keys"}),
+    ("float16", (256, 256), {"shared keys"}),
+    ("bfloat16", (128, 128), {"many queries"}),
+    ("float16", (96, 96), {"many queries"}),
+)
+
+
+def representative_keys(arch: str, combination: int) -> list[KernelKey]:
+    """List a few kernels of every source; seven combinations in a row are enough."""
+    found: dict[KernelKey, None] = {}
+    adds = combination % 2 == 0
+    for n, kernels in enumerate(_SETS, combination):
+        dtype, bias = DTYPES[n % len(DTYPES)], DTYPES[n % len(DTYPES) - 1]
+        enabled_options = _OPTIONS[n % len(_OPTIONS)] | {"sinks"}
+        if combination % 2:
+            enabled_options |= {"origin"}
+        shape = (1, 1, 1, 2)  # as the scores: its gradient comes with that of the keys
+        if "backward_dbias" in kernels:
+            enabled_options, shape = enabled_options | {"bias"}, (1, 1, 1, 1)
+        context = context_of(arch, MAX_ALIGNMENT if combination % 3 else dtype.itemsize)
+        if "bias" in enabled_options:
+            staged = MAX_ALIGNMENT if combination % 2 else 0
+            context = context._replace(
+                bias=bias.name, bias_shape=shape, bias_alignment_bytes=staged, dbias=True
+            )
+        if "block_mask" in enabled_options:
+            context = context._replace(mask_block_k=_MASK_BLOCK)
+        if "mask" in enabled_options:
+            context = context._replace(mask_vector_width=(1, 2, 16)[combination % 3])
+        # No tile fits 512 columns: the naive kernels take them.
+        for dim in (_HEAD_DIMS[combination % len(_HEAD_DIMS)], 512):
+            keys = _keys(problem_of(dtype.name, dim, enabled_options), context)
+            found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
+    # What takes over some heads of such calls: of a few of them on each GPU, and of all in four
+    # combinations in a row.
+    for n, (name, (dim, value), options) in enumerate(_HOPPER_CASES):
+        takes_over = n % 3 == 1 if arch == _MEASURED else n % 4 == combination % 4
+        for window in WINDOWS if takes_over or arch == _MEASURED else ():
+            problem = replace(problem_of(name, dim, options), Dv=value, window=window)
+            if "negative scale" in options:
+                problem = replace(problem, scale=-1.0)
+            if "80 queries" in options:
+                problem = replace(problem, Nq=80)
+            if "many keys" in options:
+                problem = replace(problem, Nk=1 << 15)
+            if "many queries" in options:
+                problem = replace(problem, Nq=1 << 13, Nk=1 << 13)
+            if "shared keys" in options:
+                problem = replace(problem, Hq=2, window=(1, 0))
+            context = context_of(arch)
+            if "bias" in options:
+                context = context._replace(
+                    bias="float32", bias_shape=(1, 1, 1, 2), bias_alignment_bytes=16, dbias=True
+                )
+            keys = _keys(problem, context)
+            own = (x for x in keys if (takes_over if x.head_flags else x.kernel in _OF_HOPPER))
+            found |= dict.fromkeys(own)
+    found |= dict.fromkeys(_function_keys(arch, DTYPES[combination % len(DTYPES)].name))
+    found |= dict.fromkeys(_packed_keys(arch, combination))
+    found |= dict.fromkeys(partial_rows.keys(DTYPES[combination % len(DTYPES)].name))
+    found |= dict.fromkeys(_split_keys(arch, combination))
+    found |= dict.fromkeys(_row_keys(combination))
+    found |= dict.fromkeys(_latent_keys(arch))
+    return [
+        key
+        for key in found
+        if key.kernel != "backward_dkdv" or key.head_flags or key.add_dq == adds
+    ]
+
+
+def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
+    """List what is launched for arrays alone, and the kernels that hold functions of wide heads.
+
+    A mask reads one of the arrays, and the other has a gradient.
+    """
+    ids, table = np.zeros((1, 4), np.int32), np.ones((1, 9), np.float32)
+    aux = ids, table
+    score = score_expression(lambda s, _b, h, i, j, _ids, t: s + t[h, i - j + 4], aux)
+    mask = mask_expression(lambda b, _h, i, j, ids, _t: ids[b, i] == ids[b, j], aux)
+    of_measured = (("bfloat16", 64), ("float32", 64), ("bfloat16", 256))
+    for name, dim in ((dtype, 64), *(of_measured if arch == _MEASURED else ())):
+        plain = problem_of(name, dim, {"score_mod", "mask_mod"})
+        problem = replace(plain, score_mod=score, mask_mod=mask)
+        arrays = {f"aux[{n}]": contiguous(x.shape, x.dtype.name) for n, x in enumerate(aux)}
+        layout = contiguous_inputs(problem).with_arrays(**arrays)
+        for plan in plans_of(problem, layout, device_of_arch(arch)):
+            for launch in plan.launches:
+                if launch.key.kernel in (_OF_AUX if dim == 64 else _HOPPERS):
+                    yield launch.key
+
+
+def _packed_keys(arch: str, combination: int) -> Iterator[KernelKey]:
+    """List kernels of packed sequences: of one dtype, and those of Hopper."""
+    asked = [(DTYPES[combination % len(DTYPES)].name, (64, 512)[combination % 2])]
+    for dtype, dim in [*asked, ("float16", 64), ("bfloat16", 128), ("bfloat16", 256)]:
+        for key in _keys(problem_of(dtype, dim, {"cu_seqlens_q", "sinks"}), context_of(arch)):
+            of_asked = (dtype, dim) == asked[0] and not key.head_flags
+            if of_asked or key.kernel in (*_OF_HOPPER, *_ORDERS):
+                yield key
+    many = replace(problem_of("bfloat16", 64, {"cu_seqlens_q"}), sequences=WHOLE + 1)
+    yield from (key for key in _keys(many, context_of(arch)) if key.kernel in COUNTS.values())
+
+
+def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
+    """List kernels of few queries: of a few rows and of many, with pages and without."""
+    dtype, dim = DTYPES[combination % len(DTYPES)].name, (64, 20, 128)[combination % 3]
+    options = ({"softcap", "mask"}, {"alibi_slopes"}, set[str]())[combination % 3]
+
+    def keys(
+        dtype: str, dim: int, options: set[str], alignment: int, **sizes: Any
+    ) -> Iterator[KernelKey]:
+        asked = problem_of(dtype, dim, options | {"kv_lengths", "sinks"})
+        problem = replace(asked, Nk=1 << 16, **sizes)
+        yield from (x.key for x in forward_launches(problem, context_of(arch, alignment)))
+
+    alignment = MAX_ALIGNMENT if combination % 2 else NAMED[dtype].itemsize
+    for rows, page in ((1, None), (40, 16), (128, None))[combination % 3 :: 2]:
+        yield from keys(dtype, dim, options, alignment, Hq=rows, page=page)
+    if arch == _MEASURED:
+        for n, dim in enumerate(HEAD_DIM_BUCKETS):
+            softcap = {"softcap"} if n % 3 == 2 else set[str]()
+            name = ("float16", "bfloat16")[n % 2]
+            value = dim if n % 2 else max(64, dim // 2)
+            yield from keys(name, dim, softcap, MAX_ALIGNMENT, Hq=128, Dv=value)
+
+
+def _row_keys(combination: int) -> Iterator[KernelKey]:
+    """List the kernels that write rows of tokens, of one dtype."""
+    dtype = DTYPES[combination % len(DTYPES)].name
+    columns = (128, 15)[combination % 2]  # in vectors of 16 bytes, and one by one
+    x = contiguous((2, 3, 4, columns), dtype)
+    table = contiguous((9, columns // 4), "float32")
+    arrays = {"k": x, "v": x, "k_cache": x, "v_cache": x, "cos": table, "sin": table}
+    layouts = tuple(arrays.items())
+    yield plan_append(layouts, 2, None, interleaved=False).key
+    yield plan_rope(layouts, interleaved=True, inverse=False).key
+
+
+def is_tuned(key: KernelKey, arch: str) -> bool:
+    """Whether measurements chose the tiles of a kernel, and its registers suffice for them.
+
+    Not on other GPUs than the one that was measured, nor with options: what was measured is the
+    plain call.
+    """
+    masks = (key.mask, key.block_mask, key.mask_mod)
+    options = (key.bias, key.softcap, key.alibi, key.score_mod, *masks, key.dropout, key.packed)
+    if key.kernel not in {*TILED, *_HOPPERS} or arch != _MEASURED or any(options):
+        return False
+    rows = candidates(key.kernel, NAMED[key.dtype].itemsize, max(key.head_dim, key.value_dim))
+    # To repair a kernel has other stages than its row.
+    own = (x for x in rows if x[:2] == key.tile and (key.head_flags or x.stages == key.stages))
+    return any(row.tuned and not row.spills for row in own)
+
+
+def _keys(problem: Problem, context: LaunchContext) -> Iterator[KernelKey]:
+    """List the kernels of both passes, of the backward one in either order of its sums."""
+    sinks = "sinks" in problem.enabled_options
+    for launch in forward_launches(problem, context):
+        yield launch.key
+    for deterministic in (False, True):
+        for launch in backward_launches(problem, context, deterministic=deterministic, sinks=sinks):
+            yield launch.key
+
+
+def _latent_keys(arch: str) -> Iterator[KernelKey]:
+    """List the kernels of latent attention: in pages and without, in one piece and in several."""
+    context = context_of(arch)._replace(v_is_k=True)
+    for dtype, options, page, Nk in (
+        ("bfloat16", set[str](), None, 1 << 16),
+        ("bfloat16", {"sinks"}, 64, 256),
+        ("float16", {"softcap", "alibi_slopes"}, 64, 1 << 16),
+    ):
+        problem = replace(
+            problem_of(dtype, 576, options | {"kv_lengths"}), Hq=16, Dv=512, Nk=Nk, page=page
+        )
+        if why_not_latent(problem, context) is None:
+            yield from (launch.key for launch in forward_launches(problem, context))

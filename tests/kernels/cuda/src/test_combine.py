@@ -1,0 +1,50 @@
+"""``forward_combine`` on the CPU: sums of all pieces of a row are joined, whichever is largest."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.kernels.cuda.plan.planning import H200, asked, forward
+from tests.kernels.cuda.src.softmax_on_host import combined
+from tileattn.kernels.cuda.families.split import COMBINE
+
+LOG2_E = np.log2(np.e)
+SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "Nq": 3, "D": 32, "Dv": 32}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("pieces", [2, 9])
+def test_each_piece_may_be_the_largest(pieces: int, dtype: str, tmp_path: Path) -> None:
+    """Its sums are far above those of others, which would overflow if it were left out."""
+    problem = asked(dtype, {"kv_lengths"}, **SIZES, Nk=1 << 20)
+    problem = asked(
+        dtype, {"kv_lengths"}, **SIZES, Nk=forward(problem, H200).fields["piece"] * pieces
+    )
+    plan = forward(problem, H200)
+    join = plan.launches[-1].key
+    assert (join.kernel, join.warps_m, join.warps_n) == (COMBINE, 8, 1)
+    assert plan.fields["pieces"] == pieces
+    rows = problem.B * problem.Hq * problem.Nq
+    rng = np.random.default_rng(pieces)
+    s = rng.standard_normal((rows, pieces, 8)) * 3  # scores with their scale, in units of log 2
+    s[np.arange(rows), np.arange(rows) % pieces] += 140
+    v = rng.standard_normal((rows, pieces, 8, 32))
+    m = s.max(2)
+    p = np.exp2(s - m[..., None])
+    power = 2.0**11 if dtype == "float16" else 1.0  # FORWARD_P_LOG2
+    total_of, acc = p.sum(2) * power, np.einsum("rpk,rpkd->rpd", p, v) * power
+    large = rng.random((rows, pieces)) < 0.5  # whose maxima are in units of scores
+    sums = np.stack(
+        [np.where(large, m / (problem.scale * LOG2_E), m), np.where(large, -total_of, total_of)], 2
+    )
+    out, lse = combined(tmp_path, plan, sums, acc)
+    p = np.exp2(s - s.max((1, 2), keepdims=True))
+    total = p.sum((1, 2))
+    exact = np.einsum("rpk,rpkd->rd", p, v) / total[:, None]
+    size = np.einsum("rpk,rpkd->rd", p, np.abs(v)) / total[:, None]
+    # Half a unit in the last place, and the rounding of maxima of 140 in float32.
+    digits = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 0.0}[dtype] + 2.0**-14
+    assert (np.abs(out - exact) <= digits * size).all()
+    exact_lse = (np.log2(total) + s.max((1, 2))) / LOG2_E
+    assert (np.abs(lse - exact_lse) <= 2.0**-20 * np.abs(exact_lse)).all()

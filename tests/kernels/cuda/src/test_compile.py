@@ -1,0 +1,211 @@
+"""Every kernel compiles for every generation of GPU without a word; tuned ones do not spill."""
+
+import re
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from tests.kernels.cuda.src.samples import TILED, is_tuned, representative_keys
+from tileattn.dtypes import DTYPES
+from tileattn.errors import KernelCompileError
+from tileattn.kernels.cuda.families.block_order import COUNTS
+from tileattn.kernels.cuda.families.hopper import (
+    HOPPER,
+    HOPPER_BACKWARD,
+    HOPPER_BACKWARDS,
+    HOPPER_DQ_CONVERT,
+    HOPPER_DS,
+    HOPPER_HALVES,
+    HOPPER_WIDE,
+    HOPPER_WIDE_DQ,
+)
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.split import LATENT
+from tileattn.kernels.cuda.families.tile_lists import LISTS
+from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS
+from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
+from tileattn.kernels.cuda.plan.catalog import common_keys
+
+pytestmark = pytest.mark.usefixtures("nvrtc")
+
+Case = tuple[str, KernelKey]
+
+ARCHS = ("sm_89", "sm_86", "sm_75", "sm_80", "sm_90a", "sm_120", "sm_100")
+# The preprocessor makes the same text for both GPUs of a pair: they take turns.
+PAIRS = (("sm_86", "sm_89"), ("sm_100", "sm_120"))
+NAMES = sorted(source.stem for source in SOURCES.glob("*.cu"))
+
+
+def has_turn(arch: str, key: KernelKey) -> bool:
+    pair = next((pair for pair in PAIRS if arch in pair), (arch, arch))
+    is_tiled = key.kernel in TILED and not key.head_flags
+    return is_tiled or pair[NAMES.index(key.kernel) % 2] == arch
+
+
+MIXED = [
+    (arch, key)
+    for n, arch in enumerate(ARCHS)
+    for key in representative_keys(arch, n)
+    if has_turn(arch, key)
+]
+# What calls without options need, where tiles were measured, and some of it on the oldest GPU with
+# the same instructions.
+WITHOUT_OPTIONS = {
+    "sm_80": [("bfloat16", 128), ("float32", 64), ("float64", 128)],
+    "sm_90a": list(product(("bfloat16", "float32", "float64"), (64, 128))),
+}
+PLAIN = [
+    (arch, key)
+    for arch, calls in WITHOUT_OPTIONS.items()
+    for dtype, dim in calls
+    for key in common_keys(arch, (dtype,), (dim,))
+    if key.kernel in {"forward", HOPPER} or key.add_dq or is_tuned(key, arch)
+]
+# Clusters of two thread blocks: float64 of wide heads, where there are clusters and the tiles fit.
+CLUSTERS = [
+    (arch, key)
+    for arch in ("sm_90a", "sm_100")
+    for key in common_keys(arch, ("float64",), (192, 256))
+    if key.pair
+]
+CASES = list(dict.fromkeys(MIXED + PLAIN + CLUSTERS))
+
+# ptxas says "info" of what costs a kernel its speed, too: wgmma that it had to run one by one, and
+# registers that it could not hand over. Those notes have numbers of 7500 and above.
+COMPLAINT = re.compile(r"warning|error|performance loss|\(C75\d\d\)", re.IGNORECASE)
+
+
+def name_of(case: Case) -> str:
+    arch, key = case
+    return "-".join([arch, key.kernel, *(d.partition("=")[2] for d in key.defines()[1:])])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_kernel_compiles(case: Case) -> None:
+    arch, key = case
+    made = compiled(key, arch)
+    assert made.image.startswith(b"\x7fELF")
+    assert made.registers is not None, f"the log names no kernel {key.kernel}:\n{made.log}"
+    assert COMPLAINT.search(made.log) is None, made.log
+    if key.kernel == LATENT or is_tuned(key, arch):
+        # The safe sweeps of Hopper's forward kernel, which rarely run, may lack a few registers.
+        assert made.spill_bytes in range(129 if key.kernel == HOPPER else 1), made.log
+
+
+@pytest.mark.parametrize("kernel", [HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ, LATENT])
+def test_shared_memory_that_differs_from_the_launch(kernel: str) -> None:
+    key = next(key for _, key in CASES if key.kernel == kernel)
+    with pytest.raises(KernelCompileError, match="what a launch brings"):
+        compiled(replace(key, smem_bytes=key.smem_bytes + 1024), "sm_90a")
+
+
+# --- what is among them -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("archs", [("sm_75",), ("sm_80",), ("sm_90a",), *PAIRS], ids="-".join)
+def test_every_source(archs: tuple[str, ...]) -> None:
+    of_hopper = {
+        HOPPER,
+        *HOPPER_BACKWARDS,
+        HOPPER_WIDE_DQ,
+        HOPPER_DQ_CONVERT,
+        *HOPPER_DS,
+        LATENT,
+        *COUNTS,
+        *COUNTS.values(),
+        *LISTS["forward"],
+        *LISTS["backward"],
+    }
+    others = set() if "sm_90a" in archs else of_hopper
+    assert {key.kernel for arch, key in CASES if arch in archs} == set(NAMES) - others
+
+
+@pytest.mark.parametrize("kernel", TILED)
+def test_every_dtype_and_option_of_a_tiled_kernel(kernel: str) -> None:
+    keys = [key for _, key in MIXED if key.kernel == kernel and not key.head_flags]
+    assert {key.dtype for key in keys} == {dtype.name for dtype in DTYPES}
+    assert {key.head_dim for key in keys} == {32, 64, 128, 256}
+    assert {key.alignment_bytes for key in keys} >= {2, 16}
+    for option in ("softcap", "alibi", "mask", "block_mask", "dropout", "origin"):
+        assert {getattr(key, option) for key in keys} == {False, True}, option
+    assert {key.mask_vector_width for _, key in MIXED} == {1, 2, 16}
+    assert all(key.bias for key in keys) == (kernel == "backward_dbias")
+    assert any(key.bias not in {"", key.dtype} for key in keys)
+    assert {key.bias_alignment_bytes for key in keys} >= {0, 16}
+    assert any(key.fold_scale for key in keys) == (kernel != "backward_dbias")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100"])
+def test_pairs_of_thread_blocks(arch: str) -> None:
+    found = {(key.kernel, key.head_dim) for a, key in CLUSTERS if a == arch}
+    assert found == set(product(("forward", "backward_dkdv", "backward_dq"), (192, 256)))
+
+
+def test_every_dtype_and_gradient_of_the_other_kernels() -> None:
+    for kernel in ("backward_preprocess", "backward_dq_convert", "backward_dsinks"):
+        assert {key.dtype for _, key in MIXED if key.kernel == kernel} == {d.name for d in DTYPES}
+    keys = [key for _, key in MIXED if key.kernel == "backward_dkdv"]
+    for gradient in ("add_dq", "write_dbias"):
+        assert {getattr(key, gradient) for key in keys} == {False, True}
+
+
+@pytest.mark.parametrize("arch", WITHOUT_OPTIONS)
+@pytest.mark.parametrize("kernel", ["forward", "backward_dkdv"])
+def test_calls_without_options(arch: str, kernel: str) -> None:
+    kernels = {kernel, HOPPER if kernel == "forward" else HOPPER_BACKWARD}
+    keys = [key for a, key in PLAIN if a == arch and key.kernel in kernels and not key.head_flags]
+    assert {(key.dtype, key.head_dim) for key in keys} == set(WITHOUT_OPTIONS[arch])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dims", "rows"),
+    [
+        (HOPPER, {*HEAD_DIM_BUCKETS, 48, 80}, {128, 192}),
+        (HOPPER_BACKWARD, {32, 48, 64, 80, 96, 128}, {64, 80, 128}),
+        (HOPPER_HALVES, {192}, {64}),
+        (HOPPER_WIDE, {192, 256}, {64}),
+        (HOPPER_WIDE_DQ, {192, 256}, {128}),
+    ],
+)
+def test_the_kernels_for_hopper(kernel: str, dims: set[int], rows: set[int]) -> None:
+    keys = [key for _, key in CASES if key.kernel == kernel]
+    assert {arch for arch, key in CASES if key.kernel == kernel} == {"sm_90a"}
+    assert {key.dtype for key in keys} == {"float16", "bfloat16"}
+    assert {key.head_dim for key in keys} == dims
+    assert {key.block_q for key in keys} == rows
+    apart = kernel in HOPPER_BACKWARDS
+    assert {key.heads_apart for key in keys} == ({False, True} if apart else {False})
+    for option in ("softcap", "alibi", "fold_scale"):
+        used = {False} if kernel == HOPPER_HALVES and option != "fold_scale" else {False, True}
+        assert {getattr(key, option) for key in keys} == used, option
+
+
+def test_what_other_kernels_do_on_hopper() -> None:
+    forward = [key for arch, key in PLAIN if key.kernel == "forward" and arch == "sm_90a"]
+    assert "bfloat16" not in {key.dtype for key in forward}
+    repairs = {key.kernel for arch, key in CASES if key.head_flags and arch == "sm_90a"}
+    generic = {"backward_large_scores", "backward_dkdv", "backward_dq"}
+    assert repairs == generic | {HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_DQ_CONVERT}
+
+
+def test_what_is_tuned_is_the_plain_call_on_one_gpu() -> None:
+    tuned = [key for arch, key in PLAIN if is_tuned(key, arch)]
+    assert tuned
+    for key in tuned:
+        assert not is_tuned(key, "sm_80")
+        assert not is_tuned(replace(key, mask=True), "sm_90a")
+        assert not is_tuned(replace(key, kernel="backward_preprocess"), "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("line", "complains"),
+    [
+        ("ptxas info    : Used 40 registers, used 1 barriers", False),
+        ("a.cuh(2): warning #177-D: variable was declared but never referenced", True),
+        ("ptxas info : (C7508) 'setmaxnreg' ignored to maintain minimum registers", True),
+        ("ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions", True),
+    ],
+)
+def test_the_pattern_for_complaints(line: str, complains: bool) -> None:
+    assert (COMPLAINT.search(line) is not None) is complains

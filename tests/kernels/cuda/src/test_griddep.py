@@ -1,0 +1,119 @@
+"""Kernels that may start early wait before they touch memory: their machine code shows it."""
+
+from collections.abc import Container
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.cuda.src.test_compile import CASES
+from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARDS, HOPPER_WIDE_DQ
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
+from tools.check_sass import ARCH
+from tools.sass import Instruction, Section, disassembled, parsed
+
+# Launched alone, and so as ever.
+ALONE = {"append_kv", "rope", "join_rows", "add_halves", "add_rows"}
+
+# Those that another test compiles, too; of flagged heads as well.
+_KEYS = [key for arch, key in CASES if arch == ARCH and key.kernel not in ALONE]
+OF_FLAGGED = {key.kernel: key for key in _KEYS if key.head_flags}
+OF_PLANS = OF_FLAGGED | {key.kernel: key for key in _KEYS if not key.head_flags}
+
+# Instructions that read or write global memory, or may do so.
+_GLOBAL = {
+    *("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG"),
+    *("UBLKCP", "UBLKPF", "UBLKRED", "UTMALDG", "UTMAPF", "UTMASTG", "UTMAREDG"),
+}
+
+
+_WAIT = "ACQBULK"
+
+
+def too_early(
+    section: Section, kinds: Container[str] = (*_GLOBAL, "EXIT"), waits: Container[str] = (_WAIT,)
+) -> list[Instruction]:
+    """List accesses to global memory, and ends, that some thread comes to without having waited.
+
+    ``waits`` are opcodes behind which they are not too early.
+    """
+    following = section.successors()
+    found, seen, waiting = [], {0}, [0]
+    while waiting:
+        instruction = section.code[n := waiting.pop()]
+        if instruction.opcode in waits and not instruction.guarded:
+            continue
+        if instruction.opcode.partition(".")[0] in kinds:
+            found.append(instruction)
+        new = set(following[n]) - seen
+        seen |= new
+        waiting += new
+    return found
+
+
+# Kernels whose CTAs fill an SM, and behind which none has anything to do before they all end.
+_ONE_AN_SM = ("daux_sm90", "dbias_sm90", "wide_dq_sm90", "forward_sm90", "latent_sm90")
+
+# Kernels that begin while the one before runs, and what stands before all other accesses: a load by
+# which they know what is complete, or a fence that drops what the L1 cache has.
+_BEGIN = {"backward_dq_convert_sm90": "LDG.E.STRONG.GPU"} | dict.fromkeys(
+    (*HOPPER_BACKWARDS, HOPPER_WIDE_DQ), "CCTL.IVALL"
+)
+
+
+def section_of(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,)) -> Section:
+    (section,) = parsed(disassembled(compiled(key, ARCH, folders).image, program))
+    return section
+
+
+@pytest.mark.parametrize("kernel", sorted(OF_PLANS))
+def test_a_kernel_waits_first(kernel: str, program: str) -> None:
+    section = section_of(OF_PLANS[kernel], program)
+    if kernel not in _BEGIN:
+        assert too_early(section) == []
+    lets = any(x.opcode == "PREEXIT" and not x.guarded for x in section.code)
+    assert lets != kernel.endswith(_ONE_AN_SM)
+
+
+@pytest.mark.parametrize("kernel", sorted(OF_FLAGGED))
+def test_a_kernel_of_flagged_heads_waits_first(kernel: str, program: str) -> None:
+    assert too_early(section_of(OF_FLAGGED[kernel], program)) == []
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kernel", sorted(_BEGIN))
+def test_a_kernel_that_begins_looks_first(kernel: str, packed: bool, program: str) -> None:
+    """Of packed sequences it waits, as all others do."""
+    section = section_of(replace(OF_PLANS[kernel], packed=packed), program)
+    assert (too_early(section, _GLOBAL) == []) == packed
+    assert too_early(section, _GLOBAL, (_WAIT, _BEGIN[kernel])) == []
+    assert any(x.opcode == _WAIT for x in section.code)
+
+
+def test_every_kernel_of_a_plan_is_looked_at() -> None:
+    assert set(OF_PLANS) | ALONE == {path.stem for path in SOURCES.glob("*.cu")}
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "found"),
+    [
+        ("overlap_launches();", "", []),
+        ("wait_for_prerequisites();", "if (*p) return;", []),
+        ("if (n > 3) return; overlap_launches();", "", ["EXIT"]),
+        ("if (n > 3) overlap_launches();", "", ["LDG", "STG", "EXIT"]),
+        ("const int x = *p; overlap_launches();", "p[1] = x;", ["LDG"]),
+        ("launch_dependents();", "", ["LDG", "STG", "EXIT"]),
+    ],
+)
+def test_what_comes_too_early_is_found(
+    tmp_path: Path, program: str, before: str, behind: str, found: list[str]
+) -> None:
+    (tmp_path / "tiny.cu").write_text(
+        f"""#include "griddep.cuh"
+        extern "C" __global__ void tiny(volatile int* p, int n) {{ {before} {behind} ++*p; }}""",
+        encoding="utf-8",
+    )
+    key = KernelKey("tiny", "float32")
+    told = too_early(section_of(key, program, (SOURCES, tmp_path)))
+    assert {x.opcode.partition(".")[0] for x in told} == set(found), told

@@ -1,0 +1,67 @@
+"""What a caller probably meant: the ends of some messages, empty where there is no guess."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from tileattn.messages import called
+
+# Arguments of PyTorch, FlashAttention and their relatives: the option's name, or what to do.
+ALIASES = {
+    "attn_bias": "bias",
+    "attn_mask": "mask= takes booleans, bias= what is added to the scores",
+    "block_tables": "block_table",
+    "cache_seqlens": "kv_lengths",
+    "dropout": "dropout_p",
+    "enable_gqa": "leave it out: k may have fewer heads than q",
+    "is_causal": "causal",
+    "logits_soft_cap": "softcap",
+    "max_seqlen_k": "leave it out: cu_seqlens_k says how long each sequence is",
+    "max_seqlen_q": "leave it out: cu_seqlens_q says how long each sequence is",
+    "page_table": "block_table",
+    "seqused_k": "kv_lengths",
+    "sm_scale": "scale",
+    "softmax_scale": "scale",
+    "window_size": "window",
+}
+
+
+def of_option(name: str, accepted: Iterable[str]) -> str:
+    """Guess at an unknown option: the name that others give it, or else one that looks like it."""
+    if name in ALIASES:
+        meant = ALIASES[name]
+        return f" ({meant})" if " " in meant else f" (did you mean {meant!r}?)"
+    close = difflib.get_close_matches(name, accepted, 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def of_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...]) -> str:
+    """Guess at an array whose dtype is not accepted."""
+    native = x.dtype.newbyteorder("=")
+    if native != x.dtype and native in dtypes:
+        return f"; {called(name)}.astype({called(name)}.dtype.newbyteorder('=')) swaps its bytes"
+    if name == "mask" and x.dtype.kind == "f":
+        return "; bias= takes what is added to the scores"
+    return ""
+
+
+def of_heads(q: Any, k: Any) -> str:
+    """Guess at heads of k that do not divide those of q."""
+    # Mostly a sequence is longer than its heads are many.
+    if q.ndim < 3 or not k.shape[-2] or q.shape[-2] % k.shape[-2] or q.shape[-2] >= q.shape[-3]:
+        return ""
+    swapped = "x.swapaxes(-3, -2) of each is (B, H, N, D), without a copy"
+    return f"; if these are (B, N, H, D), {swapped}"
+
+
+def of_keys(name: str, x: Any, shape: tuple[int, int, int, int]) -> str:
+    """Guess at a bias or mask that does not broadcast."""
+    B, _, Nq, Nk = shape
+    if x.shape == (B, Nq, Nk):
+        return f"; {called(name)}[:, None] adds the axis of the heads"
+    if x.shape != (B, Nk):
+        return ""
+    of_each = f"; {called(name)}[:, None, None, :] has the keys of each batch entry"
+    return f"{of_each}, and kv_lengths= masks out those past an end" if name == "mask" else of_each

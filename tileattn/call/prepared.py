@@ -1,0 +1,215 @@
+"""The cache of validated calls: a call like an earlier one is one look-up."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from functools import partial
+from operator import attrgetter
+from typing import Any
+from weakref import ref
+
+import numpy as np
+
+from tileattn.call.block_mask import BlockMask
+from tileattn.call.problem import Operands, Options, Problem, operands_of
+from tileattn.call.sequences import Places, given_for, places_of
+from tileattn.expressions.nodes import Node
+from tileattn.results import Attention, Gradients
+
+MOST = 1024  # entries; a program has few shapes, or so many that none comes back
+
+_MOST_VALUES = 1 << 12  # of lengths or offsets in a signature: they are kept
+_LENGTHS = ("kv_lengths", "q_offset", "block_table", "origin")
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_VALUES = _PLAIN | {Node}
+_layout_of = attrgetter("__class__", "dtype", "shape", "strides")
+
+# If it is absent ``os.environ.get`` takes a microsecond, a seventh of a repeated call: CPython's
+# dictionary behind it has it in a tenth of that.
+_environment = getattr(os.environ, "_data", None)
+default_backend: Callable[[], Any] = (
+    partial(os.environ.get, "TILEATTN_BACKEND")
+    if _environment is None
+    else partial(_environment.get, os.environ.encodekey("TILEATTN_BACKEND"))
+)
+"""Look up ``TILEATTN_BACKEND``."""
+
+
+class PreparedCall:
+    """The calls of one signature: one problem, and arrays of one layout.
+
+    A backend that has a method ``prepare(problem)`` returns a new one of a subclass, and may keep
+    there what it has worked out. Functions that it puts into ``cached`` run repeated calls without
+    looking at anything again: the forward pass under None, backward passes for all gradients under
+    ``deterministic``. They take the rows (q, k, v, and backward dout, out, lse, and dlse if given),
+    the options and ``out``, and return None where they cannot run the call.
+    """
+
+    # Whether what has been worked out, but for cached, holds at other lengths, too.
+    of_any_lengths = False
+
+    # The same in all calls of the signature, but for the integers that are on a device: these are
+    # None, and each call brings its own.
+    places = Places(None, None, None, None)
+    on_device: tuple[str, ...] = ()
+
+    def __init__(self, backend: Any, problem: Problem) -> None:
+        self.backend = backend
+        self.problem = problem
+        self.cached: dict[bool | None, Callable[[Sequence[Any], Options, Any], Any]] = {}
+
+    def operands(self, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Operands:
+        """View the arrays of a call with all four axes."""
+        places = self.places
+        if self.on_device:
+            brought = {name: given_for(name, options) for name in self.on_device}
+            places = places.with_integers(**brought)
+        return operands_of(q, k, v, places, options)
+
+    def remember(self, places: Places) -> None:
+        """Keep where sequences are, if it is in the signature."""
+        integers = places.integers.items()
+        self.on_device = tuple(name for name, x in integers if not isinstance(x, np.ndarray))
+        self.places = places.with_integers(**dict.fromkeys(self.on_device))
+
+    def at_other_lengths(
+        self, q: Any, k: Any, v: Any, options: Mapping[str, Any]
+    ) -> tuple["PreparedCall", Operands]:
+        """Validate nothing but the integers of a call: the rest of its signature is the same."""
+        P, call = self.problem, copy(self)
+        places = places_of(options, k, P.B, P.Nq, P.Nk)
+        call.cached = {}
+        call.remember(places)
+        return call, operands_of(q, k, v, places, options)
+
+    def forward(self, operands: Operands, out: Any | None) -> Attention:
+        result: Attention = self.backend.forward(self.problem, operands, out)
+        return result
+
+    def backward(
+        self,
+        operands: Operands,
+        dout: Any,
+        attention: Attention,
+        dlse: Any | None,
+        deterministic: bool,
+        workspace: Any | None,
+    ) -> Gradients:
+        more = {} if workspace is None else {"workspace": workspace}
+        result: Gradients = self.backend.backward(
+            self.problem, operands, dout, attention, dlse, deterministic, **more
+        )
+        return result
+
+
+class CallCache(dict[Any, Any]):
+    """Valid calls by signature, emptied when it is full; single steps are safe among threads."""
+
+    def keep(self, key: Any, call: Any) -> None:
+        """Keep a call, unless it has no signature."""
+        if key is None:
+            return
+        if len(self) >= MOST:
+            self.clear()
+        self[key] = call
+
+
+CALLS = CallCache()
+"""The calls of this process; a new backend may change what is valid, and empties it."""
+
+
+def prepared_call(backend: Any, problem: Problem, operands: Operands) -> PreparedCall:
+    """Make the entry of a call that was found valid."""
+    prepare = getattr(backend, "prepare", None)
+    call: PreparedCall = PreparedCall(backend, problem) if prepare is None else prepare(problem)
+    call.remember(Places.of(operands))
+    return call
+
+
+def values_of(options: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Write down options that are plain values, and tuples of them; None if there are others."""
+    key: list[Any] = []
+    for name, x in options.items():
+        kind = type(x)
+        if kind is tuple:
+            kinds = tuple(map(type, x))
+            if not _PLAIN.issuperset(kinds):
+                return None
+            key.append(kinds)
+        elif kind not in _PLAIN:
+            return None
+        key += (name, kind, x)
+    return tuple(key)
+
+
+def signature(
+    arrays: Iterable[Any], backend: Any, options: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
+    """Write down all that the validation of a call looks at, and the layout of its arrays.
+
+    Calls of equal signatures are all valid or all invalid, with arrays of the same layout. None for
+    unusual arguments.
+    """
+    if type(backend) is not str:
+        return None
+    default = default_backend() if backend == "auto" else None
+    try:
+        key: list[Any] = [backend, default, *map(_layout_of, arrays)]
+        for name, x in options.items():
+            key += (name, type(x))
+            if not _append(key, x):
+                return None
+    except AttributeError:
+        return None  # what is no array
+    return tuple(key)
+
+
+def signature_at_any_lengths(
+    arrays: Iterable[Any], backend: Any, options: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
+    """Write down the same without the values of lengths, offsets and pages; None if none are left.
+
+    Calls of equal signatures are valid or invalid by these values alone.
+    """
+    layouts = {name: _integers(options[name]) for name in _LENGTHS if name in options}
+    left_out = {name: layout for name, layout in layouts.items() if layout is not None}
+    others = {name: x for name, x in options.items() if name not in left_out}
+    key = signature(arrays, backend, others) if left_out else None
+    return None if key is None else ("at any lengths", key, *left_out.items())
+
+
+def _integers(x: Any) -> tuple[Any, ...] | None:
+    """Describe an array, list or tuple of integers without its values."""
+    if isinstance(x, np.ndarray) and x.dtype.kind in "iu":
+        return type(x), x.dtype, x.shape
+    if type(x) in (list, tuple) and {*map(type, x)} == {int}:
+        return type(x), len(x)
+    return None
+
+
+def _append(key: list[Any], x: Any) -> bool:
+    """Add an option to a signature; False where it has too many values, or unusual ones."""
+    kind = type(x)
+    if kind in _VALUES or (isinstance(x, np.generic) and not isinstance(x, np.void)):
+        key.append(x)
+    elif kind is tuple or kind is list:
+        kinds = tuple(map(type, x))
+        key.append(kinds)
+        if _PLAIN.issuperset(kinds):
+            key += x
+            return len(x) <= _MOST_VALUES
+        # Arrays, as aux has them: the values of NumPy's may be looked at.
+        return all(not isinstance(y, np.ndarray) and _append(key, y) for y in x)
+    elif kind is BlockMask:
+        key.append(ref(x))
+    elif isinstance(x, np.ndarray):
+        # Lengths and offsets, which are integers, and numbers without axes: values are looked at.
+        values = x.dtype.kind in "iu" or not x.shape
+        if values and x.size > _MOST_VALUES:
+            return False
+        key += (x.dtype, x.shape, x.tobytes() if values else x.strides)
+    elif x.shape:
+        key += (x.dtype, x.shape, getattr(x, "strides", None))
+    else:
+        return False  # a value without axes, on the device, may be looked at
+    return True

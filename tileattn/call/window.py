@@ -1,0 +1,44 @@
+"""The options ``window`` and ``causal``: how many keys a query sees on either side of its own."""
+
+from typing import Any
+
+from tileattn.call.sequences import FAR
+from tileattn.validation import check_flags, integer, must_be
+
+_PAIR = "a pair (left, right), each a non-negative integer or None, or None"
+
+Window = tuple[int | None, int | None]
+
+
+def window_of(window: Any, causal: Any) -> Window:
+    """Both sides of the window, causal folded into the right one."""
+    check_flags(causal=causal)
+    left: int | None = None
+    right: int | None = None
+    if window is not None:
+        if not isinstance(window, tuple | list) or len(window) != 2:
+            raise TypeError(must_be("window", _PAIR, window))
+        left, right = (_side(side, window) for side in window)
+    if causal:
+        right = 0
+    return left, right
+
+
+def without_far_sides(window: Window, Nq: int, Nk: int) -> Window:
+    """Open the sides that hide no key from Nq queries, of which the last is at the last of Nk keys.
+
+    A window whose left side hides some keeps both: its width is how many keys a query attends to.
+    """
+    left, right = window
+    if left is None or left >= Nk - 1:
+        return None, None if right is None or right >= Nq - 1 else right
+    return left, right
+
+
+def _side(side: Any, window: Any) -> int | None:
+    if side is None:
+        return None
+    minus_one = type(side) is int and side == -1  # FlashAttention's
+    what = _PAIR + (", with None, not -1, for an open side" if minus_one else "")
+    # Further than any key is from any position.
+    return min(integer("window", side, what, whole=window), 2 * FAR)

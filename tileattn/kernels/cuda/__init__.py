@@ -1,0 +1,1 @@
+"""The CUDA kernels: their families, plans, sources, and the compiler that loads them."""

@@ -1,0 +1,141 @@
+"""What decides about kernels, and what is decided."""
+
+import re
+from typing import Any, NamedTuple
+
+from tileattn.call.problem import Problem
+from tileattn.dtypes import NAMED
+from tileattn.kernels.cuda.families.key import KernelKey
+
+WARP = 32
+ROW_WARPS = 4  # of a thread block, in kernels in which each warp takes rows
+NON_FINITE, LARGE, FAILED = 1, 2, 4  # flags of heads, as in src/head_flags.cuh
+_CLUSTERS = 90  # from this compute capability on, times ten
+_ROW_PAD = 128  # no query block is longer, and all but one divide it
+_TALL = 80  # queries of that one, which packed sequences do not use
+
+
+class LaunchContext(NamedTuple):
+    """What decides about kernels besides the problem."""
+
+    alignment_bytes: int  # every row of every array is aligned to them
+    shared_limit: int  # bytes of shared memory that a thread block may have
+    bias: str = ""  # its element type; empty where there is none
+    bias_shape: tuple[int, ...] = ()  # its four axes
+    dbias: bool = False  # whether its gradient is wanted
+    dqkv: bool = True  # whether that of q, k or v is
+    mask_vector_width: int = 1  # neighbouring keys of the mask that can be read at once: 1, 2 or 16
+    bias_alignment_bytes: int = 0  # of every row, at both ends; 0 where none can be copied
+    arch: str = ""  # what kernels are compiled for, as in "sm_90a"
+    tensor_maps: bool = True  # whether q, k, v and dout can have tensor maps
+    sm_count: int = 1
+    mask_block_k: int = 0  # keys of a block of the block mask; 0 where there is none
+    functions: str = ""  # of the caller's own, in CUDA
+    v_is_k: bool = False  # whether v is a view of the first columns of k
+    learned: tuple["LearnedLaunch", ...] = ()  # elements whose gradients are wanted
+
+
+class LearnedLaunch(NamedTuple):
+    """What the kernels of the gradient of an element are launched with."""
+
+    functions: str  # with the derivative by that element
+    heads: int  # batch entries and heads whose elements no other reads; 1 where all read the same
+    own_rows: bool  # whether queries have elements of their own
+    copies: int  # of the sums, for thread blocks that share elements
+    array: int
+    elements: int  # of that array
+
+
+class KernelLaunch(NamedTuple):
+    """One launch of a kernel, and why this one, in one clause."""
+
+    key: KernelKey
+    grid: int  # thread blocks
+    shared_bytes: int = 0  # dynamic shared memory
+    why: str = "one warp for each row"
+    tensor_maps: tuple[tuple[str, int], ...] = ()  # arrays, each with the rows of a box
+    in_order: bool = False  # whether its blocks add to dq in a fixed order
+
+    @property
+    def workers(self) -> int:
+        """Groups of warps, each with work tiles of its own."""
+        return self.grid * self.key.groups
+
+
+def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
+    """Fields of a key that say which options are enabled; ``bias`` is its element type."""
+    uses = problem.features
+    return {
+        "bias": bias,
+        "softcap": "softcap" in uses,
+        "alibi": "alibi_slopes" in uses,
+        "mask": "mask" in uses,
+        "block_mask": "block_mask" in uses,
+        "dropout": problem.dropout_p > 0,
+        "origin": problem.dropout_p > 0 and "origin" in uses,
+        "packed": problem.sequences is not None,
+        "fold_scale": not bias and folds_scale(problem),
+    }
+
+
+def refused(problem: Problem, features: frozenset[str]) -> str | None:
+    """Name an option in use that brings one of some features; None if there is none."""
+    used = features & problem.features
+    if "mask_mod" in used and "mask_mod" not in problem.enabled_options:
+        used = used - {"mask_mod"} | {"tree_mask"}
+    return min(used, default=None)
+
+
+def function_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:
+    """Fields of a key for the caller's own functions: none where there is no pair."""
+    if not context.functions:
+        return {}
+    return {
+        "score_mod": problem.score_mod is not None,
+        "mask_mod": problem.mask_mod is not None,
+        "functions": context.functions,
+    }
+
+
+def folds_scale(problem: Problem) -> bool:
+    """Whether kernels hold ``q @ k.T`` for scores, and scale in the exponent."""
+    modifiers = {"softcap", "alibi_slopes", "bias", "score_mod"}
+    return problem.features.isdisjoint(modifiers) and problem.scale > 0
+
+
+def block_count(problem: Problem, rows: int, block: int) -> int:
+    """Count the numbers of the blocks of a head, of its rows: as in ``src/sequence.cuh``.
+
+    Packed sequences leave some without a block: where each ends is known on the device alone.
+    """
+    if problem.sequences is None:
+        return -(-rows // block)
+    return rows // block + problem.sequences
+
+
+def padded_rows(problem: Problem) -> int:
+    """Rows of a head in the arrays that kernels of the backward pass exchange."""
+    P = problem
+    rows = P.Nq if P.sequences is not None else block_count(P, P.Nq, _TALL) * _TALL
+    return block_count(P, rows, _ROW_PAD) * _ROW_PAD
+
+
+def rows_of_block(key: KernelKey, columns: int) -> int:
+    """Rows of a thread block where a few lanes take each: counterpart of ``src/rows.cuh``."""
+    itemsize = NAMED[key.dtype].itemsize
+    elements = max(key.alignment_bytes, itemsize) // itemsize
+    lanes = 1
+    while lanes < WARP and lanes * elements < columns:
+        lanes *= 2
+    return key.threads // lanes
+
+
+def has_clusters(arch: str) -> bool:
+    """Whether a GPU has clusters, whose thread blocks reach each other's shared memory."""
+    found = re.search(r"\d+", arch)
+    return found is not None and int(found[0]) >= _CLUSTERS
+
+
+def row_grid(rows: int) -> int:
+    """Thread blocks for rows of which each warp takes one."""
+    return -(-rows // ROW_WARPS)

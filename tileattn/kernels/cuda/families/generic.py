@@ -1,0 +1,210 @@
+"""The generic kernels (mma.sync): every problem, on every GPU.
+
+If no tile fits in shared memory, naive kernels take the place of the tiled ones, row by row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tileattn.call.problem import Problem
+from tileattn.dtypes import NAMED
+from tileattn.kernels.cuda.families.context import (
+    FAILED,
+    LARGE,
+    NON_FINITE,
+    ROW_WARPS,
+    KernelLaunch,
+    LaunchContext,
+    block_count,
+    function_fields,
+    has_clusters,
+    option_fields,
+    row_grid,
+    rows_of_block,
+)
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.shared_memory import (
+    RESERVED,
+    generic_bytes,
+    generic_static_bytes,
+)
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, TileSize, bucket, candidates
+
+NAME = "generic"
+NAIVE = {
+    "forward": "naive_forward",
+    "backward_dkdv": "naive_dkdv",
+    "backward_dq": "naive_dq",
+    "backward_dbias": "naive_dbias",
+    "backward_large_scores": "naive_large_scores",
+}
+
+_REPAIRS = (
+    "for heads with large scores or with something not finite; mostly there are none, and it "
+    "returns at once"
+)
+
+
+def why_not(problem: Problem, context: LaunchContext, direction: str) -> str | None:  # noqa: ARG001 - the family's interface
+    """Why the family does not support a pass: it supports every one."""
+    return None
+
+
+def forward(
+    problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
+) -> KernelLaunch:
+    """Launch the forward pass of at least one query, with the first of some tiles that fits."""
+    P = problem
+    key, shared_bytes, why = configure("forward", P, context, tiles, pair=True)
+    heads = P.B * P.Hq
+    if key.kernel != "forward":
+        return KernelLaunch(key, row_grid(heads * block_count(P, P.Nq, 1)), shared_bytes, why)
+    columns = max(1, -(-P.Dv // key.value_dim))
+    grid = _grid(key, columns * heads * block_count(P, P.Nq, key.block_q))
+    return KernelLaunch(key, grid, shared_bytes, why)
+
+
+def backward(
+    problem: Problem, context: LaunchContext, *, deterministic: bool
+) -> tuple[KernelLaunch, ...]:
+    """Launch what computes dq, dk and dv.
+
+    The kernel over keys also adds dq, unless the order of the sums must be fixed: a kernel over
+    queries then computes it. Pairs of thread blocks leave flagged heads to others.
+    """
+    P = problem
+    if not P.B * P.Hkv * P.Nk:
+        return (dq_launch(P, context),) if P.B * P.Hq * P.Nq else ()
+    dkdv = dkdv_launch(P, context, add_dq=not deterministic, pair=True)
+    if not P.B * P.Hq * P.Nq:
+        return (dkdv,)
+    own = _with_repairs(dkdv, dkdv_launch(P, context, add_dq=False), context)
+    others = dq_launch(P, context)
+    if not dkdv.key.add_dq:
+        return *own, *_with_repairs(dq_launch(P, context, pair=True), others, context)
+    return *own, _dq_convert(P, dkdv.key), repairing(others, context, NON_FINITE | LARGE)
+
+
+def dkdv_launch(
+    problem: Problem, context: LaunchContext, *, add_dq: bool, pair: bool = False
+) -> KernelLaunch:
+    """Launch the kernel over keys.
+
+    ``add_dq`` where it can, and there are queries; ``pair`` allows pairs of thread blocks.
+    """
+    P = problem
+    key, shared_bytes, why = configure("backward_dkdv", P, context, pair=pair)
+    if key.kernel != "backward_dkdv":
+        return KernelLaunch(key, row_grid(P.B * P.Hkv * block_count(P, P.Nk, 1)), shared_bytes, why)
+    write_dbias = context.dbias and context.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
+    add_dq = add_dq and P.B * P.Hq * P.Nq > 0
+    key = replace(key, add_dq=add_dq, write_dbias=write_dbias)
+    grid = _grid(key, P.B * P.Hkv * block_count(P, P.Nk, key.block_k))
+    return KernelLaunch(key, grid, shared_bytes, why)
+
+
+def dq_launch(problem: Problem, context: LaunchContext, *, pair: bool = False) -> KernelLaunch:
+    """Launch the kernel over queries, which computes dq; ``pair`` is as in `dkdv_launch`."""
+    P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context, pair=pair)
+    if key.kernel != "backward_dq":
+        return KernelLaunch(key, row_grid(P.B * P.Hq * block_count(P, P.Nq, 1)), shared_bytes, why)
+    grid = _grid(key, P.B * P.Hq * block_count(P, P.Nq, key.block_q))
+    return KernelLaunch(key, grid, shared_bytes, why)
+
+
+def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
+    """Launch the kernel that recomputes lse from the scores, bit for bit, that dq is made from."""
+    P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context)
+    if key.kernel != "backward_dq":
+        key = replace(key, kernel=NAIVE["backward_large_scores"], dropout=False, origin=False)
+        return KernelLaunch(key, row_grid(P.B * P.Hq * block_count(P, P.Nq, 1)), why=why)
+    key, shared_bytes, _ = configure("backward_large_scores", P, context)
+    grid = P.B * P.Hq * block_count(P, P.Nq, key.block_q)
+    key = replace(key, dropout=False, origin=False)
+    return repairing(KernelLaunch(key, grid, shared_bytes), context, LARGE)
+
+
+def _with_repairs(
+    launch: KernelLaunch, others: KernelLaunch, context: LaunchContext
+) -> tuple[KernelLaunch, ...]:
+    """Let ``others`` compute the heads that pairs of thread blocks leave to them."""
+    if not launch.key.pair:
+        return (launch,)
+    return launch, repairing(others, context, NON_FINITE | LARGE | FAILED)
+
+
+def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> KernelLaunch:
+    """Let a kernel compute flagged heads alone, with as many thread blocks as run at a time."""
+    grid = min(launch.grid, context.sm_count * launch.key.min_blocks_per_sm)
+    return launch._replace(key=replace(launch.key, head_flags=flags), grid=grid, why=_REPAIRS)
+
+
+def configure(
+    kernel: str,
+    problem: Problem,
+    context: LaunchContext,
+    tiles: Sequence[TileSize] = (),
+    *,
+    pair: bool = False,
+) -> tuple[KernelKey, int, str]:
+    """Choose the first tile of a kernel that fits, else the naive one; give key, bytes, reason.
+
+    ``pair`` allows pairs of thread blocks, where the GPU has clusters.
+    """
+    pair = pair and has_clusters(context.arch)
+    dtype, size = problem.dtype.name, problem.dtype.itemsize
+    options = option_fields(problem, context.bias)
+    options |= {
+        "mask_vector_width": context.mask_vector_width,
+        "alignment_bytes": context.alignment_bytes,
+    }
+    options |= function_fields(problem, context)
+    bias_size = NAMED[context.bias].itemsize if context.bias_alignment_bytes else 0
+    if max(problem.D, problem.Dv) <= MAX_HEAD_DIM:
+        widest = bucket(max(problem.D, problem.Dv))
+        for tile in tiles or candidates(kernel, size, widest, context.mask_block_k):
+            if tile.pair and not pair:
+                continue
+            unit = 32 * tile.warps_n if tile.pair else 1
+            dim, value = bucket(problem.D, unit), bucket(problem.Dv, unit)
+            shared_bytes = generic_bytes(kernel, tile, dim, value, size, bias_size)
+            # A bias must not lower the occupancy that the tile asks for.
+            blocks = tile.min_blocks_per_sm if bias_size else 1
+            limit = (context.shared_limit + RESERVED) // blocks - RESERVED
+            fits = shared_bytes + generic_static_bytes(kernel, tile, size) <= limit
+            if fits and _divides(kernel, tile, dim, value):
+                key = KernelKey(kernel, dtype, dim, value, *tile[:6], **options)
+                key = replace(
+                    key, bias_alignment_bytes=context.bias_alignment_bytes, pair=tile.pair
+                )
+                return key, shared_bytes, tile.why
+    key = KernelKey(NAIVE[kernel], dtype, warps_m=ROW_WARPS, **options)
+    why = f"no tile fits for head dimensions {problem.D} and {problem.Dv}: naive, row by row"
+    return key, 0, why
+
+
+def _grid(key: KernelKey, work_tiles: int) -> int:
+    """Count the thread blocks for some work tiles."""
+    return work_tiles * (2 if key.pair else 1)
+
+
+def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
+    """Launch the kernel that rounds the sums of dq of one over keys."""
+    key = replace(key, kernel="backward_dq_convert", warps_m=ROW_WARPS, warps_n=1, pair=False)
+    rows = rows_of_block(key, key.head_dim)
+    key = replace(key, add_dq=False, write_dbias=False, score_mod=False, mask_mod=False)
+    key = replace(key, functions="")
+    return KernelLaunch(key, -(-P.B * P.Hq * block_count(P, P.Nq, 1) // rows))
+
+
+def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
+    """Whether every warp has whole pairs of mma atoms of the columns that warps share."""
+    if tile.pair:
+        dim, value = dim // 2, value // 2
+    shared = {
+        "forward": (tile.block_k, value),
+        "backward_dkdv": (tile.block_q, dim, value),
+        "backward_dbias": (tile.block_k,),
+        "backward_daux": (tile.block_k,),
+    }.get(kernel, ())
+    return all(columns % (16 * tile.warps_n) == 0 for columns in shared)

@@ -1,0 +1,347 @@
+"""The Hopper kernels (wgmma, TMA): which calls they support, and what they launch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tileattn.call.problem import Problem
+from tileattn.dtypes import NAMED
+from tileattn.kernels.cuda.families import generic
+from tileattn.kernels.cuda.families.context import (
+    FAILED,
+    LARGE,
+    NON_FINITE,
+    ROW_WARPS,
+    KernelLaunch,
+    LaunchContext,
+    block_count,
+    function_fields,
+    option_fields,
+)
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.shared_memory import (
+    HOPPER_GROUP_ROWS,
+    HOPPER_LIMIT,
+    HOPPER_STATIC,
+    hopper_backward_bytes,
+    hopper_ds_bytes,
+    hopper_forward_bytes,
+    hopper_wide_dq_bytes,
+)
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, TileSize, bucket, candidates
+
+NAME = "Hopper"
+HOPPER = "forward_sm90"
+HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
+HOPPER_HALVES = "backward_halves_sm90"
+HOPPER_WIDE_DQ = "backward_wide_dq_sm90"
+HOPPER_DQ_CONVERT = "backward_dq_convert_sm90"
+HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_WIDE)
+# Backward kernels that begin with the heads whose rows are complete, and leave flagged ones.
+HOPPER_BESIDE_ROWS = (*HOPPER_BACKWARDS, HOPPER_WIDE_DQ, HOPPER_DQ_CONVERT)
+HOPPER_DS = ("backward_dbias_sm90", "backward_daux_sm90")  # which sum dS over pairs
+
+# Head-dimension buckets. Of the backward kernels, of q and of v: the first that has both.
+_NARROW = tuple(range(32, 129, 16))  # steps of a GEMM
+_NARROW_DIM = _NARROW[-1]
+_FORWARD_BUCKETS = (*_NARROW, 192, 256)
+_BACKWARD_BUCKETS = {
+    HOPPER_BACKWARD: (_NARROW, _NARROW),
+    HOPPER_HALVES: ((192,), (128,)),
+    HOPPER_WIDE: ((128, 192, 256), (128, 192, 256)),
+}
+_PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to another
+_FEW_KEYS = 3072  # at most, keys that a query attends to
+_SHORT = 512  # at most, keys of small tiles
+_PADDED = 1.035  # at most, queries of all tall tiles over queries
+# At least, queries of tall tiles forward; the first number is the columns of a head, at most.
+_TALL_QUERIES = ((64, 0), (96, 4096), (128, 8192))
+_LONG = 2048  # at least, queries of a causal call, or keys of a window, of tall tiles
+_MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers or dropout
+_MASKED_ROWS = 128  # at most, queries of a tile where a mask leaves blocks empty
+MASKS = frozenset({"mask", "block_mask", "mask_mod"})
+_SCORE_MODS = frozenset({"softcap", "alibi_slopes", "score_mod", "bias"})
+
+_SUPPORTED = "wgmma and tensor maps"
+_DQ_CONVERT = "one thread block for each tile of dq"
+_NAN_SAFE = "for heads with something not finite; mostly there are none, and it returns at once"
+
+_Clause = tuple[str, Callable[[Problem, LaunchContext], bool]]
+
+# The first clause that holds is the reason why another family runs the call.
+_UNSUPPORTED: tuple[_Clause, ...] = (
+    ("the GPU is not of compute capability 9.0", lambda _, context: context.arch != "sm_90a"),
+    ("dtype is neither float16 nor bfloat16", lambda P, _: P.dtype.itemsize != 2),
+    (f"a head dimension is above {MAX_HEAD_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_HEAD_DIM),
+    ("an array is empty", lambda P, _: 0 in (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, P.D, P.Dv)),
+    (
+        # Positions have 32 bits; the margin is for what the last tile goes beyond.
+        "an array has nearly 2**31 rows or more",
+        lambda P, _: P.B * max(P.Hq * P.Nq, P.Hkv * P.Nk) >= (1 << 31) - (1 << 16),
+    ),
+    ("the head dimension of v is no multiple of 8", lambda P, _: P.Dv % 8 > 0),
+    ("a row is not aligned to 16 bytes", lambda _, context: context.alignment_bytes < 16),
+    (
+        "an array has an axis that is broadcast, reversed or of too long strides",
+        lambda _, context: not context.tensor_maps,
+    ),
+    ("no tile has room for the bias", lambda P, context: not _forward_tiles(P, context)),
+)
+_UNSUPPORTED_FORWARD: tuple[_Clause, ...] = (
+    *_UNSUPPORTED,
+    # A swizzle atom has eight rows.
+    ("pages are no multiple of 8 keys", lambda P, _: P.page is not None and P.page % 8 > 0),
+)
+_UNSUPPORTED_BACKWARD: tuple[_Clause, ...] = (
+    *_UNSUPPORTED,
+    ("the head dimension of q and k is no multiple of 8", lambda P, _: P.D % 8 > 0),
+    (
+        "bias is in use, and a head dimension is above 128",
+        lambda P, _: "bias" in P.features and max(P.D, P.Dv) > _NARROW_DIM,
+    ),
+)
+
+
+def why_not(problem: Problem, context: LaunchContext, direction: str) -> str | None:
+    """Why the family does not support a pass, ``"forward"`` or ``"backward"``; None if it does."""
+    clauses = _UNSUPPORTED_FORWARD if direction == "forward" else _UNSUPPORTED_BACKWARD
+    return next((why for why, holds in clauses if holds(problem, context)), None)
+
+
+def forward(
+    problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
+) -> KernelLaunch:
+    """Launch the forward pass, with the first of some tiles or with those that suit the problem.
+
+    Some tiles are for pieces of keys, which a generic kernel joins: it has that family's buckets.
+    """
+    P, tile = problem, (tiles or _forward_tiles(problem, context))[0]
+    dim, value = (bucket(n) if tiles else _forward_bucket(n) for n in (P.D, P.Dv))
+    shared = hopper_forward_bytes(tile, dim, value, _bias_size(context))
+    key = _key(HOPPER, P, context, dim, value, tile, shared)
+    # The kernel is persistent: a thread block takes one query block after the other.
+    grid = min(context.sm_count, P.B * P.Hq * block_count(P, P.Nq, key.block_q))
+    # Of keys in pages a box has as many as divide a page and a tile: a power of two.
+    either = key.block_k | (P.page or 0)
+    box = key.block_k if P.page is None else either & -either
+    maps = (("q", HOPPER_GROUP_ROWS), ("k", box), ("v", box))
+    return KernelLaunch(key, grid, key.smem_bytes, f"{_SUPPORTED}, {tile.why}", maps)
+
+
+def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSize]:
+    """List the forward tiles that fit and suit, the best first.
+
+    Two groups fill the time between work tiles, and read keys more often: they are faster where
+    queries attend to few keys (measured); with score modifiers and dropout their registers spill.
+    There, if a diagonal cuts few keys, small tiles waste less of what it masks out (measured).
+    Tiles of 192 queries read keys less often. Above 64 columns they are faster where there are many
+    queries; of few, SMs would have too few work tiles (measured). The number of heads does not
+    count, so that a row has the same bits in any batch. Under a mask tiles have no more queries
+    than blocks of a block mask mostly have. Of packed sequences nobody knows the keys: their tiles
+    are the same whatever sequences there are, and so are the bits of each.
+    """
+    P = problem
+    dim, value = _forward_bucket(P.D), _forward_bucket(P.Dv)
+    masked = not P.features.isdisjoint(MASKS)
+    plain = P.features.isdisjoint(_SCORE_MODS) and not masked and not P.dropout_p
+    packed = P.sequences is not None
+    widest = max(dim, value)
+    least = next((queries for columns, queries in _TALL_QUERIES if widest <= columns), 0)
+    tall = not least or (P.Nq >= least and P.Nk > _SHORT and not packed)
+    few = packed or _keys_of_the_middle_query(P) <= _FEW_KEYS
+    cut = not masked and not packed and P.Nk <= _SHORT and P.window[1] is not None
+    bias_size = _bias_size(context)
+
+    def suits(tile: TileSize) -> bool:
+        shared = hopper_forward_bytes(tile, dim, value, bias_size)
+        if shared + HOPPER_STATIC > HOPPER_LIMIT:
+            return False
+        if tile.block_q > _MASKED_ROWS and (masked or not tall):
+            return False
+        return tile.groups == 1 or (plain and few)
+
+    tiles = list(filter(suits, candidates(HOPPER, P.dtype.itemsize, widest)))
+    has_groups = any(tile.groups > 1 for tile in tiles)
+    return tiles[-1:] if cut and not has_groups else tiles
+
+
+def _keys_of_the_middle_query(problem: Problem) -> int:
+    """Count the keys that the middle query attends to: about the mean, by the window alone."""
+    P, (left, right) = problem, problem.window
+    key = (P.Nq - 1) // 2 + P.Nk - P.Nq  # on its diagonal
+    first = 0 if left is None else max(key - left, 0)
+    end = P.Nk if right is None else min(key + right + 1, P.Nk)
+    return end - first
+
+
+def backward(
+    problem: Problem, context: LaunchContext, *, deterministic: bool
+) -> tuple[KernelLaunch, ...]:
+    """Launch the backward kernel, then what computes flagged heads again, mostly none.
+
+    Its thread blocks add dq to device memory, one after the other where the order must be fixed.
+    For wide heads a kernel of its own computes dq.
+    """
+    P = problem
+    plain = P.features.isdisjoint(_SCORE_MODS | {"mask"}) and not P.dropout_p
+    # All that is not plain needs registers.
+    suited = (name for name in HOPPER_BACKWARDS if plain or name != HOPPER_HALVES)
+    kernel = next(name for name in suited if 0 not in _buckets(name, P))
+    dim, value = _buckets(kernel, P)
+    is_wide = kernel == HOPPER_WIDE
+
+    def suits(tile: TileSize) -> bool:
+        if tile.block_q % HOPPER_GROUP_ROWS > 0:
+            # dq is computed transposed, 64 columns by each warpgroup.
+            return plain and dim > 64 and _suits_tall(P, tile.block_q)
+        return plain or tile.block_q <= _MODIFIED_ROWS
+
+    tile, shared = next(
+        (tile, shared)
+        for tile in filter(suits, candidates(kernel, P.dtype.itemsize, max(dim, value)))
+        if (shared := hopper_backward_bytes(tile, dim, value, _bias_size(context)))
+        <= HOPPER_LIMIT - HOPPER_STATIC
+    )
+    key = _key(kernel, P, context, dim, value, tile, shared)
+    key = replace(key, add_dq=not is_wide, heads_apart=_takes_heads_apart(P))
+    # The kernel is persistent: a thread block takes one key block after the other.
+    grid = min(context.sm_count, P.B * P.Hkv * block_count(P, P.Nk, key.block_k))
+    maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
+    why = f"{_SUPPORTED}, {tile.why}"
+    own = KernelLaunch(key, grid, key.smem_bytes, why, maps, deterministic and key.add_dq)
+    # Scores, where they are flat, mask a gradient of NaN: the NaN-safe kernel does not know of it.
+    # Nor is there room for a bias in it.
+    has_safe = not (is_wide or key.softcap or key.score_mod or key.bias)
+    left = LARGE | FAILED | (0 if has_safe else NON_FINITE)
+    dq = _wide_dq(P, context, dim, value) if is_wide else _dq_convert(P, key)
+    safe = (_nan_safe(own), generic.repairing(dq, context, NON_FINITE)) if has_safe else ()
+    context = context._replace(dbias=False)  # a kernel of its own computes it for all heads
+    others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
+    repairs = (generic.repairing(launch, context, left) for launch in others)
+    return own, dq, *safe, *repairs
+
+
+def _takes_heads_apart(problem: Problem) -> bool:
+    """Whether a key block takes query heads that share its keys one after the other.
+
+    In a window key blocks that run together are at a query tile each, and one comes to a tile a
+    step after its neighbour. The L2 cache holds what all load in a step of one head, but not in a
+    step of all heads. In a window over most keys there are more at the same tile (measured); of one
+    that is open on the right the left side counts.
+    """
+    P, (left, right) = problem, problem.window
+    if left is None or P.group == 1 or P.sequences is not None:
+        return False
+    return 3 * (left + (right or 0)) <= 2 * P.Nk
+
+
+def _suits_tall(problem: Problem, rows: int) -> bool:
+    """Whether tiles of so many queries, more than 64, suit a call without score modifiers.
+
+    They are faster where queries fill the last one, without a mask, and if a mask leaves queries
+    many keys: of few, more lies beyond the diagonals (measured). Of packed sequences nobody knows
+    the queries.
+    """
+    P, (left, right) = problem, problem.window
+    full = P.sequences is None and -(-P.Nq // rows) * rows <= _PADDED * P.Nq
+    masked = not P.features.isdisjoint(MASKS)
+    many = right is not None and (P.Nq if left is None else min(left + right + 1, P.Nk)) >= _LONG
+    uncut = P.window == (None, None) or many
+    return full and uncut and not masked
+
+
+def _forward_bucket(dim: int) -> int:
+    return next(n for n in _FORWARD_BUCKETS if n >= dim)
+
+
+def _buckets(kernel: str, P: Problem) -> tuple[int, int]:
+    """Give the head-dimension buckets of q and of v, 0 for one that the kernel does not have."""
+    of_q, of_v = _BACKWARD_BUCKETS[kernel]
+    return next((n for n in of_q if n >= P.D), 0), next((n for n in of_v if n >= P.Dv), 0)
+
+
+def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLaunch | None:
+    """Launch the counterpart of a generic kernel that sums dS, where there is one; without grid."""
+    P = problem
+    if max(P.D, P.Dv) > _NARROW_DIM or why_not(P, context, "backward") is not None:
+        return None
+    kernel += "_sm90"
+    dim, value = _buckets(HOPPER_BACKWARD, P)
+    for tile in candidates(kernel, P.dtype.itemsize, max(dim, value)):
+        shared = hopper_ds_bytes(tile, dim, value, _bias_size(context))
+        if shared <= min(HOPPER_LIMIT - HOPPER_STATIC, context.shared_limit):
+            key = _key(kernel, P, context, dim, value, tile, shared)
+            maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
+            return KernelLaunch(key, 0, shared, f"{_SUPPORTED}, {tile.why}", maps)
+    return None
+
+
+def _bias_size(context: LaunchContext) -> int:
+    """Bytes of an element of the bias in shared memory; 0 where none is copied there."""
+    return NAMED[context.bias].itemsize if context.bias_alignment_bytes else 0
+
+
+def _nan_safe(own: KernelLaunch) -> KernelLaunch:
+    """Launch the backward kernel for heads with something not finite.
+
+    It has one stage, since it needs k twice.
+    """
+    key = own.key
+    tile = TileSize(key.block_q, key.block_k, key.warps_m, stages=1)
+    shared = hopper_backward_bytes(tile, key.head_dim, key.value_dim, repairs=True)
+    key = replace(key, stages=1, smem_bytes=shared, head_flags=NON_FINITE)
+    return own._replace(key=key, shared_bytes=shared, why=_NAN_SAFE)
+
+
+def _wide_dq(P: Problem, context: LaunchContext, dim: int, value: int) -> KernelLaunch:
+    """Launch the kernel that computes dq of wide heads."""
+    tile, shared = next(
+        (tile, shared)
+        for tile in candidates(HOPPER_WIDE_DQ, P.dtype.itemsize, max(dim, value))
+        if (shared := hopper_wide_dq_bytes(tile, dim, value)) <= HOPPER_LIMIT - HOPPER_STATIC
+    )
+    key = _key(HOPPER_WIDE_DQ, P, context, dim, value, tile, shared)
+    grid = min(context.sm_count, P.B * P.Hq * block_count(P, P.Nq, key.block_q))
+    rows = HOPPER_GROUP_ROWS
+    maps = ("q", rows), ("k", key.block_k), ("v", key.block_k), ("dout", rows)
+    return KernelLaunch(key, grid, shared, f"{_SUPPORTED}, {tile.why}", maps)
+
+
+def dq_columns(dim: int) -> int:
+    """Count the columns of dq_accum of a backward kernel: those of whole bulk copies."""
+    return -(-dim // 32) * 32
+
+
+def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
+    """Launch the kernel that rounds the sums of dq, and undoes the order that they lie in."""
+    sizes = key.head_dim, key.value_dim, key.block_q
+    convert = KernelKey(
+        *(HOPPER_DQ_CONVERT, key.dtype, *sizes),
+        block_k=key.block_k,
+        warps_m=ROW_WARPS,
+        packed=key.packed,
+    )
+    return KernelLaunch(convert, P.B * P.Hq * block_count(P, P.Nq, key.block_q), why=_DQ_CONVERT)
+
+
+def _key(
+    kernel: str,
+    P: Problem,
+    context: LaunchContext,
+    dim: int,
+    value: int,
+    tile: TileSize,
+    shared: int,
+) -> KernelKey:
+    sizes = dim, value, *tile[:7]
+    options = option_fields(P, context.bias) | function_fields(P, context)
+    options |= {
+        "mask_vector_width": context.mask_vector_width,
+        "bias_alignment_bytes": context.bias_alignment_bytes,
+    }
+    return KernelKey(
+        *(kernel, P.dtype.name, *sizes),
+        producer_warps=_PRODUCER_WARPS,
+        smem_bytes=shared,
+        paged=P.page is not None,
+        **options,
+    )

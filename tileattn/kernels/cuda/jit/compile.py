@@ -1,0 +1,217 @@
+"""From a key to machine code: NVRTC compiles it, and the disk cache keeps it.
+
+NVRTC is called directly. CuPy's own way of compiling adds ``-ftz=true``, which would flush the
+subnormal numbers of float32 to zero, and keeps what it compiled under a name that an edit in an
+included header does not change.
+"""
+
+import functools
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tileattn.errors import BackendUnavailableError, KernelCompileError
+from tileattn.kernels import disk_cache as cache
+from tileattn.kernels.cuda.families.key import KernelKey
+
+SOURCES = Path(__file__).parents[1] / "src"
+FUNCTIONS = "functions.cuh"  # whose text a key may replace
+
+OPTIONS = (
+    "-std=c++17",
+    "-default-device",
+    "-lineinfo",  # profilers and compute-sanitizer name the line; the code is the same
+    "--ptxas-options=-v",  # registers and spills go to the log
+)
+
+TROUBLE: tuple[str, ...] = ()
+"""Definitions that tools/stress_gpu.py adds before the first kernel is loaded."""
+
+_INSTALL = (
+    "pip install 'cupy-cuda13x[ctk]' brings CuPy and NVRTC for drivers from 580 on, "
+    "'cupy-cuda12x[ctk]' for older ones"
+)
+
+_END = 1 << 16  # bytes that are read at either end of a library
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the compiler made of a key; of PTX only the driver will know the resources."""
+
+    image: bytes  # machine code (cubin), or PTX where that was asked for
+    log: str  # warnings and the use of resources
+    cached: bool  # whether it came from the disk cache
+    registers: int | None  # of a thread
+    spill_bytes: int | None  # for want of registers, outside of the functions that it calls
+
+
+def compiled(
+    key: KernelKey, arch: str, folders: tuple[Path, ...] = (SOURCES,), *, force: bool = False
+) -> Compiled:
+    """Compile a kernel, or fetch it from the disk cache. No GPU is needed.
+
+    ``arch`` is ``sm_90a`` and the like for machine code, ``compute_90`` and the like for PTX;
+    ValueError where NVRTC does not know it. ``force`` compiles even what the cache has.
+    """
+    options, (texts, sources) = _options(key, checked_arch(arch)), sources_in(folders)
+    made_from = sources, compiler_name(), _build(), options
+    inputs = hashlib.sha256(repr(made_from).encode()).hexdigest()
+    body = found = None if force else cache.read(inputs)
+    if body is None:
+        with cache.alone(inputs):
+            # Of processes that start together the first has made it by now.
+            body = found = None if force else cache.read(inputs)
+            if body is None:
+                own = {FUNCTIONS: key.functions} if key.functions else {}
+                body = _compile(key, arch, texts | own, options)
+                cache.write(inputs, body)
+    said, _, image = body.partition(b"\0")
+    log = said.decode()
+    return Compiled(image, log, found is not None, *resources(log, key.kernel))
+
+
+@functools.cache
+def sources_in(folders: tuple[Path, ...]) -> tuple[dict[str, str], str]:
+    """Read the sources by name, and the digest of them all; a process does so once."""
+    texts = {
+        path.name: path.read_text(encoding="utf-8")
+        for folder in folders
+        for path in sorted(folder.iterdir())
+        if path.suffix in {".cu", ".cuh"}
+    }
+    return texts, hashlib.sha256(repr(texts).encode()).hexdigest()
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Give the version of NVRTC, or raise BackendUnavailableError."""
+    version: tuple[int, int] = _nvrtc().getVersion()
+    return version
+
+
+def known_archs() -> tuple[int, ...]:
+    """List the compute capabilities that NVRTC compiles for, times ten."""
+    known: tuple[int, ...] = _nvrtc().getSupportedArchs()
+    return known
+
+
+def best_arch(capability: tuple[int, int], known: Iterable[int]) -> str:
+    """Choose the best that a compiler, which knows 75 for 7.5, can do for a GPU.
+
+    Machine code for the GPU or for an older one of its generation; PTX, which the driver
+    translates, where the compiler does not know the generation.
+    """
+    number = 10 * capability[0] + capability[1]
+    best = max((arch for arch in known if arch <= number), default=0)
+    if number < 75 or not best:
+        needs = "the kernels need 7.5 (Turing) or newer; backend='numpy' needs no GPU"
+        if number >= 75:
+            needs = (
+                "this CUDA supports newer ones only; pip install 'cupy-cuda12x[ctk]' brings another"
+            )
+        raise BackendUnavailableError(f"the GPU has compute capability {number / 10}: {needs}")
+    if best == number == 90:
+        return "sm_90a"  # with wgmma and setmaxnreg, which sm_90 leaves out
+    return f"{'sm' if best // 10 == capability[0] else 'compute'}_{best}"
+
+
+def checked_arch(arch: str) -> str:
+    """Return a name that NVRTC knows as it is, or raise ValueError."""
+    number = re.fullmatch(r"(?:sm|compute)_(\d+)[a-z]?", arch)
+    if number is None or int(number[1]) not in known_archs():
+        names = ", ".join(f"sm_{known}" for known in known_archs())
+        raise ValueError(f"arch was {arch!r}; {compiler_name()} compiles for {names}, sm_90a")
+    return arch
+
+
+def resources(log: str, kernel: str) -> tuple[int | None, int | None]:
+    """Read registers and bytes spilled of a kernel from the compiler's log."""
+    _, found, rest = log.partition(f"Compiling entry function '{kernel}'")
+    if not found:
+        return None, None
+    part = rest.partition("Compiling entry function")[0]
+    registers = re.search(r"Used (\d+) registers", part)
+    # Lines of the same form follow for functions that it calls: those are off the fast path.
+    own = rf"Function properties for {kernel}\n.* (\d+) bytes spill stores, (\d+) bytes spill loads"
+    spills = re.search(own, part)
+    return (
+        int(registers[1]) if registers else None,
+        sum(map(int, spills.groups())) if spills else None,
+    )
+
+
+def compiler_name() -> str:
+    """Name the compiler with its version."""
+    major, minor = nvrtc_version()
+    return f"NVRTC {major}.{minor}"
+
+
+@functools.cache
+def _build() -> str:
+    """Tell builds of one version of NVRTC apart: ptxas, which is part of it, changes between them.
+
+    The library's size, and a digest of its first and last bytes. An ELF file has its build ID
+    there, and a Windows one its time stamp and checksum; all of its 140 MB would take 80 ms.
+    """
+    from cuda.pathfinder import load_nvidia_dynamic_lib  # finds it for CuPy, and remembers
+
+    with Path(load_nvidia_dynamic_lib("nvrtc").abs_path).open("rb") as library:
+        size = library.seek(0, os.SEEK_END)
+        library.seek(max(size - _END, 0))
+        last = library.read()
+        library.seek(0)
+        return f"{size} {hashlib.sha256(library.read(_END) + last).hexdigest()}"
+
+
+def _options(key: KernelKey, arch: str) -> tuple[str, ...]:
+    # From 12.9 on NVRTC has a cache too, whose answers need not repeat the log.
+    own_cache = () if nvrtc_version() < (12, 9) else ("--no-cache",)
+    return (*OPTIONS, *own_cache, f"-arch={arch}", *TROUBLE, *key.defines())
+
+
+def _compile(key: KernelKey, arch: str, texts: dict[str, str], options: tuple[str, ...]) -> bytes:
+    """Make log, NUL and image; the headers are given as text, so no folder on disk matters."""
+    nvrtc, file = _nvrtc(), f"{key.kernel}.cu"
+    if file not in texts:
+        names = ", ".join(name for name in texts if name.endswith(".cu"))
+        raise KernelCompileError(file, arch, key, compiler_name(), f"there are only: {names}")
+    headers = {name: text for name, text in texts.items() if name.endswith(".cuh")}
+    program = nvrtc.createProgram(
+        texts[file],
+        file,
+        [text.encode() for text in headers.values()],
+        [name.encode() for name in headers],
+    )
+    try:
+        nvrtc.compileProgram(program, options)
+        if arch.startswith("compute"):
+            image: bytes = nvrtc.getPTX(program)
+        else:
+            # CuPy takes the last byte for the end of a text. It is the top of a 64-bit number.
+            image = nvrtc.getCUBIN(program) + b"\0"
+        log: str = nvrtc.getProgramLog(program)
+        return log.strip("\0\n ").encode() + b"\0" + image
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program) or str(error)
+        raise KernelCompileError(file, arch, key, compiler_name(), log) from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """Import CuPy's binding, and make it find the library, which it does at the first call."""
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except ModuleNotFoundError as error:
+        raise BackendUnavailableError(f"CuPy is not installed; {_INSTALL}") from error
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = (str(error) or repr(error)).splitlines()[0]
+        raise BackendUnavailableError(f"CuPy finds no NVRTC ({reason}); {_INSTALL}") from error
+    return nvrtc

@@ -1,0 +1,50 @@
+"""Block masks as kernels read them, made on the host."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tileattn.call.block_mask import EMPTY, FULL, PARTIAL, BlockMask
+
+_made: "weakref.WeakKeyDictionary[BlockMask, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+
+
+def once(mask: BlockMask, key: Any, make: Callable[[], Any]) -> Any:
+    """Make something of a mask, or give what was made before; it goes with the mask."""
+    known = _made.setdefault(mask, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def partial_blocks(mask: BlockMask) -> tuple[Any, Any]:
+    """Write down the blocks of a mask, and the pairs of those that are partial.
+
+    ``kinds`` has int32 of the shape of the mask's own: -2 where a block is full, -1 where it is
+    empty, else its number in ``bits``, booleans (partial blocks, queries, keys of a block).
+    """
+    kinds = np.where(mask.kinds == FULL, -FULL, EMPTY - 1).astype(np.int32)
+    partial = np.argwhere(mask.kinds == PARTIAL)
+    kinds[tuple(partial.T)] = np.arange(len(partial))
+    bits = np.zeros((len(partial), *mask.block_size), np.bool_)
+    for n, (b, h, *block) in enumerate(partial):
+        # Only masks made for one pair of lengths have partial blocks.
+        spans = zip(block, mask.block_size, mask.lengths or (), strict=True)
+        i, j = (np.arange(r * size, min(r * size + size, end)) for r, size, end in spans)
+        bits[n, : i.size, : j.size] = mask.visible(b, h, i[:, None], j)
+    return kinds, bits
+
+
+def tile_kinds(mask: BlockMask, tile: tuple[int, int]) -> Any:
+    """Say of each tile, as far as the blocks reach, whether it is empty, partial or full."""
+    least = most = mask.kinds
+    for axis, side, block in zip((2, 3), tile, mask.block_size, strict=True):
+        starts = np.arange(0, mask.kinds.shape[axis] * block, side)
+        first, last = starts // block, (starts + side - 1) // block
+        last = np.minimum(last, mask.kinds.shape[axis] - 1)
+        lie = [np.minimum(first + n, last) for n in range((last - first).max(initial=0) + 1)]
+        least = np.minimum.reduce([least.take(places, axis) for places in lie])
+        most = np.maximum.reduce([most.take(places, axis) for places in lie])
+    return np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, PARTIAL))

@@ -1,0 +1,27 @@
+"""Arrays of a call that are on the host, whose values a plan brings to the device."""
+
+from typing import Any
+
+import numpy as np
+
+from tileattn.call.problem import Operands
+from tileattn.kernels.cuda.families.functions import NEAR
+from tileattn.kernels.cuda.plan.layout import Constant
+from tileattn.kernels.cuda.plan.params import aux_name
+
+
+def host_arrays(x: Operands) -> dict[str, Any]:
+    """Give the origin, and what functions read of the host, as fields of a `CallLayout`.
+
+    Functions count from a near origin in 32 bits.
+    """
+    arrays = {n: a for n, a in enumerate(x.aux) if type(a) is np.ndarray}
+    near = None
+    for n, a in arrays.items():
+        if a is x.origin and (a[:, 2:] < NEAR).all():
+            arrays[n], near = a.astype(np.int32), n
+    return {
+        "host_aux": tuple((aux_name(n), Constant.of(a)) for n, a in arrays.items()),
+        "origin": None if x.origin is None else Constant.of(x.origin),
+        "near_origin": near,
+    }

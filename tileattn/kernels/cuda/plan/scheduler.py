@@ -1,0 +1,429 @@
+"""The tile scheduler of persistent kernels: decided on the host.
+
+A persistent kernel takes work tiles by their numbers. If they differ in length, some SMs then
+get up to a fifth more than the mean; an LPT assignment, the longest tile first, evens that out.
+Of few keys how long a tile takes depends on memory as well: workers claim those one by one.
+A worker is a thread block, or a group of one that has work tiles of its own. Mostly there is a
+thread block for each SM; late ones begin as others end.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.algorithm.mask import SlidingWindow
+from tileattn.algorithm.tiles import cut
+from tileattn.call.problem import Problem
+from tileattn.call.sequences import FAR
+from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.families.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, MASKS
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.plan.assignment import assign
+from tileattn.kernels.cuda.plan.layout import CallLayout
+from tileattn.kernels.cuda.plan.tile_lists import tile_lists
+
+TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
+KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
+WHOLE_WAVES = 4096  # at least, keys of a causal call whose heads go in whole waves (measured)
+# Of heads that begin apart, in order: more columns than these, and keys at most (measured)
+APART_DIM, APART_KEYS = 64, 16384
+# At most, keys if one wave of those is enough, and if two are; of more it is three (measured).
+ONE_WAVE, TWO_WAVES = 512, 4096
+# At least, query heads of a key head whose runs of key blocks alternate, and keys (measured)
+ALTERNATE_GROUP, ALTERNATE_KEYS = 4, 1024
+# At least, query heads of a key head of which half a wave is enough in order, and keys at most
+HALF_WAVE_GROUP, HALF_WAVE_KEYS = 4, 1024
+WAVE_KEYS = 16384  # about those of a wave of key blocks
+TPC = 2  # SMs that share an instruction cache
+MANY_TILES_DIM = 192  # at most, of heads with so many work tiles that SMs go in step (measured)
+TALL = 192  # at least, queries of a work tile if the last ones go to late thread blocks (measured)
+LATE = 1 / 16  # of all work, what those take (measured)
+LATE_KEYS = 4096  # at least, keys of a call with late thread blocks (measured from here on)
+LATE_DIM = 64  # at most, of such a call: work tiles of wider heads are too few (measured)
+SHORT = 2048  # at most, keys where work tiles wait for memory (measured)
+PACE_TILES = 32  # tiles of a step: as in CUDA
+PACE_STEPS = 1 << 20  # at most, of a worker: memory must not grow with the square of a length
+PACED = 1  # L2 caches that a head fills before thread blocks keep pace (measured)
+MAX_WAVES = 64  # of a worker, on average: more even out by themselves
+
+Array = NDArray[Any]
+
+
+class Schedule(NamedTuple):
+    """In what order a pass takes its work tiles."""
+
+    head_groups: int  # worked on one after the other: at least 1, at most B Hkv
+    assignment: Array | None = None  # from `assign`; None where numbers in order are as good
+    in_order: bool = False  # whether key blocks add to dq one after the other
+    # In which order those of a head do, and their query tiles: as in `BwdWorkTile` in CUDA.
+    last_keys_first: bool = False
+    run_keys: int = 0
+    # Of successive key blocks of a head, if heads begin apart; and modulo the blocks of a head.
+    claims_apart: int = 0
+    inverse_apart: int = 0
+    # Of packed sequences, key heads whose blocks take turns: rows that they may have, and how many.
+    turn_rows: int = 0
+    turn_heads: int = 1
+    # Counters by which thread blocks keep pace, as in `Pace` in CUDA; none where they do not.
+    pace_steps: int = 0
+    # Work tiles that workers claim, if they do; heads that come one by one, before all groups.
+    claims: int = 0
+    single_heads: int = 0
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Those of the parameter block."""
+        of_host = {"assignment", "claims"}
+        return {name: x for name, x in self._asdict().items() if name not in of_host}
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of a workspace that thread blocks write for each other."""
+        return {"claims": 4 * self.claims} if self.claims else {}
+
+    @property
+    def zeros(self) -> dict[str, int]:
+        """Bytes of the counters that they find at zero."""
+        counts = {"tile_counter": int(self.claims > 0), "paces": self.pace_steps}
+        return {name: 4 * count for name, count in counts.items() if count}
+
+
+def schedule_of(
+    problem: Problem, layout: CallLayout, launches: Sequence[KernelLaunch], l2_bytes: int
+) -> Schedule:
+    """Decide in what order a pass takes its work tiles.
+
+    The generic backward pass comes back to four times the bytes of keys and values: their
+    gradients, and the sums of dq.
+
+    Where packed sequences end the device alone may know. It lets heads, and sequences, take turns
+    (`order_blocks`): as many as fit half of the L2, and one wave at most.
+    """
+    P = problem
+    for launch in launches:
+        if launch.key.kernel in HOPPER_BACKWARDS:
+            return _backward_schedule(P, launch, l2_bytes)
+    kernels = {launch.key.kernel for launch in launches}
+    nbytes = 2 * l2_bytes if "forward" in kernels else l2_bytes // 2
+    if HOPPER in kernels and P.Nk <= SHORT:
+        # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them.
+        nbytes = l2_bytes // 8
+    groups = head_groups(P, nbytes)
+    if HOPPER not in kernels:
+        return Schedule(groups)
+    if P.sequences is not None:
+        row = (P.D + P.Dv) * P.dtype.itemsize
+        workers = next(launch.workers for launch in launches if launch.key.kernel == HOPPER)
+        return Schedule(1, turn_rows=l2_bytes // 2 // row, turn_heads=workers)
+    # Pieces of keys are as long as each other.
+    if launches[0].key.in_pieces:
+        return Schedule(groups)
+    (launch,) = launches
+    if _are_claimed(P, layout, launch):
+        return _claimed(P, launch)
+    key = launch.key
+    blocks, tiles = -(-P.Nq // key.block_q), -(-P.Nk // key.block_k)
+    # Without a mask all work tiles are as long as each other, and begin together.
+    drifts = _is_triangle(P) and P.Nk * (P.D + P.Dv) * P.dtype.itemsize > PACED * l2_bytes
+    pace_steps = _pace_steps(P, P.B * P.Hq * blocks, tiles, launch.workers) if drifts else 0
+    # A late thread block has one group, and none waits for it to keep pace.
+    is_tall = key.block_q >= TALL and key.groups == 1 and max(P.D, P.Dv) <= LATE_DIM
+    late_share = LATE if is_tall and P.Nk >= LATE_KEYS and not pace_steps else 0
+    assignment = _assignment(P, layout, launch, groups, late_share)
+    return Schedule(groups, assignment, pace_steps=pace_steps)
+
+
+def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Schedule:
+    """Decide in what order a Hopper backward kernel takes its work tiles.
+
+    Groups change which heads run together, and never the order within a dq tile.
+    """
+    key, grid, in_order = launch.key, launch.grid, launch.in_order
+    is_causal = P.window[1] is not None
+    sums = P.D * P.accum_dtype.itemsize if key.add_dq else 0
+    row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
+    if P.sequences is not None:
+        rows = FAR if in_order and is_causal else l2_bytes // 2 // row
+        turn = max(1, _in_flight(launch) if in_order else grid)
+        return Schedule(1, None, in_order, turn_rows=rows, turn_heads=turn)
+    alternate = not in_order and _alternate(P, key)
+    in_step = _goes_in_step(P, key) and (in_order or not is_causal)
+    heads, blocks = P.B * P.Hkv, -(-P.Nk // key.block_k)
+    apart = 0
+    if in_step:
+        size = 2 * grid // blocks
+    elif alternate:
+        size = round(2 * grid / blocks)
+    elif key.heads_apart and _spans_much(P):
+        size = 4 * grid // blocks
+    elif not in_order:
+        size = _heads_in_cache(P, launch, row, l2_bytes)
+    elif _begin_apart(P, key):
+        size = apart = _claims_apart(P.Nk, grid, blocks, heads)
+    else:
+        size = _heads_in_order(P, launch, row, l2_bytes)
+    groups = -(-heads // max(1, min(size, grid)))
+    inverse = pow(apart, -1, blocks) if apart else 0
+    # Runs that alternate, and key blocks that add in order, stay together by themselves.
+    drifts = not (alternate or in_order) and P.Nq * row > PACED * l2_bytes
+    tiles = P.group * -(-P.Nq // key.block_q)
+    return Schedule(
+        groups,
+        in_order=in_order,
+        last_keys_first=in_step and is_causal,
+        run_keys=_run_keys(P.Nk) if alternate else 0,
+        claims_apart=apart,
+        inverse_apart=inverse,
+        pace_steps=_pace_steps(P, heads * blocks, tiles, launch.workers) if drifts else 0,
+    )
+
+
+def _heads_in_cache(P: Problem, launch: KernelLaunch, row: int, l2_bytes: int) -> int:
+    """Count the heads that run together if dq is summed in any order; a query takes ``row`` bytes.
+
+    Each key block comes back to q, dout and the sums of dq: as many heads as a quarter of the L2
+    holds of those, as its halves keep copies of what both read, and at least a wave of key blocks.
+    Under a long causal mask half of the L2 or two waves are better (measured), there in whole
+    waves; half or two also if dq is summed in order.
+    """
+    grid, blocks = launch.grid, -(-P.Nk // launch.key.block_k)
+    is_long = P.window[1] is not None and P.Nk >= WHOLE_WAVES
+    share, waves = (2, 2) if is_long or launch.in_order else (4, 1)
+    size = l2_bytes // share // (P.Nq * row)
+    if size * blocks < grid:
+        return -(-waves * grid // blocks)
+    if is_long and launch.key.add_dq:
+        return round(size * blocks / grid) * grid // blocks
+    return size
+
+
+def _heads_in_order(P: Problem, launch: KernelLaunch, row: int, l2_bytes: int) -> int:
+    """Count the heads that run together if dq is summed in order.
+
+    Each key block waits for the one before; that keeps heads together, and the fewer of their key
+    blocks are in flight, the shorter each waits. In a window they wait for few; there, and under a
+    causal mask of heads that share keys, two waves are enough where query tiles are short, half a
+    one if there are few keys (measured).
+    """
+    key, in_flight = launch.key, _in_flight(launch)
+    blocks = -(-P.Nk // key.block_k)
+    if key.block_q < key.block_k:
+        if _is_triangle(P) and P.group >= HALF_WAVE_GROUP and P.Nk <= HALF_WAVE_KEYS:
+            return launch.grid // (2 * blocks)
+        if P.window[0] is not None or (_is_triangle(P) and P.group > 1):
+            return min(2 * launch.grid // blocks, in_flight)
+    if P.window[1] is not None:
+        return in_flight
+    return min(_heads_in_cache(P, launch, row, l2_bytes), 2 * in_flight)
+
+
+def _in_flight(launch: KernelLaunch) -> int:
+    return launch.grid * launch.key.block_k // KEYS_IN_FLIGHT
+
+
+def _spans_much(P: Problem) -> bool:
+    """Whether a window spans so many keys that key blocks at its end come to few queries.
+
+    If heads come one after the other, these come to the next head before those that store its
+    queries' dq. Behind a wave of key blocks of more heads they need not wait (measured).
+    """
+    left, right = P.window
+    return left is not None and right is not None and 4 * (left + right) >= P.Nk
+
+
+def _are_claimed(P: Problem, layout: CallLayout, launch: KernelLaunch) -> bool:
+    """Whether workers claim their work tiles.
+
+    Those of a triangle differ in length. Over few keys they wait for memory; how long, nobody
+    knows. One assigned head by head would begin earlier or later than others of its head, and find
+    their keys no longer in the L2 cache, whose two halves keep copies of what both read.
+    """
+    blocks = -(-P.Nq // launch.key.block_q)
+    alike = all(len(set(x or ())) <= 1 for x in (layout.kv_lengths, layout.q_offset))
+    few_keys = P.Nk <= SHORT and _is_triangle(P) and P.features.isdisjoint(MASKS)
+    return few_keys and alike and blocks > 1 and blocks * P.B * P.Hq > launch.workers
+
+
+def _claimed(P: Problem, launch: KernelLaunch) -> Schedule:
+    """Let heads come one by one, and the last ones together, the longest work tiles first.
+
+    The last ones have a work tile for each worker: with fewer SMs would end apart, and of more the
+    L2 cache does not hold all keys (measured).
+    """
+    blocks, heads = -(-P.Nq // launch.key.block_q), P.B * P.Hq
+    last = -(-launch.workers // blocks)
+    return Schedule(1, claims=blocks * heads, single_heads=max(0, heads - last))
+
+
+def _pace_steps(P: Problem, count: int, tiles: int, workers: int) -> int:
+    """Count the steps of the worker that has most, of work tiles of so many tiles at most.
+
+    It is 0 where workers do not keep pace: in windows, and under other masks, their work tiles have
+    different keys in any case. Behind the last step they go on alone.
+    """
+    if P.window[0] is not None or not P.features.isdisjoint(MASKS):
+        return 0
+    waves = -(-count // workers)
+    return min((waves + 1) * tiles // PACE_TILES + 1, PACE_STEPS)
+
+
+def _goes_in_step(P: Problem, key: KernelKey) -> bool:
+    """Whether key blocks that begin together add to dq one query tile behind the other.
+
+    Of those that wait for each other in narrow heads, whose query tiles are as long as key blocks,
+    two waves then run best (measured). Under a causal mask that takes the last keys first. The bits
+    of dq follow from the order of keys, which depends on options alone.
+    """
+    narrow = key.kernel == HOPPER_BACKWARD and key.block_q == key.block_k
+    return narrow and P.group == 1 and P.window[0] is None and not (key.packed or _is_listed(key))
+
+
+def _begin_apart(P: Problem, key: KernelKey) -> bool:
+    """Whether heads begin evenly apart if dq is summed in order.
+
+    Key blocks of a head that begin together wait for each other at each query tile, the longer the
+    later they add. Apart, each begins so long behind the one before that it never waits.
+    """
+    applies = key.kernel == HOPPER_BACKWARD and key.head_dim > APART_DIM and P.Nk <= APART_KEYS
+    return applies and P.group == 1 and _is_triangle(P) and not _is_listed(key)
+
+
+def _claims_apart(Nk: int, grid: int, blocks: int, heads: int) -> int:
+    """Count the claims from one key block of a head to the next: the heads that run together.
+
+    If they have no factor in common with the blocks, each claim is of one block of one head.
+    """
+    waves = 1 if Nk <= ONE_WAVE else 2 if Nk <= TWO_WAVES else 3
+    apart = max(1, min(waves * grid // blocks, heads))
+    while math.gcd(apart, blocks) > 1:
+        apart += 1
+    return apart
+
+
+def _alternate(P: Problem, key: KernelKey) -> bool:
+    """Whether every second run of key blocks rises: its blocks begin at the diagonal.
+
+    Under a causal mask the first key blocks of a head begin together, with the last query tile, and
+    share what they load. Later ones begin one after the other, as SMs get free. With the last tile
+    each would load queries for itself; at their diagonals they meet those that began before
+    (measured). Those that rise end at the last tile, where the next wave begins. The bits of dk and
+    dv follow from it, so options, lengths and heads alone decide.
+    """
+    many = P.group >= ALTERNATE_GROUP and P.Nk >= ALTERNATE_KEYS
+    return many and _is_triangle(P) and not _is_listed(key)
+
+
+def _run_keys(Nk: int) -> int:
+    """Count the keys of a run: of the heads that fill two waves together, each has so many in one.
+
+    The number of SMs does not count, so that dk and dv have the same bits on any.
+    """
+    heads = max(1, round(2 * WAVE_KEYS / Nk))
+    return WAVE_KEYS // heads
+
+
+def _is_triangle(P: Problem) -> bool:
+    """Whether queries attend to all keys before them, and to none far behind."""
+    return P.window[0] is None and P.window[1] is not None
+
+
+def _is_listed(key: KernelKey) -> bool:
+    return key.block_mask or key.mask_mod
+
+
+def head_groups(problem: Problem, nbytes: int) -> int:
+    """Count the groups of heads that a GPU works on one after the other.
+
+    Under a causal mask, and of packed sequences, query blocks differ in length. The long ones of
+    all heads of a group go first, so that the GPU is busy to the end: a group has as many heads as
+    the cache, or ``nbytes`` of it, holds keys and values of.
+    """
+    P = problem
+    left, right = P.window
+    heads = max(1, P.B * P.Hkv)
+    if P.sequences is None and (left is not None or right is None):
+        return heads
+    each = P.Nk * (P.D + P.Dv) * P.dtype.itemsize
+    return -(-heads // max(1, nbytes // max(1, each)))
+
+
+def _assignment(
+    P: Problem, layout: CallLayout, launch: KernelLaunch, groups: int, late_share: float
+) -> Array | None:
+    """Assign the work tiles of a forward pass; late workers take a share of all work.
+
+    A work tile has about as many instructions as the caches of an SM hold, or more. Where the two
+    SMs of a TPC take tiles of one length, in step, they share what they fetch. Of wide heads there
+    are too few tiles for that (measured).
+    """
+    key, workers = launch.key, launch.workers
+    blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
+    tiles = blocks * heads
+    # One block a head, as in decoding, is little work, and lengths may differ on every call.
+    if blocks == 1 or not workers < tiles <= MAX_WAVES * workers:
+        return None
+    costs = _costs(P, layout, key)
+    if costs.min() == costs.max() and not late_share:
+        return None
+    block, head, group = work_tiles(blocks, heads, groups)
+    alike = head % P.Hq if costs.shape[1] > 1 else 0
+    cost = costs[head // P.Hq, alike, block if P.window[1] is None else blocks - 1 - block]
+    # Within a group, and among groups, the long ones go first; what is equal stays in order.
+    longest = np.zeros(heads, np.int64)
+    np.maximum.at(longest, group, cost)
+    order = np.lexsort((-cost, group, -longest[group]))
+    cost = cost[order]
+    heads_alike = (costs == costs[:1, :1]).all()
+    many_tiles = max(P.D, P.Dv) <= MANY_TILES_DIM
+    team = TPC if heads_alike and many_tiles and launch.grid % TPC == 0 else 1
+    late = np.searchsorted(cost[::-1].cumsum(), late_share * cost.sum(), side="right")
+    # Each worker that is not late has a tile.
+    return assign(order, cost, workers, team, min(int(late), tiles - workers))
+
+
+def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Array]:
+    """Give block, head and first head of its group of each work tile: ``BlockCoord`` in CUDA."""
+    index = np.arange(blocks * heads)
+    size, more = divmod(heads, groups)
+    longer = more * (size + 1)
+    straight = index // blocks  # the head, if each went by itself
+    members = np.where(straight < longer, size + 1, size)
+    start = np.where(straight < longer, 0, longer)
+    first = start + (straight - start) // members * members
+    within = index - first * blocks
+    return within // members, first + within % members, first
+
+
+def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
+    """Give the cost of each query block, shape (B, Hq or 1, blocks): its tiles, and itself."""
+    # What is on the GPU is not waited for: a wrong guess costs time only.
+    lengths = layout.kv_lengths or (P.Nk,) * P.B
+    offsets = layout.q_offset or tuple(length - P.Nq for length in lengths)
+    places = list(zip(lengths, offsets, strict=True))
+
+    def tiles(length: int, offset: int) -> list[tuple[int, int]]:
+        window = SlidingWindow(P.Nq, length, offset, *P.window)
+        ranges = (window.key_range(q0, q1) for q0, q1 in cut(P.Nq, key.block_q))
+        return [(lo // key.block_k, -(-hi // key.block_k)) for lo, hi in ranges]
+
+    each = {place: tiles(*place) for place in set(places)}
+    begin, end = np.moveaxis(np.array([each[place] for place in places]), -1, 0)[..., None, :]
+    return TILE_COST * _attended(P, layout, key, begin, end) + START_COST
+
+
+def _attended(P: Problem, layout: CallLayout, key: KernelKey, begin: Array, end: Array) -> Array:
+    """Count the tiles from begin to end - 1 that masks do not leave empty."""
+    lists = tile_lists(P, layout.listed_mask, key.tile, "forward")
+    if lists is None or lists.on_device:
+        return end - begin
+    before = lists.tiles_before(layout.listed_mask)
+    before = np.broadcast_to(before, (len(begin), *before.shape[1:]))[:, :, : begin.shape[-1]]
+
+    def up_to(tile: Array) -> Array:
+        places = np.broadcast_to(tile[..., None], (*before.shape[:3], 1))
+        return np.take_along_axis(before, places, axis=-1)[..., 0]
+
+    return up_to(end) - up_to(begin)

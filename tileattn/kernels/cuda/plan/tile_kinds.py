@@ -1,0 +1,108 @@
+"""Which tiles masks leave empty or full, as far as that is known before a pass.
+
+Arrays are on the device, and nobody waits for their values: a ``mask_mod`` that reads some is
+classified there, just before the pass.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.call.block_mask import FULL, PARTIAL, BlockMask
+from tileattn.call.problem import Problem
+from tileattn.expressions.build import apply
+from tileattn.expressions.nodes import Node, depends_on, elements, ordered
+from tileattn.expressions.quadtree import kinds_by_intervals
+from tileattn.kernels.cuda.plan.block_sparse import tile_kinds
+
+# Tiles that are classified on the host, where results are kept, and on the device, in each call. Of
+# more, kernels look into each.
+_MOST, _MOST_ON_DEVICE = 1 << 20, 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class TileKinds:
+    """What the kinds of the tiles of a pass are made of, besides a block mask."""
+
+    tile: tuple[int, int]  # queries and keys
+    shape: tuple[int, int, int, int]  # B, Hq, Nq, Nk
+    function: Node | None = None  # the caller's own mask, where no block mask tells its tiles
+    decided: str = ""  # where its kinds are found: on the "host", on the "device", or nowhere
+
+    @property
+    def on_device(self) -> bool:
+        """Whether kernels write the kinds."""
+        return self.decided == "device"
+
+    def device_shape(self) -> tuple[int, int, int, int]:
+        """Give the shape of what kernels write: (B or 1, Hq or 1, query tiles, key tiles)."""
+        B, Hq, Nq, Nk = self.shape
+        own = self.function
+        b, h = (
+            n if own is not None and depends_on(own, name) else 1
+            for name, n in (("b", B), ("h", Hq))
+        )
+        return b, h, -(-Nq // self.tile[0]), -(-Nk // self.tile[1])
+
+    def kinds(self, mask: BlockMask | None) -> NDArray[np.int8]:
+        """Say of each tile whether it is empty, partial or full, as far as the host knows.
+
+        An array that broadcasts to (B, Hq, query tiles, key tiles); an axis of length 1 is the same
+        for all.
+        """
+        kinds: Any = np.full((1, 1, 1, 1), FULL, np.int8)
+        if mask is not None:
+            *_, rows, columns = self.device_shape()
+            kinds = tile_kinds(mask, self.tile)[..., :rows, :columns]
+        if self.function is not None and self.decided == "host":
+            kinds = np.minimum(kinds, _by_intervals(self.function, self.shape, self.tile))
+        elif self.function is not None:
+            kinds = np.minimum(kinds, PARTIAL)
+        return np.asarray(kinds, np.int8)
+
+
+def tile_kinds_of(P: Problem, mask: BlockMask | None, tile: tuple[int, int]) -> TileKinds:
+    """Say what the kinds of tiles are made of; ``mask`` is the call's block mask."""
+    shape = P.B, P.Hq, P.Nq, P.Nk
+    own = P.mask_mod
+    if own is None or (mask is not None and own == mask.expression):
+        return TileKinds(tile, shape)
+    kinds = TileKinds(tile, shape, own)
+    if P.sequences is not None:
+        return kinds  # tiles begin where sequences do, which the device alone may know
+    count = int(np.prod(kinds.device_shape()))
+    if elements(own) and mask is None and 0 < count <= _MOST_ON_DEVICE:
+        return replace(kinds, decided="device")
+    decided = "host" if 0 < count <= _MOST else ""
+    return replace(kinds, function=without_values(own), decided=decided)
+
+
+def evaluating(P: Problem, visible: Node) -> Problem:
+    """Let kernels evaluate a block mask that is known as an expression: no pair of it is stored."""
+    if P.mask_mod is not None:
+        visible = apply("bitwise_and", P.mask_mod, visible)
+    return replace(P, mask_mod=visible, enabled_options=P.enabled_options - {"block_mask"})
+
+
+@lru_cache(maxsize=256)
+def without_values(output: Node) -> Node:
+    """Replace each element of an array by an input of which nothing is known."""
+    made: dict[Node, Node] = {}
+    for n, node in enumerate(ordered([output])):
+        if node.op == "aux":
+            made[node] = Node("input", node.kind, (), f"element {n}")
+        else:
+            made[node] = Node(node.op, node.kind, tuple(made[x] for x in node.inputs), node.value)
+    return made[output]
+
+
+@lru_cache(maxsize=16)
+def _by_intervals(
+    function: Node, shape: tuple[int, int, int, int], tile: tuple[int, int]
+) -> NDArray[np.int8]:
+    kinds = kinds_by_intervals(function, shape, tile)
+    kinds.setflags(write=False)
+    return kinds

@@ -1,0 +1,143 @@
+"""The lists of tiles by which Hopper's kernels skip what masks leave empty."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.call.block_mask import EMPTY, FULL, PARTIAL, BlockMask
+from tileattn.call.problem import Problem
+from tileattn.kernels.cuda.plan.block_sparse import once
+from tileattn.kernels.cuda.plan.tile_kinds import TileKinds, tile_kinds_of
+
+END = np.iinfo(np.int32).max  # less the number of entries, it stands behind the last of a list
+
+_Make = Callable[["TileLists", BlockMask | None], NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class TileLists:
+    """What the lists of a pass are made of, besides a block mask."""
+
+    of: TileKinds
+    group: int  # query heads of a key head, whose list is one; 1 in the forward pass
+    backward: bool
+
+    @property
+    def on_device(self) -> bool:
+        """Whether kernels write the lists."""
+        return self.of.on_device
+
+    @property
+    def direction(self) -> str:
+        """The pass that reads them."""
+        return "backward" if self.backward else "forward"
+
+    def workspace(self) -> dict[str, int]:
+        """Give the bytes of what kernels write for them, by its names in the parameter block."""
+        shape = self.shape(None)
+        *_, rows, columns = self.of.device_shape()
+        ranks = {"tile_ranks": math.prod(shape[:2]) * rows * columns * 8} if self.backward else {}
+        return ranks | {"tile_list": math.prod(shape) * 4}
+
+    def kinds(self, mask: BlockMask | None) -> NDArray[Any]:
+        """Say of each tile whether it is empty, partial or full.
+
+        An array of shape (B or 1, heads or 1, query tiles, key tiles).
+        """
+        kinds: NDArray[Any] = self._once(mask, TileLists.make_kinds)
+        return kinds
+
+    def lists(self, mask: BlockMask | None) -> NDArray[np.int32]:
+        """List the key tiles of each query tile, or backward the query tiles of each key tile.
+
+        An array of int32, shape (B or 1, heads or 1, blocks, entries): of each tile twice its
+        number, plus one where it is partial; behind the last `END` less how many they are. Backward
+        each is followed by how many blocks of keys before this one the tile is left to.
+        """
+        lists: NDArray[np.int32] = self._once(mask, TileLists.make_lists)
+        return lists
+
+    def shape(self, mask: BlockMask | None) -> tuple[int, ...]:
+        """Give the shape of the lists."""
+        if self.on_device:
+            b, heads, rows, columns = self.of.device_shape()
+            heads = max(1, heads // self.group)
+        else:
+            b, heads, rows, columns = self.kinds(mask).shape
+        last = (columns, 2 * (rows + 1)) if self.backward else (rows, columns + 1)
+        return (b, heads, *last)
+
+    def tiles_before(self, mask: BlockMask | None) -> NDArray[Any]:
+        """Count the key tiles that each query tile attends to before each of them.
+
+        An array of shape (B or 1, heads or 1, query tiles, key tiles + 1); the last of a row are
+        all.
+        """
+        counts: NDArray[Any] = self._once(mask, TileLists.make_tiles_before)
+        return counts
+
+    def _once(self, mask: BlockMask | None, make: _Make) -> Any:
+        """Make something, or give what was made before."""
+        if mask is None:
+            return _without_block_mask(self, make)
+        return once(mask, (self, make), lambda: make(self, mask))
+
+    def make_lists(self, mask: BlockMask | None) -> NDArray[np.int32]:
+        return (query_tile_lists if self.backward else key_tile_lists)(self.kinds(mask))
+
+    def make_tiles_before(self, mask: BlockMask | None) -> NDArray[Any]:
+        attended = self.kinds(mask) != EMPTY
+        return np.pad(np.cumsum(attended, axis=-1), [(0, 0)] * 3 + [(1, 0)])
+
+    def make_kinds(self, mask: BlockMask | None) -> NDArray[Any]:
+        kinds = self.of.kinds(mask)
+        if kinds.shape[1] > 1 and self.group > 1:
+            b, _, rows, columns = kinds.shape
+            heads = kinds.reshape(b, -1, self.group, rows, columns)
+            least, most = heads.min(axis=2), heads.max(axis=2)
+            kinds = np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, PARTIAL))
+        return np.asarray(kinds)
+
+
+def tile_lists(
+    P: Problem, mask: BlockMask | None, tile: tuple[int, int], direction: str
+) -> TileLists | None:
+    """Say what lists a pass reads; None where it goes through all tiles.
+
+    Backward a left limit leaves few tiles by itself, and their ranks would depend on it.
+    """
+    backward = direction == "backward"
+    kinds = tile_kinds_of(P, mask, tile)
+    unknown = mask is None and not kinds.decided
+    if unknown or (backward and P.window[0] is not None):
+        return None
+    return TileLists(kinds, P.group if backward else 1, backward)
+
+
+def key_tile_lists(kinds: NDArray[Any]) -> NDArray[np.int32]:
+    """List the key tiles of each query tile."""
+    listed, entries = kinds != EMPTY, 2 * np.arange(kinds.shape[-1], dtype=np.int32)
+    end = END - np.count_nonzero(listed, axis=-1, keepdims=True).astype(np.int32)
+    entries = np.sort(np.where(listed, entries + (kinds != FULL), end), axis=-1)
+    return np.concatenate([entries, end], axis=-1)
+
+
+def query_tile_lists(kinds: NDArray[Any]) -> NDArray[np.int32]:
+    """List the query tiles of each key tile, each with its rank."""
+    attended = kinds != EMPTY
+    ranks = (np.cumsum(attended, axis=-1) - attended).swapaxes(2, 3)
+    entries = key_tile_lists(kinds.swapaxes(2, 3))
+    tiles = np.minimum(entries[..., :-1] // 2, ranks.shape[-1] - 1)
+    found = np.zeros_like(entries)
+    found[..., :-1] = np.take_along_axis(ranks, tiles, axis=-1)
+    return np.stack([entries, found], axis=-1).reshape(*entries.shape[:-1], -1)
+
+
+@lru_cache(maxsize=64)
+def _without_block_mask(lists: TileLists, make: _Make) -> NDArray[Any]:
+    return make(lists, None)

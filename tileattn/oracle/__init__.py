@@ -1,0 +1,1 @@
+"""Attention by its definition, in NumPy: what the library is tested against."""
