@@ -3,7 +3,8 @@
 from typing import Any
 
 from benchmarks.configurations import Call, Inputs
-from tileattn.call.problem import Problem, parse
+from tileattn.call.parse import parse
+from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families import generic, hopper
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext
 from tileattn.kernels.cuda.families.hopper import HOPPER

@@ -31,7 +31,8 @@ from benchmarks.memory import Case
 from benchmarks.report import Row, one_line
 from tileattn import BlockMask
 from tileattn.backends.numpy.backend import NumpyBackend
-from tileattn.call.problem import Problem, parse
+from tileattn.call.parse import parse
+from tileattn.call.problem import Problem
 from tileattn.traffic import ALGORITHMS, flops, modelled
 
 TOKENS, HEADS, HEAD_DIM, DTYPE = 65536, 16, 64, "fp16"

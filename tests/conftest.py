@@ -21,8 +21,8 @@ from tileattn.backends import registry
 from tileattn.backends.cupy import describe
 from tileattn.backends.llvm.backend import LlvmBackend
 from tileattn.backends.numpy.backend import NumpyBackend
+from tileattn.call.parse import parse
 from tileattn.call.prepared import CALLS
-from tileattn.call.problem import parse
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit import load as loader
 from tileattn.kernels.cuda.jit.compile import Compiled, compiled

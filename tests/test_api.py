@@ -11,7 +11,7 @@ import tileattn
 from tests.arrays import Array, Given, normal
 from tileattn import Attention
 from tileattn.algorithm import spec
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.traffic import ALGORITHMS, KINDS, counted
 
 on_the_cpu = pytest.mark.usefixtures("cpu_backend")

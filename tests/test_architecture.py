@@ -129,7 +129,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "function_names": set(),
     "messages": set(),
     "validation": {"dtypes", "messages"},
-    "results": {"validation"},
+    "results": set(),
     "expressions": LEAVES,
     "call": LEAVES | {"expressions"},
     # The oracle's arithmetic shares no code with what it judges; its entry validates the call as

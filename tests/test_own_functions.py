@@ -17,8 +17,8 @@ from tileattn.backends import registry
 from tileattn.backends.numpy import backend as numpy_backend
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.backends.protocol import Backend
+from tileattn.call.parse import parse
 from tileattn.call.prepared import signature
-from tileattn.call.problem import parse
 from tileattn.expressions.functions import read_functions
 from tileattn.testing import assert_attention_close, error_bound
 

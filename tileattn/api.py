@@ -7,17 +7,8 @@ from typing import Any, Unpack
 from tileattn.backends import registry
 from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.protocol import Explanation
-from tileattn.call.prepared import (
-    CALLS,
-    PreparedCall,
-    prepared_call,
-    signature,
-    signature_at_any_lengths,
-)
-from tileattn.call.problem import (
-    Operands,
-    Options,
-    Problem,
+from tileattn.call.options import Options, wanted
+from tileattn.call.parse import (
     arrays_of,
     aux_arrays,
     check_array,
@@ -26,8 +17,16 @@ from tileattn.call.problem import (
     parse,
     refuse_pages,
 )
+from tileattn.call.prepared import (
+    CALLS,
+    PreparedCall,
+    prepared_call,
+    signature,
+    signature_at_any_lengths,
+)
+from tileattn.call.problem import Operands, Problem
 from tileattn.expressions.functions import read_functions
-from tileattn.results import Attention, Gradients, wanted
+from tileattn.results import Attention, Gradients
 from tileattn.validation import check_flags
 
 

@@ -7,7 +7,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from tileattn.api import backward, forward
-from tileattn.call.problem import Options, refuse_pages
+from tileattn.call.options import Options
+from tileattn.call.parse import refuse_pages
 from tileattn.expressions.functions import read_functions
 from tileattn.results import Attention, Gradients
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from tileattn.backends.buffers import ensure_writable
 from tileattn.backends.registry import ensure_one_owner
-from tileattn.call.problem import check_dtype
+from tileattn.call.parse import check_dtype
 from tileattn.call.sequences import Paging, integers, offsets_of, paging
 from tileattn.messages import called
 from tileattn.rotary import check_tables, rope

@@ -7,7 +7,7 @@ import numpy as np
 
 from tileattn.algorithm.softmax import RowState
 from tileattn.backends.registry import ensure_one_owner
-from tileattn.call.problem import check_array, check_dtype
+from tileattn.call.parse import check_array, check_dtype
 from tileattn.dtypes import accum_dtype
 from tileattn.results import Attention
 from tileattn.validation import must_be

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.call.problem import (
+from tileattn.call.parse import (
     arrays_of,
     check_dtype,
     check_shape,

@@ -1,12 +1,6 @@
 """What the two calls return."""
 
-from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
-
-from tileattn.validation import must_be
-
-DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")
-"""Names of the inputs that have a gradient."""
 
 
 class Attention(NamedTuple):
@@ -73,19 +67,3 @@ class Gradients(_Gradients):
 
     def _replace(self, **changed: Any) -> "Gradients":
         return Gradients(**(self._asdict() | {"daux": self.daux} | changed))
-
-
-def wanted(wrt: Any, options: Mapping[str, Any]) -> frozenset[str] | None:
-    """Check the names of the gradients that are asked for."""
-    if wrt is None:
-        return None
-    what = f"a sequence of names among {', '.join(DIFFERENTIABLE)}"
-    names = tuple(wrt) if isinstance(wrt, Iterable) and not isinstance(wrt, str) else None
-    if names is None or not all(isinstance(name, str) for name in names):
-        raise TypeError(must_be("wrt", what, wrt))
-    for name in names:
-        if name not in DIFFERENTIABLE:
-            raise ValueError(must_be("wrt", what, wrt))
-        if name in DIFFERENTIABLE[3:] and options.get(name) is None:
-            raise ValueError(f"wrt must not have {name!r}: the call has no {name}")
-    return frozenset(names)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.registry import ensure_one_owner
-from tileattn.call.problem import check_dtype
+from tileattn.call.parse import check_dtype
 from tileattn.call.sequences import as_integers
 from tileattn.dtypes import accum_dtype
 from tileattn.messages import called

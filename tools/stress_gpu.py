@@ -31,7 +31,7 @@ import numpy as np
 import tileattn
 from benchmarks import report
 from tileattn import dtypes, reference
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit import compile

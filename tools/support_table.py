@@ -14,7 +14,8 @@ import numpy as np
 from tileattn import BlockMask
 from tileattn.backends import registry
 from tileattn.backends.protocol import Backend
-from tileattn.call.problem import Problem, parse
+from tileattn.call.parse import parse
+from tileattn.call.problem import Problem
 from tools import pages
 from tools.pages import DOCS, table
 

@@ -20,7 +20,7 @@ from tileattn.backends import threads
 from tileattn.backends.numpy import backend as numpy_backend
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.backends.numpy.memory import TileMemory
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 
 BLOCK = 16
 WAIT = 0.4  # seconds; how long it takes a task that must wait to show that it does not

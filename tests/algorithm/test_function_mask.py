@@ -18,7 +18,7 @@ from tileattn.algorithm.heads import head_groups
 from tileattn.algorithm.mask import AttentionMask, SlidingWindow, schedule
 from tileattn.algorithm.tiles import Tile
 from tileattn.call.block_mask import EMPTY, FULL, PARTIAL
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.expressions import quadtree
 from tileattn.expressions.functions import mask_expression
 

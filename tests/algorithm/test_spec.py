@@ -17,7 +17,7 @@ from tileattn.algorithm.mask import schedule
 from tileattn.algorithm.memory import Executor, Memory
 from tileattn.algorithm.residuals import Residuals
 from tileattn.algorithm.softmax import RowState
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound, problems
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")

@@ -8,6 +8,7 @@ import pytest
 
 from tileattn import BlockMask
 from tileattn.backends import registry
+from tileattn.call.parse import parse
 from tileattn.call.prepared import (
     MOST,
     CallCache,
@@ -15,7 +16,6 @@ from tileattn.call.prepared import (
     signature,
     signature_at_any_lengths,
 )
-from tileattn.call.problem import parse
 
 
 def array(shape: tuple[int, ...] = (2, 3, 5, 8), dtype: Any = np.float32, step: int = 1) -> Any:

@@ -10,7 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 import tileattn
-from tileattn.call.problem import Options, Problem, check_array, parse
+from tileattn.call.options import Options
+from tileattn.call.parse import check_array, parse
+from tileattn.call.problem import Problem
 
 Array = NDArray[Any]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 
 HQ, HKV, D, DV = 4, 2, 8, 6
 CU_Q, CU_K = [0, 3, 3, 7], [0, 5, 6, 11]

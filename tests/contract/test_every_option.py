@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import REASONS
 from tests.every_option import ENTRIES, VALUES, call_with, expected, hold
-from tileattn.call.problem import Options
+from tileattn.call.options import Options
 from tileattn.testing import assert_attention_close, error_bound
 
 PAIRS = [*itertools.combinations(VALUES, 2)]

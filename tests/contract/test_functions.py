@@ -14,7 +14,7 @@ from tests.gallery import calls
 from tests.more_functions import FROM_THE_END, OPERATIONS, options_of
 from tileattn import BlockMask, reference
 from tileattn.algorithm.scores import learned_elements
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.dtypes import DTYPES
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound, problems
 

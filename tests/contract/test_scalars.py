@@ -8,7 +8,7 @@ import pytest
 
 import tileattn
 from tileattn import dropout_mask, reference
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 
 Q, K, V = np.random.default_rng(0).standard_normal((3, 2, 3, 9, 8)).astype(np.float32)
 FLOATS: tuple[Any, ...] = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.longdouble)

@@ -10,7 +10,7 @@ import pytest
 
 import tileattn.distributed as dist
 from tests.distributed.threads import Rank, on_ranks
-from tileattn.call.problem import Options
+from tileattn.call.options import Options
 from tileattn.distributed import Layout
 from tileattn.distributed.agreement import OPTIONS, REFUSED
 

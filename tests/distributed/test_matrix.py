@@ -12,7 +12,7 @@ import tileattn.distributed as dist
 from tests.distributed.test_ring import check_once
 from tests.distributed.threads import Rank, on_ranks
 from tileattn import BlockMask, reference
-from tileattn.call.problem import Options
+from tileattn.call.options import Options
 from tileattn.distributed import Layout
 from tileattn.distributed.agreement import REFUSED
 from tileattn.errors import UnsupportedError

@@ -7,7 +7,7 @@ import pytest
 
 from tests.distributed.in_groups import tireless
 from tests.distributed.test_ring import check, layouts
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.distributed import Layout
 from tileattn.distributed.held import CPU, Held
 from tileattn.distributed.rank_blocks import RankBlocks

@@ -11,7 +11,8 @@ from tests.arrays import Array, Given, normal
 from tests.on_gpu import host, poisoned, sent
 from tileattn import Attention, BlockMask, Gradients, reference
 from tileattn.backends.cupy import describe
-from tileattn.call.problem import Problem, parse
+from tileattn.call.parse import parse
+from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.cuda.plan.layout import CallLayout, array_layout
 from tileattn.kernels.cuda.plan.plan import plan_backward, plan_forward

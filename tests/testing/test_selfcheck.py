@@ -11,7 +11,7 @@ from tests import sanitize
 from tests.backends.cupy import fake_cupy
 from tileattn.backends import registry
 from tileattn.backends.numpy.backend import NumpyBackend
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.cli.commands import main
 from tileattn.dtypes import DTYPES
 from tileattn.kernels.cuda.families.hopper import HOPPER

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.report import RESULTS, load
 from tileattn.backends.numpy.backend import NumpyBackend
-from tileattn.call.problem import Options, Problem
+from tileattn.call.options import Options
+from tileattn.call.problem import Problem
 from tools import pages, performance_tables, support_table, traffic_table
 
 VERSIONS = ("driver", "cuda", "cupy", "torch", "cudnn", "python", "commit")

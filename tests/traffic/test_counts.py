@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tileattn import BlockMask
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.oracle.dense import visibility
 from tileattn.traffic import explained
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tileattn.algorithm.tiles import sizes_for_memory
-from tileattn.call.problem import Problem, parse
+from tileattn.call.parse import parse
+from tileattn.call.problem import Problem
 from tileattn.traffic import KINDS, modelled
 
 every_kind = pytest.mark.parametrize("kind", KINDS)

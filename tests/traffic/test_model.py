@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tileattn import BlockMask
-from tileattn.call.problem import Operands, Problem, parse
+from tileattn.call.parse import parse
+from tileattn.call.problem import Operands, Problem
 from tileattn.oracle.dense import visibility
 from tileattn.traffic import ALGORITHMS, KINDS, Traffic, counted, flops, modelled
 

@@ -17,7 +17,8 @@ from tileattn.algorithm.residuals import has_large_lse
 from tileattn.backends import threads
 from tileattn.backends.numpy.backend import NumpyBackend, Workers
 from tileattn.backends.numpy.memory import Scratch, TileMemory
-from tileattn.call.problem import Operands, Problem, parse
+from tileattn.call.parse import parse
+from tileattn.call.problem import Operands, Problem
 from tileattn.testing import AttentionCase, problems
 from tileattn.traffic import Traffic, counted, modelled, recorded
 

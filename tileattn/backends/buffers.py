@@ -9,7 +9,7 @@ import numpy as np
 from tileattn.backends.addresses import address_of, byte_bounds
 from tileattn.backends.protocol import Backend
 from tileattn.backends.registry import ensure_owned
-from tileattn.call.problem import check_dtype
+from tileattn.call.parse import check_dtype
 from tileattn.errors import UnsupportedError
 from tileattn.messages import called
 from tileattn.results import Attention

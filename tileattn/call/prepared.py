@@ -11,7 +11,9 @@ from weakref import ref
 import numpy as np
 
 from tileattn.call.block_mask import BlockMask
-from tileattn.call.problem import Operands, Options, Problem, operands_of
+from tileattn.call.options import Options, options_with
+from tileattn.call.parse import operands_of
+from tileattn.call.problem import Operands, Problem
 from tileattn.call.sequences import Places, given_for, places_of
 from tileattn.expressions.nodes import Node
 from tileattn.results import Attention, Gradients
@@ -19,7 +21,7 @@ from tileattn.results import Attention, Gradients
 MOST = 1024  # entries; a program has few shapes, or so many that none comes back
 
 _MOST_VALUES = 1 << 12  # of lengths or offsets in a signature: they are kept
-_LENGTHS = ("kv_lengths", "q_offset", "block_table", "origin")
+_REVALIDATED = options_with(revalidated=True)
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _VALUES = _PLAIN | {Node}
 _layout_of = attrgetter("__class__", "dtype", "shape", "strides")
@@ -171,7 +173,7 @@ def signature_at_any_lengths(
 
     Calls of equal signatures are valid or invalid by these values alone.
     """
-    layouts = {name: _integers(options[name]) for name in _LENGTHS if name in options}
+    layouts = {name: _integers(options[name]) for name in _REVALIDATED if name in options}
     left_out = {name: layout for name, layout in layouts.items() if layout is not None}
     others = {name: x for name, x in options.items() if name not in left_out}
     key = signature(arrays, backend, others) if left_out else None

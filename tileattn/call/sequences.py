@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tileattn.call.options import options_with
 from tileattn.errors import UnsupportedError
 from tileattn.messages import called
 from tileattn.validation import must_be, refuse_masked
@@ -12,8 +13,6 @@ from tileattn.validation import must_be, refuse_masked
 FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
 
 _MOST = 1 << 31  # the counters of dropout have 32 bits
-
-_DENSE = ("bias", "mask", "block_mask", "tree_mask")
 
 
 class Packing(NamedTuple):
@@ -188,7 +187,7 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
     if not given:
         return None
     name = next(iter(given))
-    for option in _DENSE:
+    for option in options_with(packed=False):
         if options.get(option) is not None:
             raise UnsupportedError(
                 f"{called(option)} is not supported with {called(name)}; use score_mod or "

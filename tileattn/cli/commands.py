@@ -21,7 +21,7 @@ import threadpoolctl
 
 import tileattn
 from tileattn.backends import registry, threads
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.cli.progress import Progress
 from tileattn.dtypes import DTYPES
 from tileattn.errors import BackendUnavailableError

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from tileattn.call.problem import Operands, Options, Problem
+from tileattn.call.options import Options
+from tileattn.call.problem import Operands, Problem
 from tileattn.call.window import window_of
 from tileattn.distributed.arrays import is_on_gpu
 from tileattn.distributed.ranks import Communicator

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.backends import registry
-from tileattn.call.problem import Operands, Problem, aux_arrays, four_axes, parse
+from tileattn.call.options import DIFFERENTIABLE
+from tileattn.call.parse import aux_arrays, four_axes, parse
+from tileattn.call.problem import Operands, Problem
 from tileattn.call.window import window_of
 from tileattn.distributed.agreement import (
     Terms,
@@ -24,7 +26,6 @@ from tileattn.distributed.layout import Layout, Segment
 from tileattn.distributed.rank_blocks import RankBlocks
 from tileattn.distributed.ranks import Communicator, Ranks
 from tileattn.distributed.visibility import Visibility
-from tileattn.results import DIFFERENTIABLE
 
 Array = NDArray[Any]
 

@@ -6,7 +6,8 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tileattn.call.problem import Operands, Options, Problem
+from tileattn.call.options import Options
+from tileattn.call.problem import Operands, Problem
 from tileattn.distributed.agreement import check_supported
 from tileattn.distributed.call import Call, agreed, layout_of, parse_with_given_window
 from tileattn.distributed.comm import TIMEOUT, check_timeout, communicator

@@ -6,7 +6,8 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tileattn.call.problem import Options, check_array, four_axes
+from tileattn.call.options import DIFFERENTIABLE, Options, wanted
+from tileattn.call.parse import check_array, four_axes
 from tileattn.distributed.call import Call, agreed
 from tileattn.distributed.comm import TIMEOUT, check_timeout, communicator
 from tileattn.distributed.explain import choose, plans_of
@@ -14,7 +15,7 @@ from tileattn.distributed.memory import Known, kind_of, recall, remember, with_a
 from tileattn.distributed.passes import Passes
 from tileattn.distributed.schedules import Schedule, check, check_known
 from tileattn.expressions.functions import read_valid_functions
-from tileattn.results import DIFFERENTIABLE, Attention, Gradients, wanted
+from tileattn.results import Attention, Gradients
 
 
 def forward(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tileattn.call.problem import four_axes
+from tileattn.call.parse import four_axes
 from tileattn.distributed.arrays import is_on_gpu
 from tileattn.distributed.call import Call
 from tileattn.distributed.passes import Passes

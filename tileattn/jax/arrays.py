@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tileattn.call.problem import aux_arrays
+from tileattn.call.parse import aux_arrays
 from tileattn.call.sequences import as_integers
 from tileattn.validation import must_be, refuse_masked
 

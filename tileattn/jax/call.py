@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.backends.registry import check_name
-from tileattn.call.problem import Problem, check_names, parse
+from tileattn.call.parse import check_names, parse
+from tileattn.call.problem import Problem
 from tileattn.call.window import window_of
 from tileattn.expressions.functions import read_functions
 from tileattn.jax.arrays import ARRAYS, INTEGERS, holds_arrays_of_jax

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tileattn.call.problem import four_axes
+from tileattn.call.parse import four_axes
 from tileattn.call.sequences import integers, kv_lengths_of
 from tileattn.call.window import window_of
 from tileattn.distributed.agreement import check_supported

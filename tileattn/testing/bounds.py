@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.call.problem import refuse_pages
+from tileattn.call.parse import refuse_pages
 from tileattn.dtypes import accum_dtype
 from tileattn.oracle.dense import Backward, Forward, evaluate_backward, evaluate_forward
 from tileattn.oracle.packed import padded

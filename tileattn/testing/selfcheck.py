@@ -10,7 +10,7 @@ import numpy as np
 from tileattn import reference
 from tileattn.backends import registry
 from tileattn.backends.numpy.backend import NumpyBackend
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.dtypes import DTYPES
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.compile import compiled

@@ -7,7 +7,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 import tileattn.distributed as ranks
-from tileattn.call.problem import aux_arrays, check_names
+from tileattn.call.parse import aux_arrays, check_names
 from tileattn.distributed.agreement import on_all, same
 from tileattn.distributed.comm import TIMEOUT, communicator
 from tileattn.distributed.ranks import Ranks

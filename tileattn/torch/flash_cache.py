@@ -9,7 +9,7 @@ import torch
 
 import tileattn
 from tileattn.backends.registry import candidates, supporting
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.call.sequences import integers
 from tileattn.call.window import window_of
 from tileattn.errors import UnsupportedError

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tileattn.call.parse import aux_arrays, check_names
 from tileattn.call.prepared import CALLS
-from tileattn.call.problem import aux_arrays, check_names
 from tileattn.call.scalars import dropout_of, scale_of, seed_of, softcap_of
 from tileattn.call.window import window_of
 from tileattn.errors import UnsupportedError

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tileattn.call.problem import aux_arrays
+from tileattn.call.parse import aux_arrays
 from tileattn.expressions.arrays import Arrays, check_kind
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.nodes import Node, to_text

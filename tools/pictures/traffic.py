@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import load
-from tileattn.call.problem import Problem, parse
+from tileattn.call.parse import parse
+from tileattn.call.problem import Problem
 from tileattn.traffic import modelled
 from tools.drawing import (
     N_LABEL,

@@ -15,7 +15,8 @@ import pytest
 import tileattn
 from tests.backends.cupy import fake_cupy
 from tileattn.backends.cupy.explain import explain_on
-from tileattn.call.problem import Operands, Problem, parse
+from tileattn.call.parse import parse
+from tileattn.call.problem import Operands, Problem
 from tileattn.cli.commands import main
 from tileattn.kernels.cuda.families.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_DQ_CONVERT
 from tileattn.kernels.cuda.plan.device import device_of_arch

@@ -29,8 +29,8 @@ from tileattn.backends import registry, threads
 from tileattn.backends.llvm import backend as llvm
 from tileattn.backends.llvm import execute
 from tileattn.backends.llvm.backend import LlvmBackend
+from tileattn.call.parse import parse
 from tileattn.call.prepared import CALLS
-from tileattn.call.problem import parse
 from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.llvm import compile as compiling
 from tileattn.kernels.llvm.compile import host, host_of_bfloat16

@@ -15,7 +15,7 @@ from tileattn.backends.numpy import blas
 from tileattn.backends.numpy.backend import NumpyBackend, Workers
 from tileattn.backends.numpy.memory import Scratch, TileMemory
 from tileattn.backends.numpy.small_scores import has_small_scores
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound
 
 Array = NDArray[Any]

@@ -17,7 +17,7 @@ from tests.gallery import calls
 from tests.kernels.llvm.emitted import call, on_targets
 from tileattn.algorithm.function_mask import BLOCK, FunctionMask
 from tileattn.backends.llvm.arrays import as_inputs
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression, score_expression

@@ -18,7 +18,7 @@ from tileattn.backends.addresses import Overlap
 from tileattn.backends.cupy.describe import refuse_device
 from tileattn.backends.cupy.execute import Bound, Executable
 from tileattn.backends.cupy.streams import is_capturing
-from tileattn.call.problem import Options
+from tileattn.call.options import Options
 from tileattn.call.sequences import given_for
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, ROWS, ArrayLayout, alignment_of
 from tileattn.kernels.cuda.plan.workspace import ALIGNED

@@ -21,8 +21,9 @@ from tileattn.backends.llvm.parameter_gradient import (
     layouts,
     places,
 )
+from tileattn.call.options import Options
 from tileattn.call.prepared import PreparedCall
-from tileattn.call.problem import Operands, Options, Problem
+from tileattn.call.problem import Operands, Problem
 from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.target import ROWS, SECTION, Target, padded
 from tileattn.results import Attention, Gradients

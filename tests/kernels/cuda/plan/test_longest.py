@@ -10,7 +10,7 @@ import pytest
 import tileattn
 from tileattn.backends.cupy.backend import LONGEST, CupyBackend
 from tileattn.backends.registry import supporting
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.kernels.cuda.jit.compile import SOURCES
 
 

@@ -17,7 +17,9 @@ from tests.kernels.cuda.plan.planning import A100, H200
 from tileattn import BlockMask
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.describe import inputs_of, layout_of
-from tileattn.call.problem import Operands, Options, Problem, parse
+from tileattn.call.options import Options
+from tileattn.call.parse import parse
+from tileattn.call.problem import Operands, Problem
 from tileattn.dtypes import NAMED
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families.key import KernelKey

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200, kernels
-from tileattn.call.problem import Problem, parse
+from tileattn.call.parse import parse
+from tileattn.call.problem import Problem
 from tileattn.expressions.nodes import elements
 from tileattn.kernels.cuda.families.functions import NEAR
 from tileattn.kernels.cuda.plan.aux_gradient import MOST_OF_TILE, daux_name, elements_of_tile

@@ -14,7 +14,8 @@ from tests.kernels.cuda.plan.planning import H200
 from tests.kernels.cuda.src.on_host import element_sums
 from tests.kernels.cuda.src.test_functions import functions_of_the_c_library
 from tileattn.algorithm.scores import aux_number, learned_elements
-from tileattn.call.problem import Operands, Problem, parse
+from tileattn.call.parse import parse
+from tileattn.call.problem import Operands, Problem
 from tileattn.expressions.evaluate import evaluate
 from tileattn.kernels.cuda.plan.aux_gradient import (
     MOST_OF_TILE,

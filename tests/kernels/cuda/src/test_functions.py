@@ -17,7 +17,7 @@ from tests.gallery import calls
 from tests.kernels.cuda.src.on_host import quick, run
 from tests.kernels.cuda.src.test_compile import COMPLAINT
 from tileattn.call.origin import from_origin
-from tileattn.call.problem import parse
+from tileattn.call.parse import parse
 from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.derivative import derivatives
 from tileattn.expressions.evaluate import evaluate

@@ -1,0 +1,157 @@
+"""The options of a call: one record for each. Every list of option names is derived from it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from tileattn.validation import must_be
+
+Value = Literal[
+    "number",  # of Python, or a NumPy array without axes
+    "flag",
+    "window",
+    "array",  # on the device of q
+    "integers",  # an integer, a sequence or an array of them, on the host or a device
+    "block mask",
+    "function",
+    "arrays",  # a sequence of arrays on the device of q
+]
+Role = Literal[
+    "score",  # changes scores
+    "mask",  # masks out pairs of a query and a key
+    "place",  # says where the queries and keys of each sequence are
+    "softmax",  # changes the denominator
+    "dropout",
+    "origin",  # moves the indices that dropout and functions see
+    "function input",
+]
+
+
+class Option(NamedTuple):
+    """What the library knows about one option.
+
+    Parameters
+    ----------
+    value : str
+        What a caller passes, besides None.
+    role : str
+        What it changes.
+    axes : str
+        Axes of the array: b for the batch, or for packed sequences the sequence, h for query heads,
+        i for queries, j for keys, and a dot for any other. Arrays may lack leading axes.
+    broadcasts : bool
+        True if each axis may have length 1.
+    gradient : bool
+        True if ``backward`` computes a gradient for it.
+    packed : bool
+        True if it goes with packed sequences.
+    shared : bool
+        True if ranks may share a sequence that has it.
+    by_index : bool
+        True if its effect depends on the indices b and h themselves.
+    revalidated : bool
+        True if its values may change from call to call while everything else about the call stays
+        valid: only these values are checked again.
+    host_only : bool
+        True if integers must be on the host.
+    lowered : bool
+        True if the kernels see a mask function with arrays of its own instead.
+    """
+
+    value: Value
+    role: Role
+    axes: str = ""
+    broadcasts: bool = False
+    gradient: bool = False
+    packed: bool = True
+    shared: bool = True
+    by_index: bool = False
+    revalidated: bool = False
+    host_only: bool = False
+    lowered: bool = False
+
+
+OPTIONS: dict[str, Option] = {
+    "scale": Option("number", "score"),
+    "softcap": Option("number", "score"),
+    "alibi_slopes": Option("array", "score", "bh"),
+    "bias": Option("array", "score", "bhij", broadcasts=True, gradient=True, packed=False),
+    "causal": Option("flag", "mask"),
+    "window": Option("window", "mask"),
+    "mask": Option("array", "mask", "bhij", broadcasts=True, packed=False),
+    "block_mask": Option("block mask", "mask", packed=False, shared=False, by_index=True),
+    "kv_lengths": Option("integers", "place", "b", revalidated=True),
+    "q_offset": Option("integers", "place", "b", revalidated=True),
+    "cu_seqlens_q": Option("integers", "place", ".", shared=False),
+    "cu_seqlens_k": Option("integers", "place", ".", shared=False),
+    "block_table": Option("integers", "place", "b.", shared=False, revalidated=True),
+    "tree_mask": Option("array", "mask", "bi.", packed=False, shared=False, lowered=True),
+    "origin": Option("integers", "origin", "b.", revalidated=True, host_only=True, by_index=True),
+    "sinks": Option("array", "softmax", "h", gradient=True),
+    "dropout_p": Option("number", "dropout", by_index=True),
+    "seed": Option("number", "dropout"),
+    "score_mod": Option("function", "score", by_index=True),
+    "mask_mod": Option("function", "mask", by_index=True),
+    "aux": Option("arrays", "function input", gradient=True),
+}
+"""By name. A new option is a record here, its type in `Options`, and what carries it."""
+
+
+class Options(TypedDict, total=False):
+    """The options that ``forward`` and ``backward`` share; see ``tileattn.forward``."""
+
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: Any
+    bias: Any
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    mask: Any
+    block_mask: Any
+    kv_lengths: Any
+    q_offset: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    block_table: Any
+    tree_mask: Any
+    origin: Any
+    sinks: Any
+    dropout_p: float
+    seed: int
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    aux: Sequence[Any]
+
+
+def options_with(**facts: Any) -> tuple[str, ...]:
+    """Name the options whose records have these facts, in the order of the table."""
+    return tuple(
+        name
+        for name, option in OPTIONS.items()
+        if all(getattr(option, fact) == expected for fact, expected in facts.items())
+    )
+
+
+ROWS = ("q", "k", "v")
+DIFFERENTIABLE = (*ROWS, *options_with(gradient=True))
+"""Names of the inputs that have a gradient."""
+
+NUMBERS = options_with(value="number")
+ARRAYS = options_with(value="array")
+INTEGERS = options_with(value="integers")
+FUNCTIONS = options_with(value="function")
+
+
+def wanted(wrt: Any, options: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the names of the gradients that ``wrt`` asks for; None for all."""
+    if wrt is None:
+        return None
+    what = f"a sequence of names among {', '.join(DIFFERENTIABLE)}"
+    names = tuple(wrt) if isinstance(wrt, Iterable) and not isinstance(wrt, str) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(must_be("wrt", what, wrt))
+    for name in names:
+        if name not in DIFFERENTIABLE:
+            raise ValueError(must_be("wrt", what, wrt))
+        if name in OPTIONS and options.get(name) is None:
+            raise ValueError(f"wrt must not have {name!r}: the call has no {name}")
+    return frozenset(names)

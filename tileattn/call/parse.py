@@ -1,0 +1,266 @@
+"""Validation: a call's arrays and options become a `Problem` and its `Operands`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tileattn.call import hints
+from tileattn.call.block_mask import BlockMask
+from tileattn.call.options import ARRAYS, NUMBERS, OPTIONS, options_with
+from tileattn.call.origin import from_origin, origin_arrays
+from tileattn.call.problem import Operands, Problem
+from tileattn.call.scalars import dropout_of, scale_of, seed_of, softcap_of
+from tileattn.call.sequences import Places, places_of
+from tileattn.call.tree_mask import tree_arrays, with_tree
+from tileattn.call.window import window_of, without_far_sides
+from tileattn.dtypes import DTYPES, one_of
+from tileattn.errors import UnsupportedError
+from tileattn.expressions.arrays import check_kind
+from tileattn.expressions.functions import check_indices, mask_expression, score_expression
+from tileattn.expressions.nodes import Node
+from tileattn.messages import called
+from tileattn.validation import must_be, require_array, scalar
+
+_BOOLEAN = (np.dtype(np.bool_),)
+_PLACES = options_with(role="place")
+"""Without any of these each sequence has all keys, and its last query is at the last key."""
+
+_ON_DEVICE = options_with(value="integers", host_only=False)
+_MASK_OPTIONS = options_with(role="mask", value="function") + options_with(
+    role="mask", lowered=True
+)
+
+
+def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, Operands]:
+    """Validate a call; absent options have their defaults."""
+    check_names(options)
+    ndim, sizes = _sizes(q, k, v, paged=options.get("block_table") is not None)
+    B, Hq, Hkv, Nq, Nk, D, Dv = sizes
+    places = places_of(options, k, B, Nq, Nk)
+    packed, paged = places.packing, places.paging
+    Nk = Nk if paged is None else paged.capacity
+    entries = B if packed is None else packed.sizes[0]
+    shape = (entries, Hq, *((Nq, Nk) if packed is None else packed.longest(Nq, Nk)))
+    _array("alibi_slopes", options.get("alibi_slopes"), ((Hq,), (entries, Hq)), DTYPES)
+    _array("sinks", options.get("sinks"), ((Hq,),), DTYPES)
+    _broadcastable("bias", options.get("bias"), shape, DTYPES)
+    _broadcastable("mask", options.get("mask"), shape, _BOOLEAN)
+    _array("tree_mask", options.get("tree_mask"), ((1, Nq, Nq), (B, Nq, Nq)), _BOOLEAN)
+    block_mask = options.get("block_mask")
+    if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            remedy = "BlockMask.from_mask makes one from a boolean array"
+            raise TypeError(must_be("block_mask", "a tileattn.BlockMask", block_mask, remedy))
+        block_mask.check(*shape)
+    score_mod, mask_mod = _functions(options, shape)
+    window = window_of(options.get("window"), options.get("causal", False))
+    if all(options.get(name) is None for name in _PLACES):
+        window = without_far_sides(window, Nq, Nk)
+    problem = Problem(
+        *(B, Hq, Hkv, Nq, Nk, D, Dv),
+        dtype=q.dtype,
+        scale=scale_of(options.get("scale"), D),
+        softcap=softcap_of(options.get("softcap")),
+        window=window,
+        dropout_p=dropout_of(options.get("dropout_p", 0.0)),
+        seed=seed_of(options.get("seed", 0)),
+        ndim=ndim,
+        enabled_options=frozenset(name for name, value in options.items() if _in_use(name, value)),
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        sequences=None if packed is None else entries,
+        page=None if paged is None else paged.page,
+        mask_options=tuple(name for name in _MASK_OPTIONS if options.get(name) is not None),
+    )
+    return problem, operands_of(q, k, v, places, options)
+
+
+def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, Any]) -> Operands:
+    """View the arrays of a valid call with all four axes."""
+    get = options.get
+    bias, mask, slopes = get("bias"), get("mask"), get("alibi_slopes")
+    tree = tree_arrays(options, places.kv_lengths, q.shape[-2])
+    origin = origin_arrays(places.origin, (get("score_mod"), get("mask_mod")))
+    return Operands(
+        *(four_axes(q), four_axes(k), four_axes(v), places.kv_lengths, places.q_offset),
+        bias=None if bias is None else four_axes(bias),
+        mask=None if mask is None else four_axes(mask),
+        block_mask=get("block_mask"),
+        alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
+        sinks=get("sinks"),
+        aux=(*(get("aux") or ()), *tree, *origin),
+        packing=places.packing,
+        paging=places.paging,
+        origin=places.origin,
+    )
+
+
+def arrays_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the arrays among the options, by their names in messages."""
+    given = {name: options[name] for name in ARRAYS if options.get(name) is not None}
+    return given | aux_arrays(options)
+
+
+def device_integers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are arrays of integers of another library than NumPy."""
+    given = ((name, options.get(name)) for name in _ON_DEVICE)
+    host = np.ndarray | np.generic
+    return {name: x for name, x in given if hasattr(x, "dtype") and not isinstance(x, host)}
+
+
+def aux_arrays(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the arrays ``aux`` by their names in messages; raise TypeError if it is no sequence."""
+    aux = options.get("aux")
+    if aux is None:
+        return {}
+    if not isinstance(aux, tuple | list):
+        raise TypeError(must_be("aux", "a tuple of arrays", aux, "aux=(array,) for one"))
+    return {f"aux[{n}]": x for n, x in enumerate(aux)}
+
+
+def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raise if an array is not exactly of one shape and dtype."""
+    require_array(name, x)
+    if x.dtype != dtype:
+        raise TypeError(f"{called(name)} must have dtype {dtype}; got {x.dtype}")
+    check_shape(name, x, shape)
+
+
+def check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if an array is not exactly of one shape."""
+    if x.shape != shape:
+        raise ValueError(f"{called(name)} must have shape {shape}; got {x.shape}")
+
+
+def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -> None:
+    """Raise TypeError if an argument is not an array of one of some dtypes."""
+    require_array(name, x)
+    if x.dtype not in dtypes:
+        hint = hints.of_dtype(name, x, dtypes)
+        raise TypeError(f"{called(name)} must have dtype {one_of(dtypes)}; got {x.dtype}{hint}")
+
+
+def four_axes(x: Any) -> Any:
+    """View an array of two to four axes as ``(B, H, N, D)``."""
+    return x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
+
+
+def refuse_pages(call: str, options: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError if keys are in pages, which have no gradients."""
+    if options.get("block_table") is not None:
+        raise UnsupportedError(
+            f"{call} does not support block_table: pages have no gradients; gather them, and pass "
+            "k and v of each sequence"
+        )
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raise TypeError if there is no such option."""
+    for name in options:
+        if name not in OPTIONS:
+            hint = hints.of_option(name, OPTIONS)
+            known = ", ".join(OPTIONS)
+            raise TypeError(f"unknown option {name!r}{hint}; the options are {known}")
+
+
+def _sizes(
+    q: Any, k: Any, v: Any, *, paged: bool
+) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
+    """Check the shapes of q, k and v against each other; a page is a batch entry of k and v."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dtype(name, x)
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"{called(name)} must have the dtype of {called('q')}, {q.dtype}; got {x.dtype}"
+            )
+        if not 2 <= x.ndim <= 4:
+            raise ValueError(
+                f"{called(name)} must have shape (N, D), (H, N, D) or (B, H, N, D); got {x.shape}"
+            )
+        if paged and name != "q" and x.ndim != 4:
+            raise ValueError(
+                f"{called(name)} must have shape (pages, Hkv, page, D) with "
+                f"{called('block_table')}; got {x.shape}"
+            )
+        if not paged and x.ndim != q.ndim:
+            raise ValueError(
+                f"{called(name)} must have as many axes as {called('q')}, {q.ndim}; got shape "
+                f"{x.shape}"
+            )
+    B, Hq, Nq, D = (1,) * (4 - q.ndim) + q.shape
+    Bk, Hkv, Nk, Dk = (1,) * (4 - k.ndim) + k.shape
+    Bv, Hv, Nv, Dv = (1,) * (4 - v.ndim) + v.shape
+    batch = (("k", "batch size", Bk, "q", B), ("v", "batch size", Bv, "q", B))
+    for name, axis, got, other, expected in (
+        *((("v", "number of pages", Bv, "k", Bk),) if paged else batch),
+        ("k", "head dimension", Dk, "q", D),
+        ("v", "number of heads", Hv, "k", Hkv),
+        ("v", "length", Nv, "k", Nk),
+    ):
+        if got != expected:
+            raise ValueError(
+                f"{called(name)} must have the {axis} of {called(other)}, {expected}; got {got}"
+            )
+    if Hq % Hkv if Hkv else Hq:
+        raise ValueError(
+            f"{called('k')} must have a number of heads that divides the {Hq} heads of "
+            f"{called('q')}; got {Hkv}" + hints.of_heads(q, k)
+        )
+    return q.ndim, (B, Hq, Hkv, Nq, Nk, D, Dv)
+
+
+def _array(
+    name: str, x: Any, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]
+) -> None:
+    if x is None:
+        return
+    check_dtype(name, x, dtypes)
+    if x.shape not in shapes:
+        fitting = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"{called(name)} must have shape {fitting}; got {x.shape}")
+
+
+def _broadcastable(
+    name: str, x: Any, shape: tuple[int, int, int, int], dtypes: tuple[np.dtype[Any], ...]
+) -> None:
+    if x is None:
+        return
+    check_dtype(name, x, dtypes)
+    axes = shape[4 - x.ndim :] if x.ndim <= 4 else ()
+    if x.ndim > 4 or any(n not in (1, m) for n, m in zip(x.shape, axes, strict=True)):
+        raise ValueError(
+            f"{called(name)} must broadcast to (B, Hq, Nq, Nk) = {shape}; got shape {x.shape}"
+            + hints.of_keys(name, x, shape)
+        )
+
+
+def _functions(
+    options: Mapping[str, Any], shape: tuple[int, int, int, int]
+) -> tuple[Node | None, Node | None]:
+    """Trace the functions of a call, and check the indices into its arrays."""
+    aux = aux_arrays(options)
+    for name, x in aux.items():
+        require_array(name, x)
+        check_kind(called(name), x)
+    score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
+    if aux and score_mod is None and mask_mod is None:
+        raise ValueError(f"aux must be empty without score_mod or mask_mod; got {len(aux)} arrays")
+    arrays = tuple(aux.values())
+    score = None if score_mod is None else score_expression(score_mod, arrays)
+    mask = None if mask_mod is None else mask_expression(mask_mod, arrays)
+    shapes = tuple(x.shape for x in arrays)
+    for name, node in (("score_mod", score), ("mask_mod", mask)):
+        if node is not None and options.get("origin") is None:
+            check_indices(name, node, shapes, shape)
+    count = len(arrays) + 2 * (options.get("tree_mask") is not None)
+    if options.get("origin") is not None:
+        score, mask = (None if node is None else from_origin(node, count) for node in (score, mask))
+    return score, with_tree(mask, options, len(arrays))
+
+
+def _in_use(name: str, value: Any) -> bool:
+    """Whether an option differs from its default of None, False or zero."""
+    value = scalar(value) if name in NUMBERS else value
+    plain = isinstance(value, int | float | np.generic | tuple | list)
+    return value is not None and not (plain and not value)
