@@ -122,7 +122,8 @@ def own_imports(path: Path) -> set[str]:
 LEAVES = {"dtypes", "errors", "function_names", "messages", "results", "validation"}
 FACTS = LEAVES | {"call", "expressions"}
 CUDA = {"kernels.cuda.families", "kernels.cuda.jit", "kernels.cuda.plan"}
-KERNELS = CUDA | {"kernels.disk_cache", "kernels.llvm"}
+LLVM_FACTS = {f"kernels.llvm.{x}" for x in ("params", "sizes", "target", "user_functions")}
+KERNELS = CUDA | LLVM_FACTS | {"kernels.disk_cache", "kernels.llvm"}
 MAY_IMPORT: dict[str, set[str]] = {
     "dtypes": set(),
     "errors": set(),
@@ -145,7 +146,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels.cuda.families": FACTS,
     "kernels.cuda.jit": LEAVES | {"kernels.cuda.families", "kernels.disk_cache"},
     "kernels.cuda.plan": FACTS | {"algorithm", "kernels.cuda.families"},
-    "kernels.llvm": {"expressions", "kernels.disk_cache"},
+    "kernels.llvm.params": set(),
+    "kernels.llvm.target": set(),
+    "kernels.llvm.sizes": {"kernels.llvm.target"},
+    "kernels.llvm.user_functions": {"expressions"},
+    "kernels.llvm.instructions": LLVM_FACTS - {"kernels.llvm.sizes"},
+    "kernels.llvm.tiles": LLVM_FACTS | {"kernels.llvm.instructions"},
+    "kernels.llvm.attention": LLVM_FACTS
+    | {"expressions", "kernels.llvm.instructions", "kernels.llvm.tiles"},
+    "kernels.llvm": LLVM_FACTS
+    | {"expressions", "kernels.disk_cache", "kernels.llvm.attention"}
+    | {"kernels.llvm.instructions", "kernels.llvm.tiles"},
     "backends.threads": set(),
     "backends": FACTS | KERNELS | {"algorithm", "backends.threads", "traffic", "traffic.record"},
     "api": FACTS | {"algorithm", "backends"},

@@ -11,7 +11,7 @@ import tileattn
 from tests.arrays import normal, relative_error
 from tileattn import reference
 from tileattn.backends import threads
-from tileattn.kernels.llvm.target import SECTION
+from tileattn.kernels.llvm.sizes import SECTION
 
 Array = NDArray[Any]
 

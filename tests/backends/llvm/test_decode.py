@@ -22,7 +22,7 @@ from tileattn.backends import registry, threads
 from tileattn.backends.llvm.backend import LlvmBackend
 from tileattn.backends.llvm.grids import splits
 from tileattn.call.parse import parse
-from tileattn.kernels.llvm.target import DECODE_KEYS, SPLIT
+from tileattn.kernels.llvm.sizes import DECODE_KEYS, SPLIT
 from tileattn.testing import assert_attention_close, error_bound
 
 Array = NDArray[Any]

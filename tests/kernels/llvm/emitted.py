@@ -8,7 +8,7 @@ import pytest
 from llvmlite import binding, ir
 
 from tileattn.kernels.llvm.compile import host, machine, optimized
-from tileattn.kernels.llvm.instructions import I64, POINTER, Code
+from tileattn.kernels.llvm.instructions.code import I64, POINTER, Code
 from tileattn.kernels.llvm.target import AVX2, AVX512, GENERIC, NEON, Target
 
 _ARCHITECTURE = host().triple.partition("-")[0].replace("arm64", "aarch64")

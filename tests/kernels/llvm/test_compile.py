@@ -14,7 +14,7 @@ from tests.test_architecture import MODULES, module_of, own_imports
 from tileattn.dtypes import DTYPES, accum_dtype
 from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.llvm import compile as compiling
-from tileattn.kernels.llvm.instructions import YIELD
+from tileattn.kernels.llvm.instructions.code import YIELD
 from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, NEON, Target
 
 PASSES = ("forward", "backward")
@@ -116,18 +116,18 @@ def test_every_source_that_shapes_code_is_in_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = compiling.Module("backward", AVX2, "float32", "float32")
-    rooms = [shutil.copytree(room, tmp_path / room.name) for room in compiling.ROOMS]
-    monkeypatch.setattr(compiling, "ROOMS", rooms)
+    copies = [shutil.copytree(x, tmp_path / x.name) for x in compiling.SOURCE_FOLDERS]
+    monkeypatch.setattr(compiling, "SOURCE_FOLDERS", copies)
     monkeypatch.setattr(compiling, "_sources", compiling._sources.__wrapped__)
     keys = {compiling.key_of(given)}
-    sources = sorted(path for room in rooms for path in room.glob("*.py"))
+    sources = sorted(path for copy in copies for path in copy.rglob("*.py"))
     for n, path in enumerate(sources, 2):
         path.write_text(path.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
         keys.add(compiling.key_of(given))
         assert len(keys) == n, path
 
 
-def test_no_module_that_kernels_are_built_with_is_outside_of_the_rooms() -> None:
+def test_no_module_that_kernels_are_built_with_is_missing_from_the_key() -> None:
     """Follow the imports of what emits IR to the last of them."""
     found: set[str] = set()
     left = {f"kernels.llvm.{name}" for name in compiling.MODULES}
@@ -137,7 +137,9 @@ def test_no_module_that_kernels_are_built_with_is_outside_of_the_rooms() -> None
         left = set().union(*map(own_imports, paths)) - found
     assert {"kernels.llvm.target", "expressions.derivative", "expressions.build"} <= found
     paths = {path for path in MODULES if module_of(path) in found}
-    outside = {path for path in paths if path.parent not in compiling.ROOMS}
+    outside = {
+        path for path in paths if not set(path.parents).intersection(compiling.SOURCE_FOLDERS)
+    }
     assert outside == set()
 
 

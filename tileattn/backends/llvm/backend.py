@@ -15,15 +15,15 @@ from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
 from tileattn.kernels.llvm.compile import host, host_of_bfloat16
-from tileattn.kernels.llvm.target import (
+from tileattn.kernels.llvm.sizes import (
     DECODE_KEYS,
     DECODE_ROWS,
     ROWS,
     SPLIT,
-    Target,
     few_queries,
     scratch_bytes,
 )
+from tileattn.kernels.llvm.target import Target
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
 

@@ -24,8 +24,9 @@ from tileattn.backends.llvm.parameter_gradient import (
 from tileattn.call.options import Options
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
-from tileattn.kernels.llvm.functions import Functions
-from tileattn.kernels.llvm.target import ROWS, SECTION, Target, padded
+from tileattn.kernels.llvm.sizes import ROWS, SECTION, padded
+from tileattn.kernels.llvm.target import Target
+from tileattn.kernels.llvm.user_functions import Functions
 from tileattn.results import Attention, Gradients
 
 _PLAIN = ("q", "k", "v", "out", "lse", "kv_lengths", "q_offset")

@@ -5,7 +5,8 @@ import numpy as np
 from tileattn.backends.llvm.arrays import Array
 from tileattn.call.problem import Problem
 from tileattn.kernels.llvm.params import DOT_ARRAYS, DOT_TRANSPOSES
-from tileattn.kernels.llvm.target import BLOCK, TERMS, Target, padded
+from tileattn.kernels.llvm.sizes import BLOCK, TERMS, padded
+from tileattn.kernels.llvm.target import Target
 
 _FEW_ROWS = 16  # of which a call is faster in float32
 

@@ -16,9 +16,10 @@ from tileattn.backends.llvm.grids import Division, Grid
 from tileattn.call.problem import Problem
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.llvm.compile import Function, Module, functions
-from tileattn.kernels.llvm.functions import Functions
 from tileattn.kernels.llvm.params import ARRAYS, BIAS_DTYPES, COUNTER, Layout, strides_of, template
-from tileattn.kernels.llvm.target import Target, scratch_bytes
+from tileattn.kernels.llvm.sizes import scratch_bytes
+from tileattn.kernels.llvm.target import Target
+from tileattn.kernels.llvm.user_functions import Functions
 
 _END = 1 << 62  # beyond all tasks
 _FAR = 1 << 61  # further than positions may be from one another

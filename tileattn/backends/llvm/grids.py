@@ -12,7 +12,8 @@ from tileattn.backends.llvm.parameter_gradient import layouts, sharing
 from tileattn.backends.threads import worker_count
 from tileattn.call.problem import Operands, Problem
 from tileattn.kernels.llvm.params import DOT_ARRAYS
-from tileattn.kernels.llvm.target import DECODE_ROWS, ROWS, Target, padded, state_bytes
+from tileattn.kernels.llvm.sizes import DECODE_ROWS, ROWS, padded, state_bytes
+from tileattn.kernels.llvm.target import Target
 
 _SERIAL_WORK = 1 << 22  # multiply-adds up to which starting a thread costs more than it brings
 _READ = 3  # multiply-adds that an element of K or V counts as: threads share the bandwidth

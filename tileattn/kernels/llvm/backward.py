@@ -10,20 +10,14 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.backward_rows import add_dq_section, convert_dq, preprocess
-from tileattn.kernels.llvm.blocks import tile_kind
-from tileattn.kernels.llvm.broadcast import BackwardBroadcast
-from tileattn.kernels.llvm.dot import BackwardDot
-from tileattn.kernels.llvm.dot_prepare import prepare
-from tileattn.kernels.llvm.dropout import keep_pairs, rows_before
-from tileattn.kernels.llvm.expressions import TileFunctions
-from tileattn.kernels.llvm.functions import Functions
-from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64, same
-from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
-from tileattn.kernels.llvm.numerics import exp
-from tileattn.kernels.llvm.parameter_gradient import ElementSums
-from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES, Layout
-from tileattn.kernels.llvm.scores import (
+from tileattn.kernels.llvm.attention.bf16_operands import BackwardDot
+from tileattn.kernels.llvm.attention.bf16_prepare import prepare
+from tileattn.kernels.llvm.attention.block_mask import tile_kind
+from tileattn.kernels.llvm.attention.dropout import keep_pairs, rows_before
+from tileattn.kernels.llvm.attention.expressions import TileFunctions
+from tileattn.kernels.llvm.attention.operands import BackwardBroadcast
+from tileattn.kernels.llvm.attention.parameter_gradient import ElementSums
+from tileattn.kernels.llvm.attention.scores import (
     Grads,
     Pairs,
     apply_score_mods,
@@ -33,9 +27,17 @@ from tileattn.kernels.llvm.scores import (
     masks_given,
     may_be_hidden,
 )
-from tileattn.kernels.llvm.target import KEEP_SPARE, ROWS, SECTION, Target
-from tileattn.kernels.llvm.tile import Tile, convert_rows, store_columns
-from tileattn.kernels.llvm.total import Total
+from tileattn.kernels.llvm.backward_rows import add_dq_section, convert_dq, preprocess
+from tileattn.kernels.llvm.instructions.code import I1, I64, POINTER, Code, i64, same
+from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
+from tileattn.kernels.llvm.instructions.numerics import exp
+from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES, Layout
+from tileattn.kernels.llvm.sizes import KEEP_SPARE, ROWS, SECTION
+from tileattn.kernels.llvm.target import Target
+from tileattn.kernels.llvm.tiles.long_sums import Total
+from tileattn.kernels.llvm.tiles.scratch import Scratch
+from tileattn.kernels.llvm.tiles.tile import Tile, convert_rows, store_columns
+from tileattn.kernels.llvm.user_functions import Functions
 
 _END = (1 << 62) - 1
 _AHEAD = ROWS, 0  # from tile to tile, in queries and keys

@@ -6,11 +6,11 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.instructions import Code, i64
-from tileattn.kernels.llvm.kernel import Kernel, Params
-from tileattn.kernels.llvm.target import ROWS
-from tileattn.kernels.llvm.tile import Tile, size_of, store_row
-from tileattn.kernels.llvm.total import Total
+from tileattn.kernels.llvm.instructions.code import Code, i64
+from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
+from tileattn.kernels.llvm.sizes import ROWS
+from tileattn.kernels.llvm.tiles.long_sums import Total
+from tileattn.kernels.llvm.tiles.tile import Tile, size_of, store_row
 
 
 def _row_of(c: Code, p: Params, number: Any) -> tuple[Any, Any, Any]:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from tileattn.expressions import nodes
 from tileattn.kernels import disk_cache as cache
-from tileattn.kernels.llvm.functions import LIBRARY, NO_FUNCTIONS, Functions
 from tileattn.kernels.llvm.params import BATCHED, Layout
 from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, NEON, Target
+from tileattn.kernels.llvm.user_functions import LIBRARY, NO_FUNCTIONS, Functions
 
 MEMORY = ("memset", "memcpy", "memmove")
 """Functions of the C library that LLVM makes of loops."""
@@ -27,8 +27,8 @@ MODULES = {
 }
 """The modules, and the functions of each; what multiplies bfloat16 has one more, the first."""
 
-ROOMS = (Path(__file__).parent, Path(nodes.__file__).parent)
-"""The folders whose sources shape IR: what emits it, and the caller's functions as expressions."""
+SOURCE_FOLDERS = (Path(__file__).parent, Path(nodes.__file__).parent)
+"""Folders whose sources determine the IR: the builders, and the expressions of user functions."""
 
 Function = Callable[[int, int, int], None]
 """Takes the addresses of the parameters, of the counter of tasks and of scratch memory."""
@@ -196,7 +196,7 @@ def machine(target: Target) -> Any:
 def _initialize() -> None:
     from llvmlite import binding as llvm
 
-    from tileattn.kernels.llvm.instructions import YIELD
+    from tileattn.kernels.llvm.instructions.code import YIELD
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
@@ -213,6 +213,6 @@ def _initialize() -> None:
 @functools.cache
 def _sources() -> str:
     """Digest of the sources that shape IR; read once, when the first module is looked for."""
-    paths = [path for room in ROOMS for path in sorted(room.glob("*.py"))]
+    paths = [path for folder in SOURCE_FOLDERS for path in sorted(folder.rglob("*.py"))]
     texts = [path.read_text(encoding="utf-8") for path in paths]
     return hashlib.sha256(repr(texts).encode()).hexdigest()

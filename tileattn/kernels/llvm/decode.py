@@ -16,16 +16,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.bits import Bits
-from tileattn.kernels.llvm.blocks import tile_kind
-from tileattn.kernels.llvm.dropout import kept_keys
-from tileattn.kernels.llvm.expressions import TileFunctions
-from tileattn.kernels.llvm.functions import Functions
-from tileattn.kernels.llvm.gemv import dots_of_rows, sums_of_rows
-from tileattn.kernels.llvm.instructions import I1, I64, Code, i64
-from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
-from tileattn.kernels.llvm.params import Layout
-from tileattn.kernels.llvm.scores import (
+from tileattn.kernels.llvm.attention.block_mask import tile_kind
+from tileattn.kernels.llvm.attention.dropout import kept_keys
+from tileattn.kernels.llvm.attention.expressions import TileFunctions
+from tileattn.kernels.llvm.attention.scores import (
     Pairs,
     apply_score_mods,
     load_bias,
@@ -34,9 +28,16 @@ from tileattn.kernels.llvm.scores import (
     masks_given,
     may_be_hidden,
 )
-from tileattn.kernels.llvm.softmax import RowState, TotalState
-from tileattn.kernels.llvm.target import DECODE_KEYS, DECODE_ROWS, Target
-from tileattn.kernels.llvm.tile import (
+from tileattn.kernels.llvm.attention.softmax import RowState, TotalState
+from tileattn.kernels.llvm.instructions.code import I1, I64, Code, i64
+from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
+from tileattn.kernels.llvm.params import Layout
+from tileattn.kernels.llvm.sizes import DECODE_KEYS, DECODE_ROWS
+from tileattn.kernels.llvm.target import Target
+from tileattn.kernels.llvm.tiles.bits import Bits
+from tileattn.kernels.llvm.tiles.gemv import dots_of_rows, sums_of_rows
+from tileattn.kernels.llvm.tiles.scratch import Scratch
+from tileattn.kernels.llvm.tiles.tile import (
     Tile,
     all_finite,
     convert_rows,
@@ -44,6 +45,7 @@ from tileattn.kernels.llvm.tile import (
     size_of,
     store_row,
 )
+from tileattn.kernels.llvm.user_functions import Functions
 
 
 def build(

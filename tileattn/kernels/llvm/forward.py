@@ -11,18 +11,13 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.bits import put_column, transpose_bits
-from tileattn.kernels.llvm.blocks import tile_kind
-from tileattn.kernels.llvm.broadcast import ForwardBroadcast
-from tileattn.kernels.llvm.dot import ForwardDot
-from tileattn.kernels.llvm.dot_prepare import prepare
-from tileattn.kernels.llvm.dropout import keep_pairs, rows_before
-from tileattn.kernels.llvm.expressions import TileFunctions
-from tileattn.kernels.llvm.functions import Functions
-from tileattn.kernels.llvm.instructions import I1, I64, Code, i64, same
-from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
-from tileattn.kernels.llvm.params import Layout
-from tileattn.kernels.llvm.scores import (
+from tileattn.kernels.llvm.attention.bf16_operands import ForwardDot
+from tileattn.kernels.llvm.attention.bf16_prepare import prepare
+from tileattn.kernels.llvm.attention.block_mask import tile_kind
+from tileattn.kernels.llvm.attention.dropout import keep_pairs, rows_before
+from tileattn.kernels.llvm.attention.expressions import TileFunctions
+from tileattn.kernels.llvm.attention.operands import ForwardBroadcast
+from tileattn.kernels.llvm.attention.scores import (
     Pairs,
     apply_score_mods,
     load_bias,
@@ -31,9 +26,16 @@ from tileattn.kernels.llvm.scores import (
     masks_given,
     may_be_hidden,
 )
-from tileattn.kernels.llvm.softmax import RowState, TotalState
-from tileattn.kernels.llvm.target import KEEP_SPARE, ROW_FACTS, SECTION, Target
-from tileattn.kernels.llvm.tile import store_columns, transpose_rows
+from tileattn.kernels.llvm.attention.softmax import RowState, TotalState
+from tileattn.kernels.llvm.instructions.code import I1, I64, Code, i64, same
+from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
+from tileattn.kernels.llvm.params import Layout
+from tileattn.kernels.llvm.sizes import KEEP_SPARE, ROW_FACTS, SECTION
+from tileattn.kernels.llvm.target import Target
+from tileattn.kernels.llvm.tiles.bits import put_column, transpose_bits
+from tileattn.kernels.llvm.tiles.scratch import Scratch
+from tileattn.kernels.llvm.tiles.tile import store_columns, transpose_rows
+from tileattn.kernels.llvm.user_functions import Functions
 
 _FAR = 1 << 62
 _QUERY, _HEAD, _LOW, _HIGH, _SLOPE, _POSITION = range(6)

@@ -23,12 +23,12 @@ from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.intervals import ROUNDED as MONOTONE
 from tileattn.expressions.nodes import Node, ordered
+from tileattn.kernels.llvm.attention.expressions import TileFunctions
 from tileattn.kernels.llvm.compile import host
-from tileattn.kernels.llvm.expressions import TileFunctions
-from tileattn.kernels.llvm.functions import Functions
-from tileattn.kernels.llvm.instructions import I1, I8, I64, Code
+from tileattn.kernels.llvm.instructions.code import I1, I8, I64, Code
 from tileattn.kernels.llvm.params import EMPTY, FULL
 from tileattn.kernels.llvm.target import Target
+from tileattn.kernels.llvm.user_functions import Functions
 
 ROUNDED = {*MONOTONE, "sin", "cos", "power"}
 """Operations that another library rounds otherwise."""

@@ -10,11 +10,14 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.bfloat16 import narrowed, paired
-from tileattn.kernels.llvm.bits import Bits
-from tileattn.kernels.llvm.dot_matmul import dot_product, grain
-from tileattn.kernels.llvm.dot_prepare import transposed_block
-from tileattn.kernels.llvm.dot_tile import (
+from tileattn.kernels.llvm.attention.bf16_prepare import transposed_block
+from tileattn.kernels.llvm.attention.softmax import RowState
+from tileattn.kernels.llvm.instructions.bfloat16 import narrowed, paired
+from tileattn.kernels.llvm.instructions.code import Code, i64
+from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
+from tileattn.kernels.llvm.sizes import BLOCK, ROWS, TERMS
+from tileattn.kernels.llvm.tiles.bf16_matmul import dot_product, grain
+from tileattn.kernels.llvm.tiles.bf16_rows import (
     copy_rows,
     pair_rows,
     pair_sums,
@@ -22,11 +25,9 @@ from tileattn.kernels.llvm.dot_tile import (
     transpose_pairs,
     whole_rows,
 )
-from tileattn.kernels.llvm.instructions import Code, i64
-from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
-from tileattn.kernels.llvm.softmax import RowState
-from tileattn.kernels.llvm.target import BLOCK, ROWS, TERMS
-from tileattn.kernels.llvm.tile import Row, Tile
+from tileattn.kernels.llvm.tiles.bits import Bits
+from tileattn.kernels.llvm.tiles.scratch import Scratch
+from tileattn.kernels.llvm.tiles.tile import Row, Tile
 
 
 def _bf16_rows(c: Code, memory: Scratch, rows: int, columns: Any) -> Any:

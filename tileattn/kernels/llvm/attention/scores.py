@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tileattn.kernels.llvm.bits import Bits, packed
-from tileattn.kernels.llvm.blocks import block_bits
-from tileattn.kernels.llvm.expressions import TileFunctions
-from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64, same
-from tileattn.kernels.llvm.kernel import Kernel, Params
-from tileattn.kernels.llvm.numerics import tanh
-from tileattn.kernels.llvm.parameter_gradient import ElementSums
+from tileattn.kernels.llvm.attention.block_mask import block_bits
+from tileattn.kernels.llvm.attention.expressions import TileFunctions
+from tileattn.kernels.llvm.attention.parameter_gradient import ElementSums
+from tileattn.kernels.llvm.instructions.code import I1, I64, POINTER, Code, i64, same
+from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
+from tileattn.kernels.llvm.instructions.numerics import tanh
 from tileattn.kernels.llvm.params import BIAS_DTYPES
-from tileattn.kernels.llvm.tile import Tile, size_of
+from tileattn.kernels.llvm.tiles.bits import Bits, packed
+from tileattn.kernels.llvm.tiles.tile import Tile, size_of
 
 Row = Callable[[Any], list[Any]]
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from tileattn.kernels.llvm.bits import ones, packed
-from tileattn.kernels.llvm.instructions import I1, I32, I64, Code, i64, same
-from tileattn.kernels.llvm.kernel import Params
+from tileattn.kernels.llvm.instructions.code import I1, I32, I64, Code, i64, same
+from tileattn.kernels.llvm.instructions.kernel import Params
 from tileattn.kernels.llvm.params import EMPTY, FULL
+from tileattn.kernels.llvm.tiles.bits import ones, packed
 
 
 def tile_kind(

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llvmlite")
 
 from tests.kernels.llvm.emitted import call, on_targets
-from tileattn.kernels.llvm import numerics
-from tileattn.kernels.llvm.instructions import Code, i64
+from tileattn.kernels.llvm.instructions import numerics
+from tileattn.kernels.llvm.instructions.code import Code, i64
 from tileattn.kernels.llvm.target import Target
 
 Array = NDArray[Any]

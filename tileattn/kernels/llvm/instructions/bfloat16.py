@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.instructions import I8, I16, I32, Code
+from tileattn.kernels.llvm.instructions.code import I8, I16, I32, Code
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types

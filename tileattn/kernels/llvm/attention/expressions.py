@@ -12,9 +12,9 @@ from llvmlite import ir
 
 from tileattn.expressions.intervals import may_be_negative
 from tileattn.expressions.nodes import Kind, Node, ordered
-from tileattn.kernels.llvm import numerics
-from tileattn.kernels.llvm.functions import Functions, slots
-from tileattn.kernels.llvm.instructions import I1, I8, I64, POINTER, Code, i64, same
+from tileattn.kernels.llvm.instructions import numerics
+from tileattn.kernels.llvm.instructions.code import I1, I8, I64, POINTER, Code, i64, same
+from tileattn.kernels.llvm.user_functions import Functions, slots
 
 _SMALLEST = -(1 << 63)
 _INTEGERS = {f"{u}int{n}": ir.IntType(n) for u in ("", "u") for n in (8, 16, 32, 64)}

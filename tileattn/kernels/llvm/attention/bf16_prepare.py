@@ -11,13 +11,13 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.bfloat16 import WORDS
-from tileattn.kernels.llvm.dot_tile import pair_rows
-from tileattn.kernels.llvm.instructions import I16, I64, Code, i64
-from tileattn.kernels.llvm.kernel import Params
+from tileattn.kernels.llvm.instructions.bfloat16 import WORDS
+from tileattn.kernels.llvm.instructions.code import I16, I64, Code, i64
+from tileattn.kernels.llvm.instructions.kernel import Params
 from tileattn.kernels.llvm.params import ARRAYS, DOT_ARRAYS
-from tileattn.kernels.llvm.target import BLOCK, PAIR, TERMS
-from tileattn.kernels.llvm.tile import Tile, transpose_rows
+from tileattn.kernels.llvm.sizes import BLOCK, PAIR, TERMS
+from tileattn.kernels.llvm.tiles.bf16_rows import pair_rows
+from tileattn.kernels.llvm.tiles.tile import Tile, transpose_rows
 
 _SMALLEST, _END = (127 - 63) << 7, (127 + 63) << 7
 """Bits of ``2**-63`` and ``2**63`` in bfloat16."""

@@ -10,9 +10,9 @@ pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llv
 
 from tests.kernels.llvm.emitted import call, on_targets
 from tileattn.dtypes import DTYPES, accum_dtype
-from tileattn.kernels.llvm.instructions import Code
+from tileattn.kernels.llvm.instructions.code import Code
 from tileattn.kernels.llvm.target import Target
-from tileattn.kernels.llvm.tile import Tile, store_columns, transpose_rows
+from tileattn.kernels.llvm.tiles.tile import Tile, store_columns, transpose_rows
 
 Array = NDArray[Any]
 SIZES = [(1, 1), (1, 64), (3, 5), (16, 16), (17, 40), (23, 7), (32, 17), (45, 33)]  # rows, columns

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from tileattn.kernels.llvm.instructions import I16, POINTER, Code, i64, same
+from tileattn.kernels.llvm.instructions.code import I16, POINTER, Code, i64, same
 
 Row = Callable[[Any], Any]
 """Gives the address of a row."""

@@ -10,11 +10,11 @@ pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llv
 
 from tests.kernels.llvm.emitted import call, on_targets
 from tileattn.dtypes import DTYPES, accum_dtype
-from tileattn.kernels.llvm.bits import Bits
-from tileattn.kernels.llvm.gemv import dots_of_rows, sums_of_rows
-from tileattn.kernels.llvm.instructions import Code
-from tileattn.kernels.llvm.kernel import Kernel
+from tileattn.kernels.llvm.instructions.code import Code
+from tileattn.kernels.llvm.instructions.kernel import Kernel
 from tileattn.kernels.llvm.target import Target
+from tileattn.kernels.llvm.tiles.bits import Bits
+from tileattn.kernels.llvm.tiles.gemv import dots_of_rows, sums_of_rows
 
 Array = NDArray[Any]
 ROWS, N, COLUMNS = (1, 2, 3, 4, 7), (1, 5, 16, 37), (1, 3, 16, 40, 200)

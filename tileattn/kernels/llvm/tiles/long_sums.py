@@ -12,9 +12,9 @@ Ogita, Rump and Oishi, Accurate sum and dot product, SIAM J. Sci. Comput. 26, 20
 from collections.abc import Sequence
 from typing import Any
 
-from tileattn.kernels.llvm.instructions import Code
-from tileattn.kernels.llvm.numerics import two_sum
-from tileattn.kernels.llvm.tile import Tile
+from tileattn.kernels.llvm.instructions.code import Code
+from tileattn.kernels.llvm.instructions.numerics import two_sum
+from tileattn.kernels.llvm.tiles.tile import Tile
 
 
 def settled(c: Code, high: Any, low: Any) -> Any:

@@ -10,10 +10,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.bits import Bits
-from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64
-from tileattn.kernels.llvm.kernel import Kernel
-from tileattn.kernels.llvm.tile import size_of
+from tileattn.kernels.llvm.instructions.code import I64, POINTER, Code, i64
+from tileattn.kernels.llvm.instructions.kernel import Kernel
+from tileattn.kernels.llvm.tiles.bits import Bits
+from tileattn.kernels.llvm.tiles.tile import size_of
 
 _OPERANDS = [POINTER, I64, POINTER, I64, POINTER, I64, I64, I64, I64]
 _VECTORS = 8  # of sums of one row: enough to hide the latency of an FMA

@@ -10,11 +10,12 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.functions import Functions, slots
-from tileattn.kernels.llvm.instructions import I64, POINTER, Code, i64, same
-from tileattn.kernels.llvm.kernel import Params, Scratch
-from tileattn.kernels.llvm.target import ROWS
-from tileattn.kernels.llvm.tile import Tile
+from tileattn.kernels.llvm.instructions.code import I64, POINTER, Code, i64, same
+from tileattn.kernels.llvm.instructions.kernel import Params
+from tileattn.kernels.llvm.sizes import ROWS
+from tileattn.kernels.llvm.tiles.scratch import Scratch
+from tileattn.kernels.llvm.tiles.tile import Tile
+from tileattn.kernels.llvm.user_functions import Functions, slots
 
 _SUM = ir.DoubleType()
 _BYTES = 8  # of a sum, and of the number of an element

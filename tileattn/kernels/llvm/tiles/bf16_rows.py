@@ -5,12 +5,12 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm import bfloat16
-from tileattn.kernels.llvm.dot_matmul import grain
-from tileattn.kernels.llvm.instructions import I16, I32, Code, i64
-from tileattn.kernels.llvm.kernel import Kernel
-from tileattn.kernels.llvm.target import PAIR, TERMS
-from tileattn.kernels.llvm.tile import Row, Tile, transpose_rows
+from tileattn.kernels.llvm.instructions import bfloat16
+from tileattn.kernels.llvm.instructions.code import I16, I32, Code, i64
+from tileattn.kernels.llvm.instructions.kernel import Kernel
+from tileattn.kernels.llvm.sizes import PAIR, TERMS
+from tileattn.kernels.llvm.tiles.bf16_matmul import grain
+from tileattn.kernels.llvm.tiles.tile import Row, Tile, transpose_rows
 
 _SIZE = 2
 

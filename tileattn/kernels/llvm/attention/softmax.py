@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.kernels.llvm.instructions import Code, i64
-from tileattn.kernels.llvm.numerics import exp, log, plus_log
-from tileattn.kernels.llvm.tile import Tile
-from tileattn.kernels.llvm.total import Total
+from tileattn.kernels.llvm.instructions.code import Code, i64
+from tileattn.kernels.llvm.instructions.numerics import exp, log, plus_log
+from tileattn.kernels.llvm.tiles.long_sums import Total
+from tileattn.kernels.llvm.tiles.tile import Tile
 
 M, L = 0, 1
 Put = Callable[[Any, list[Any], list[Any]], None]

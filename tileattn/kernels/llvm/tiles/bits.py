@@ -4,8 +4,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.instructions import I1, I8, I16, I64, Code, i64, same
-from tileattn.kernels.llvm.tile import Tile
+from tileattn.kernels.llvm.instructions.code import I1, I8, I16, I64, Code, i64, same
+from tileattn.kernels.llvm.tiles.tile import Tile
 
 _RUN = 16  # booleans that are read at once
 

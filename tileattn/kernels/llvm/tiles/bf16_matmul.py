@@ -9,10 +9,11 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm import bfloat16
-from tileattn.kernels.llvm.instructions import I1, I32, I64, POINTER, Code, i64
-from tileattn.kernels.llvm.kernel import Kernel
-from tileattn.kernels.llvm.target import PAIR, Target
+from tileattn.kernels.llvm.instructions import bfloat16
+from tileattn.kernels.llvm.instructions.code import I1, I32, I64, POINTER, Code, i64
+from tileattn.kernels.llvm.instructions.kernel import Kernel
+from tileattn.kernels.llvm.sizes import PAIR
+from tileattn.kernels.llvm.target import Target
 
 _OPERANDS = [POINTER, I64, POINTER, I64, POINTER, I64]
 _BLOCKS = {"avx512": ((4,), (4, 1)), "amx": ((32, 16), (2, 1))}

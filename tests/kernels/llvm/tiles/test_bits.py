@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llvmlite")
 
 from tests.kernels.llvm.emitted import call, on_targets
-from tileattn.kernels.llvm.bits import Bits, packed, put_column, transpose_bits
-from tileattn.kernels.llvm.instructions import I16, I64, Code, i64
+from tileattn.kernels.llvm.instructions.code import I16, I64, Code, i64
 from tileattn.kernels.llvm.target import Target
-from tileattn.kernels.llvm.tile import Tile
+from tileattn.kernels.llvm.tiles.bits import Bits, packed, put_column, transpose_bits
+from tileattn.kernels.llvm.tiles.tile import Tile
 
 
 @pytest.mark.parametrize("step", [0, 1, 3])

@@ -12,13 +12,14 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.bits import Bits
-from tileattn.kernels.llvm.instructions import I1, Code, i64
-from tileattn.kernels.llvm.kernel import Kernel, Params, Scratch
-from tileattn.kernels.llvm.matmul import masked_product, product
-from tileattn.kernels.llvm.softmax import RowState
-from tileattn.kernels.llvm.target import ROWS
-from tileattn.kernels.llvm.tile import Row, Tile, all_finite, convert_rows, transpose_rows
+from tileattn.kernels.llvm.attention.softmax import RowState
+from tileattn.kernels.llvm.instructions.code import I1, Code, i64
+from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
+from tileattn.kernels.llvm.sizes import ROWS
+from tileattn.kernels.llvm.tiles.bits import Bits
+from tileattn.kernels.llvm.tiles.matmul import masked_product, product
+from tileattn.kernels.llvm.tiles.scratch import Scratch
+from tileattn.kernels.llvm.tiles.tile import Row, Tile, all_finite, convert_rows, transpose_rows
 
 
 class ForwardBroadcast:

@@ -4,10 +4,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.bits import Bits, ones, shifted
-from tileattn.kernels.llvm.instructions import I16, I32, I64, Code, i64
-from tileattn.kernels.llvm.kernel import Params
-from tileattn.kernels.llvm.philox import folded, words_of
+from tileattn.kernels.llvm.instructions.code import I16, I32, I64, Code, i64
+from tileattn.kernels.llvm.instructions.kernel import Params
+from tileattn.kernels.llvm.instructions.philox import folded, words_of
+from tileattn.kernels.llvm.tiles.bits import Bits, ones, shifted
 
 
 def keep_pairs(

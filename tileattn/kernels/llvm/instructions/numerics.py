@@ -7,7 +7,7 @@ import numpy as np
 from llvmlite import ir
 from numpy.polynomial import Chebyshev, Polynomial
 
-from tileattn.kernels.llvm.instructions import I32, Code
+from tileattn.kernels.llvm.instructions.code import I32, Code
 
 _DEGREE = {"float32": 6, "float64": 12}
 

@@ -5,13 +5,11 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.bfloat16 import configure_tiles, release_tiles
-from tileattn.kernels.llvm.bits import Bits
-from tileattn.kernels.llvm.functions import NO_FUNCTIONS, Functions
-from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64, same
+from tileattn.kernels.llvm.instructions.bfloat16 import configure_tiles, release_tiles
+from tileattn.kernels.llvm.instructions.code import I1, I64, POINTER, Code, i64, same
 from tileattn.kernels.llvm.params import ARRAYS, BATCHED, FIELDS, FLOATS, Layout
 from tileattn.kernels.llvm.target import Target
-from tileattn.kernels.llvm.tile import Tile
+from tileattn.kernels.llvm.user_functions import NO_FUNCTIONS, Functions
 
 _AHEAD, _LINE = 16, 64  # rows that are prefetched, and bytes of a cache line
 
@@ -115,41 +113,6 @@ class Params:
         c = self._c
         at = c.row(getattr(self, name), i64(8), batch)
         return c.load(at, I64), c.load(c.at(at, 8), I64)
-
-
-class Scratch:
-    """Scratch memory of a worker, handed out from the start on.
-
-    Parameters
-    ----------
-    c : Code
-        Where instructions go.
-    start : pointer
-        Aligned to a vector.
-    vectors : int
-        Vectors of a row of a tile.
-    """
-
-    def __init__(self, c: Code, start: Any, vectors: int) -> None:
-        self._c, self._next, self._vectors = c, start, vectors
-
-    def tile(self, rows: Any) -> Tile:
-        """Hand out a tile."""
-        tile = Tile(self._c, self._next, self._vectors)
-        self._next = tile.at(rows)
-        return tile
-
-    def rows(self, rows: int, columns: Any) -> Any:
-        """Hand out rows of any number of columns; return their address."""
-        start = self._next
-        self._next = self._c.at(start, self._c.b.mul(columns, i64(rows * self._c.size)))
-        return start
-
-    def bits(self, rows: int) -> Bits:
-        """Hand out a word of bits for each row of a tile."""
-        start = self._next
-        self._next = self._c.at(start, 8 * rows)
-        return Bits(self._c, start, self._vectors)
 
 
 class Kernel:

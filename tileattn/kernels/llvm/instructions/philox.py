@@ -4,7 +4,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.instructions import I64, Code, i64, same
+from tileattn.kernels.llvm.instructions.code import I64, Code, i64, same
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

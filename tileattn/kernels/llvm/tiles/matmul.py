@@ -5,9 +5,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.bits import Bits
-from tileattn.kernels.llvm.instructions import I1, I64, POINTER, Code, i64
-from tileattn.kernels.llvm.kernel import Kernel
+from tileattn.kernels.llvm.instructions.code import I1, I64, POINTER, Code, i64
+from tileattn.kernels.llvm.instructions.kernel import Kernel
+from tileattn.kernels.llvm.tiles.bits import Bits
 
 _OPERANDS = [POINTER, I64, I64, POINTER, I64, POINTER, I64, I64, I64]
 

@@ -1,0 +1,1 @@
+"""What one function of a kernel emits: instructions, parameters, elementary functions."""

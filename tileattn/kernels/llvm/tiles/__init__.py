@@ -1,0 +1,1 @@
+"""Tiles in scratch memory: loads and stores, bits, matrix products, long sums."""
