@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tileattn.backends.llvm import execute, grids
+from tileattn.backends.llvm import execute, tasks
 from tileattn.backends.numpy.memory import Scratch
 
 BYTE = 0xFF
@@ -35,7 +35,7 @@ def on_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scratch, "take", filling(Scratch.take))
     patch.setattr(execute, "_Scratch", LlvmScratch)
     patch.setattr(execute, "_idle", execute._Idle())  # without what is kept from earlier calls
-    patch.setattr(grids, "_QUOTA", 0)  # a kernel returns after each task
+    patch.setattr(tasks, "_QUOTA", 0)  # a kernel returns after each task
 
 
 def filling(allocate: Callable[..., Any]) -> Callable[..., Any]:

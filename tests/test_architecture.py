@@ -119,7 +119,7 @@ def own_imports(path: Path) -> set[str]:
 
 # What each module may import. A package stands for its modules that have no row of their own; they
 # may import one another.
-LEAVES = {"dtypes", "errors", "function_names", "messages", "results", "validation"}
+LEAVES = {"array_functions", "dtypes", "errors", "messages", "results", "validation"}
 FACTS = LEAVES | {"call", "expressions"}
 CUDA = {"kernels.cuda.families", "kernels.cuda.jit", "kernels.cuda.plan"}
 LLVM_FACTS = {f"kernels.llvm.{x}" for x in ("params", "sizes", "target", "user_functions")}
@@ -127,7 +127,7 @@ KERNELS = CUDA | LLVM_FACTS | {"kernels.disk_cache", "kernels.llvm"}
 MAY_IMPORT: dict[str, set[str]] = {
     "dtypes": set(),
     "errors": set(),
-    "function_names": set(),
+    "array_functions": set(),
     "messages": set(),
     "validation": {"dtypes", "messages"},
     "results": set(),
@@ -135,7 +135,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "call": LEAVES | {"expressions"},
     # The oracle's arithmetic shares no code with what it judges; its entry validates the call as
     # the library does, and does nothing else with it.
-    "oracle": {"function_names", "results"},
+    "oracle": {"array_functions", "results"},
     "reference": FACTS | {"oracle"},
     "traffic.record": set(),
     "algorithm": FACTS | {"traffic.record"},

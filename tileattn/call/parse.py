@@ -16,7 +16,7 @@ from tileattn.call.tree_mask import tree_arrays, with_tree
 from tileattn.call.window import window_of, without_far_sides
 from tileattn.dtypes import DTYPES, one_of
 from tileattn.errors import UnsupportedError
-from tileattn.expressions.arrays import check_kind
+from tileattn.expressions.aux_arrays import check_kind
 from tileattn.expressions.functions import check_indices, mask_expression, score_expression
 from tileattn.expressions.nodes import Node
 from tileattn.messages import called

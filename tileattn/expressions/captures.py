@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.expressions.arrays import is_array
+from tileattn.array_functions import ArrayFunctions
+from tileattn.expressions.aux_arrays import is_array
 from tileattn.expressions.state import names_of
 from tileattn.expressions.trace import Source, TracedArray
-from tileattn.function_names import ArrayNames
 
 _DEPTH = 4  # of functions that call functions
 
@@ -126,7 +126,7 @@ class _Parameters:
 
 
 def _is_traced(key: Any) -> bool:
-    return any(isinstance(x, ArrayNames) for x in (key if isinstance(key, tuple) else (key,)))
+    return any(isinstance(x, ArrayFunctions) for x in (key if isinstance(key, tuple) else (key,)))
 
 
 class _NumpyArray(np.ndarray[Any, Any]):
@@ -218,7 +218,7 @@ class _Module:
 def _either(function: Callable[..., Any], name: str, *given: Any, **options: Any) -> Any:
     """Call a function of JAX, or what it is of traced values."""
     for x in (*given, *options.values()):
-        if isinstance(x, ArrayNames | TracedArray):
+        if isinstance(x, ArrayFunctions | TracedArray):
             number: Any = x
             return number.called(name, given, options)
     return function(*map(_itself, given), **{key: _itself(x) for key, x in options.items()})

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.expressions import build
-from tileattn.expressions.arrays import Arrays, kind_of
+from tileattn.expressions.aux_arrays import AuxArrays, kind_of
 from tileattn.expressions.captures import with_stand_ins
 from tileattn.expressions.intervals import all_bounds
 from tileattn.expressions.nodes import INDICES, Kind, Node, constant, elements
@@ -29,7 +29,7 @@ Aux = Sequence[Any]
 def read_functions(options: Mapping[str, Any], aux: Aux | None = None) -> Any:
     """Return options with the expressions of functions in the place of the functions.
 
-    Arrays that functions capture join ``aux``. Where ``aux`` stands in for the arrays of the
+    AuxArrays that functions capture join ``aux``. Where ``aux`` stands in for the arrays of the
     options, dtypes and shapes are enough, and captured arrays are refused. Options whose arrays are
     not valid are returned as they are: ``parse`` names what is wrong.
     """
@@ -47,10 +47,10 @@ def read_functions(options: Mapping[str, Any], aux: Aux | None = None) -> Any:
             continue
         node = _CACHE.get((state_of(function), name, kinds))
         if node is None:
-            arrays = Arrays(given or ()) if arrays is None else arrays
+            arrays = AuxArrays(given or ()) if arrays is None else arrays
             node = expression(function, arrays)
         found[name] = node
-    if isinstance(arrays, Arrays) and len(arrays) > len(arrays.parameters):
+    if isinstance(arrays, AuxArrays) and len(arrays) > len(arrays.parameters):
         found["aux"] = tuple(arrays)
     return found
 
@@ -138,7 +138,7 @@ def _traced(
         return function
     if not callable(function) or isinstance(function, type):
         raise TypeError(must_be(name, "a function", function))
-    arrays = aux if isinstance(aux, Arrays) else None
+    arrays = aux if isinstance(aux, AuxArrays) else None
     parameters = aux if arrays is None else arrays.parameters
     kinds = _kinds(parameters) or ()
     state = state_of(function)

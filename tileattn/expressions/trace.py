@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from tileattn.array_functions import ArrayFunctions, kind_name
 from tileattn.expressions import build
-from tileattn.expressions.arrays import Arrays, is_array, kind_of
+from tileattn.expressions.aux_arrays import AuxArrays, is_array, kind_of
 from tileattn.expressions.nodes import Kind, Node, constant
-from tileattn.function_names import ArrayNames, kind_name
 
 _WITHOUT_IF = (
     "numpy.where(condition, x, y) is accepted in place of if, &, | and ~ in place of and, or and "
@@ -24,7 +24,7 @@ _NOT_A_NUMBER = (
 _KINDS = {"bool": Kind.BOOLEAN, "int": Kind.INTEGER, "float": Kind.FLOAT}
 
 
-class Traced(ArrayNames, NDArrayOperatorsMixin):
+class Traced(ArrayFunctions, NDArrayOperatorsMixin):
     """A value in a traced function: an expression so far.
 
     Operators and functions, NumPy's or PyTorch's, make new ones. ``function`` is the name in
@@ -117,13 +117,13 @@ class Source:
     ----------
     name : str
         Of the option.
-    arrays : Arrays, optional
+    arrays : AuxArrays, optional
         Those of the call, which captured ones join; without, they are refused.
     """
 
     __slots__ = ("arrays", "name")
 
-    def __init__(self, name: str, arrays: Arrays | None = None) -> None:
+    def __init__(self, name: str, arrays: AuxArrays | None = None) -> None:
         self.name = name
         self.arrays = arrays
 

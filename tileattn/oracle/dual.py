@@ -12,13 +12,13 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
-from tileattn.function_names import ArrayNames, kind_name
+from tileattn.array_functions import ArrayFunctions, kind_name
 
 Array = NDArray[Any]
 Direction = tuple[Any, ...]
 
 
-class Dual(ArrayNames, NDArrayOperatorsMixin):
+class Dual(ArrayFunctions, NDArrayOperatorsMixin):
     """An array ``value + sum of tangent * epsilon``, one epsilon for each direction.
 
     Parameters

@@ -12,7 +12,7 @@ from tileattn.distributed.agreement import on_all, same
 from tileattn.distributed.comm import TIMEOUT, communicator
 from tileattn.distributed.ranks import Ranks
 from tileattn.distributed.schedules import Schedule
-from tileattn.expressions.arrays import Arrays, check_kind
+from tileattn.expressions.aux_arrays import AuxArrays, check_kind
 from tileattn.results import Attention
 from tileattn.torch.functional import refuse_gradients
 from tileattn.torch.functions import expressions_of, functions_of, tensors_of
@@ -174,7 +174,7 @@ def _agreed(
     def checked() -> dict[str, str]:
         if not isinstance(return_lse, bool):
             raise TypeError(f"return_lse must be True or False; got {return_lse!r}")
-        if isinstance(given.get("aux"), Arrays):
+        if isinstance(given.get("aux"), AuxArrays):
             given["aux"] = tensors_of(given["aux"], device)
         _check(given)
         kept.append(_divided(given))

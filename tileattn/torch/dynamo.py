@@ -18,7 +18,7 @@ from torch._dynamo import exc, variables
 from torch._dynamo.comptime import ComptimeContext, comptime
 from torch._dynamo.variables.base import VariableTracker
 
-from tileattn.expressions.arrays import kind_of
+from tileattn.expressions.aux_arrays import kind_of
 from tileattn.expressions.nodes import Kind
 from tileattn.expressions.state import is_fixed, reads
 from tileattn.expressions.trace import array_or_element

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tileattn.call.parse import aux_arrays
-from tileattn.expressions.arrays import Arrays, check_kind
+from tileattn.expressions.aux_arrays import AuxArrays, check_kind
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.nodes import Node, to_text
 from tileattn.torch.tensors import check_tensor, tensor_of
@@ -28,7 +28,7 @@ class ArrayKind(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Tensors(Arrays):
+class _Tensors(AuxArrays):
     """The arrays of a call, with symbolic numbers of exported programs among those captured."""
 
     def __init__(self, aux: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -62,13 +62,13 @@ def functions_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def expressions_of(
     functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
-) -> tuple[dict[str, Node], Arrays]:
+) -> tuple[dict[str, Node], AuxArrays]:
     """Return the expressions of functions, and the arrays of ``aux`` and those they capture."""
     arrays = _Tensors(aux, device)
     return {name: _EXPRESSIONS[name](x, arrays) for name, x in functions.items()}, arrays
 
 
-def tensors_of(arrays: Arrays, device: torch.device) -> tuple[Any, ...]:
+def tensors_of(arrays: AuxArrays, device: torch.device) -> tuple[Any, ...]:
     """Return ``aux`` as it is, and behind it as tensors the arrays that functions capture."""
     captured = arrays[len(arrays.parameters) :]
     return (*arrays.parameters, *(_tensor(x, device) for x in captured))

@@ -33,7 +33,7 @@ from tileattn.call.parse import parse
 from tileattn.call.prepared import CALLS
 from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.llvm import compile as compiling
-from tileattn.kernels.llvm.compile import host, host_of_bfloat16
+from tileattn.kernels.llvm.compile import bf16_host, host
 from tileattn.kernels.llvm.target import AVX2, GENERIC, Target
 from tileattn.testing import assert_attention_close, error_bound, selfcheck
 
@@ -145,7 +145,7 @@ def test_products_that_are_exact_stay_so() -> None:
 # --- bfloat16 ------------------------------------------------------------------------------------
 
 multiplies_bfloat16 = pytest.mark.skipif(
-    host_of_bfloat16() is None, reason="the CPU has no instructions for products of bfloat16"
+    bf16_host() is None, reason="the CPU has no instructions for products of bfloat16"
 )
 
 

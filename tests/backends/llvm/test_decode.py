@@ -20,7 +20,7 @@ from tests.arrays import normal
 from tileattn import reference
 from tileattn.backends import registry, threads
 from tileattn.backends.llvm.backend import LlvmBackend
-from tileattn.backends.llvm.grids import splits
+from tileattn.backends.llvm.tasks import splits
 from tileattn.call.parse import parse
 from tileattn.kernels.llvm.sizes import DECODE_KEYS, SPLIT
 from tileattn.testing import assert_attention_close, error_bound

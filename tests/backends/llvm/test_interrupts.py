@@ -28,7 +28,7 @@ from tests.backends.disturbing import (
     python,
 )
 from tileattn.backends import threads
-from tileattn.backends.llvm import call, execute, grids
+from tileattn.backends.llvm import call, execute, tasks
 from tileattn.call.prepared import CALLS
 
 SIZES = (1, 2, 1, 200, 300, 32, 24)  # enough work for threads
@@ -95,7 +95,7 @@ def test_a_kernel_is_left_after_its_quota(monkeypatch: pytest.MonkeyPatch) -> No
     CALLS.clear()
     assert both_passes() == expected
     at_once = entered[0]
-    monkeypatch.setattr(grids, "_QUOTA", 1)
+    monkeypatch.setattr(tasks, "_QUOTA", 1)
     CALLS.clear()
     assert both_passes() == expected
     assert entered[0] - at_once > 2 * at_once

@@ -29,7 +29,7 @@ PATTERNS = {
 
 def assembly(name: str, target: Target) -> str:
     """Compile to text in place of machine code."""
-    dtype = "bfloat16" if target.dot else "float32"
+    dtype = "bfloat16" if target.bf16 else "float32"
     module = compiling.optimized(
         compiling.emitted(compiling.Module(name, target, dtype, "float32")), target
     )
@@ -51,7 +51,7 @@ def test_products_use_whole_registers(name: str, target: Target) -> None:
     code, register = PATTERNS[target]
     lines = [line for line in assembly(name, target).splitlines() if code in line]
     whole = [line for line in lines if register in line]
-    block = 16 if target.dot else target.rows * target.vectors
+    block = 16 if target.bf16 else target.rows * target.vectors
     assert len(whole) > block
 
 
@@ -91,9 +91,11 @@ def test_every_kernel_compiles_for_every_target(name: str, dtype: object, target
     assert compiling.MODULES[name][-1].encode() in code
 
 
-@pytest.mark.parametrize(("target", "name"), [(AVX512, "product_8x3"), (AVX512_BF16, "dot_4x4")])
+@pytest.mark.parametrize(
+    ("target", "name"), [(AVX512, "matmul_8x3"), (AVX512_BF16, "bf16_matmul_4x4")]
+)
 def test_a_register_block_stays_in_registers(target: Target, name: str) -> None:
-    """No sum of the widest product goes to the stack in its loop."""
+    """The loop of the widest matmul spills no sum to the stack."""
     lines = assembly("forward", target).splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith(f"{name}:"))
     end = next(n for n in range(start, len(lines)) if f".size\t{name}" in lines[n])

@@ -5,16 +5,15 @@ import importlib.util
 from typing import Any
 
 from tileattn.backends import threads
-from tileattn.backends.llvm import dot
 from tileattn.backends.llvm.arrays import Array, as_batch
 from tileattn.backends.llvm.call import LlvmCall
-from tileattn.backends.llvm.grids import forward_work, is_parallel
 from tileattn.backends.llvm.parameter_gradient import layouts
+from tileattn.backends.llvm.tasks import forward_work, is_parallel
 from tileattn.backends.numpy.backend import is_array
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
-from tileattn.kernels.llvm.compile import host, host_of_bfloat16
+from tileattn.kernels.llvm.compile import bf16_host, host
 from tileattn.kernels.llvm.sizes import (
     DECODE_KEYS,
     DECODE_ROWS,
@@ -31,6 +30,7 @@ OLDEST = (0, 47)
 """Release of llvmlite that the kernels need, as the extra ``cpu`` says."""
 
 _LONGEST = (1 << 31) - 1  # indices in a tile have the width of float32
+_MIN_BF16_ROWS = 16  # query rows of a key head; calls with fewer are faster in float32
 
 
 class LlvmBackend:
@@ -62,7 +62,7 @@ class LlvmBackend:
 
     def targets_of(self, P: Problem) -> tuple[Target, ...]:
         """Choose what the kernels of a problem are compiled for; later ones if that has to be."""
-        found = host_of_bfloat16() if self._target is None and dot.serves(P) else None
+        found = bf16_host() if self._target is None and _uses_bf16_matmuls(P) else None
         return (self.target,) if found is None else (found, self.target)
 
     def few_queries(self, P: Problem) -> int:
@@ -149,6 +149,13 @@ class LlvmBackend:
                 "there is enough work for threads" if parallel else "threads would cost more",
             ),
         )
+
+
+def _uses_bf16_matmuls(P: Problem) -> bool:
+    """Return True if a CPU with bfloat16 instructions uses them for a problem."""
+    if any(x is not None for x in (P.score_mod, P.mask_mod, P.sequences, P.page)):
+        return False
+    return P.dtype.name == "bfloat16" and P.group * P.Nq >= _MIN_BF16_ROWS
 
 
 @functools.cache

@@ -13,7 +13,6 @@ from tileattn.backends.addresses import Overlap, address_of
 from tileattn.backends.buffers import placed
 from tileattn.backends.llvm.arrays import Array, as_batch, as_inputs, aux_table, contiguous
 from tileattn.backends.llvm.execute import Executable
-from tileattn.backends.llvm.grids import divide, splits
 from tileattn.backends.llvm.parameter_gradient import (
     bias_gradient,
     bias_sums,
@@ -21,6 +20,7 @@ from tileattn.backends.llvm.parameter_gradient import (
     layouts,
     places,
 )
+from tileattn.backends.llvm.tasks import divide, splits
 from tileattn.call.options import Options
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
@@ -159,7 +159,7 @@ class LlvmCall(PreparedCall):
         learning = name == "backward" and x.wants("aux")
         strides = (array.strides for array in arrays.values())
         count = splits(self.problem, x, self.backend.split_keys) if name == "decode" else 0
-        key = name, target.dot, aux, learning, count, *strides
+        key = name, target.bf16, aux, learning, count, *strides
         executable = self._executables.get(key)
         if executable is None:
             P = as_batch(self.problem, x)

@@ -12,7 +12,7 @@ import numpy as np
 from tileattn.backends import threads
 from tileattn.backends.addresses import address_of
 from tileattn.backends.llvm.arrays import Array
-from tileattn.backends.llvm.grids import Division, Grid
+from tileattn.backends.llvm.tasks import Division, Grid
 from tileattn.call.problem import Problem
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.llvm.compile import Function, Module, functions

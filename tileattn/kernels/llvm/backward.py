@@ -10,7 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.attention.bf16_operands import BackwardDot
+from tileattn.kernels.llvm.attention.bf16_operands import BackwardBf16
 from tileattn.kernels.llvm.attention.bf16_prepare import prepare
 from tileattn.kernels.llvm.attention.block_mask import tile_kind
 from tileattn.kernels.llvm.attention.dropout import keep_pairs, rows_before
@@ -34,7 +34,7 @@ from tileattn.kernels.llvm.instructions.numerics import exp
 from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES, Layout
 from tileattn.kernels.llvm.sizes import KEEP_SPARE, ROWS, SECTION
 from tileattn.kernels.llvm.target import Target
-from tileattn.kernels.llvm.tiles.long_sums import Total
+from tileattn.kernels.llvm.tiles.compensated_sum import CompensatedSum
 from tileattn.kernels.llvm.tiles.scratch import Scratch
 from tileattn.kernels.llvm.tiles.tile import Tile, convert_rows, store_columns
 from tileattn.kernels.llvm.user_functions import Functions
@@ -55,8 +55,8 @@ def build(
         number = b.add(b.mul(group, p.blocks), n)
         _Block(kernel, c, block, scratch, number, group, b.mul(n, i64(W))).emit()
 
-    if target.dot:
-        kernel.entry("dot_prepare", prepare)
+    if target.bf16:
+        kernel.entry("bf16_prepare", prepare)
     kernel.entry("backward", task)
     kernel.entry("backward_preprocess", partial(preprocess, kernel))
     kernel.entry("backward_dq_convert", partial(convert_dq, kernel))
@@ -89,13 +89,13 @@ class _Block:
         self.s, self.ds, self.kept, self.bias, self.grad = (memory.tile(ROWS) for _ in range(5))
         self.lanes, self.dbias, self.weights = (memory.tile(1) for _ in range(3))
         self.visible, self.keep = memory.bits(ROWS), memory.bits(ROWS + KEEP_SPARE)
-        operands = BackwardDot if kernel.target.dot else BackwardBroadcast
+        operands = BackwardBf16 if kernel.target.bf16 else BackwardBroadcast
         self.operands = operands(kernel, c, p, memory)
         self.tiles = c.variable(I64, i64(0))  # of the section whose sums dK and dV are
         self.several = c.variable(I1, same(I1, 0))
-        self.dbias_total = Total(c, memory.tile(1), memory.tile(1))
+        self.dbias_total = CompensatedSum(c, memory.tile(1), memory.tile(1))
         sums = (self.operands.dk, p.D), (self.operands.dv, p.Dv)
-        self.sums = [(x, n, Total(c, memory.tile(n), memory.tile(n))) for x, n in sums]
+        self.sums = [(x, n, CompensatedSum(c, memory.tile(n), memory.tile(n))) for x, n in sums]
         self.elements = ElementSums(kernel.functions, c, p, memory)  # has the rest
         self.grads = Grads(self.grad, self.bias, self.elements)  # the bias is read before
 
@@ -188,7 +188,7 @@ class _Block:
         for tile, columns, total in self.sums:
             c.when(first, partial(total.clear, columns))
 
-            def add(d: Any, tile: Tile = tile, total: Total = total) -> None:
+            def add(d: Any, tile: Tile = tile, total: CompensatedSum = total) -> None:
                 total.add(d, tile.row(d))
                 tile.put(d, zero)
 
@@ -203,7 +203,7 @@ class _Block:
             self.c.each(columns, partial(self._store_total, tile, total))
 
     @staticmethod
-    def _store_total(tile: Tile, total: Total, d: Any) -> None:
+    def _store_total(tile: Tile, total: CompensatedSum, d: Any) -> None:
         tile.put(d, total.value(d))
 
     def store_keys(self, name: str, tile: Tile, columns: Any) -> None:

@@ -9,7 +9,7 @@ from llvmlite import ir
 from tileattn.kernels.llvm.instructions.code import Code, i64
 from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
 from tileattn.kernels.llvm.sizes import ROWS
-from tileattn.kernels.llvm.tiles.long_sums import Total
+from tileattn.kernels.llvm.tiles.compensated_sum import CompensatedSum
 from tileattn.kernels.llvm.tiles.tile import Tile, size_of, store_row
 
 
@@ -73,7 +73,7 @@ def add_dq_section(
     dq, high, low = (
         Tile(c, p.row(name, batch, head, i), 1) for name in ("dq_accum", "dq_high", "dq_low")
     )
-    total, zero = Total(c, high, low), [c.const(0.0)]
+    total, zero = CompensatedSum(c, high, low), [c.const(0.0)]
 
     def add(n: Any) -> None:
         total.add(n, dq.row(n))

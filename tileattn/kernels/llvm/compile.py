@@ -70,7 +70,7 @@ def host() -> Target:
 
 
 @functools.cache
-def host_of_bfloat16() -> Target | None:
+def bf16_host() -> Target | None:
     """Find out by which instructions this CPU multiplies bfloat16, if by any."""
     features, usual = _cpu()[2], host()
     if usual.name != AVX512.name or not features.get("avx512bf16"):
@@ -146,7 +146,7 @@ def key_of(module: Module) -> str:
 
 def names_of(name: str, target: Target) -> tuple[str, ...]:
     """Name the functions of a module, in the order in which they run."""
-    return ("dot_prepare", *MODULES[name]) if target.dot else MODULES[name]
+    return ("bf16_prepare", *MODULES[name]) if target.bf16 else MODULES[name]
 
 
 def object_code(module: Module) -> bytes:

@@ -28,7 +28,7 @@ from tileattn.kernels.llvm.attention.scores import (
     masks_given,
     may_be_hidden,
 )
-from tileattn.kernels.llvm.attention.softmax import RowState, TotalState
+from tileattn.kernels.llvm.attention.softmax import CompensatedState, RowState
 from tileattn.kernels.llvm.instructions.code import I1, I64, Code, i64
 from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
 from tileattn.kernels.llvm.params import Layout
@@ -187,7 +187,9 @@ class _Split:
         c, b, p = self.c, self.c.b, self.p
         h, i = self.query(r)
         first, low = self.state_of_split(i64(0), r), c.row(self.states, self.state_step, r)
-        total = TotalState(c, first.state, first.acc, self.columns, Tile(c, low, 1), one_row=True)
+        total = CompensatedState(
+            c, first.state, first.acc, self.columns, Tile(c, low, 1), one_row=True
+        )
 
         def merge() -> None:
             total.start()

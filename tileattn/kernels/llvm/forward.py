@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.attention.bf16_operands import ForwardDot
+from tileattn.kernels.llvm.attention.bf16_operands import ForwardBf16
 from tileattn.kernels.llvm.attention.bf16_prepare import prepare
 from tileattn.kernels.llvm.attention.block_mask import tile_kind
 from tileattn.kernels.llvm.attention.dropout import keep_pairs, rows_before
@@ -26,7 +26,7 @@ from tileattn.kernels.llvm.attention.scores import (
     masks_given,
     may_be_hidden,
 )
-from tileattn.kernels.llvm.attention.softmax import RowState, TotalState
+from tileattn.kernels.llvm.attention.softmax import CompensatedState, RowState
 from tileattn.kernels.llvm.instructions.code import I1, I64, Code, i64, same
 from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
 from tileattn.kernels.llvm.params import Layout
@@ -59,8 +59,8 @@ def build(
         some = b.icmp_signed(">", rows, i64(0))
         c.when(c.all([many, some, p.computes(batch, head)]), emit)
 
-    if target.dot:
-        kernel.entry("dot_prepare", prepare)
+    if target.bf16:
+        kernel.entry("bf16_prepare", prepare)
     kernel.entry("forward", task)
     return kernel.module
 
@@ -83,9 +83,9 @@ class _Block:
         self.visible, self.keep = memory.bits(keys), memory.bits(keys + KEEP_SPARE)
         total, total_acc = memory.tile(2), memory.tile(self.p.Dv)
         low = memory.tile(c.b.add(self.p.Dv, i64(2)))
-        self.total = TotalState(c, total, total_acc, self.p.Dv, low)
+        self.total = CompensatedState(c, total, total_acc, self.p.Dv, low)
         operands = (
-            ForwardDot if kernel.target.dot else ForwardBroadcast
+            ForwardBf16 if kernel.target.bf16 else ForwardBroadcast
         )  # may leave out the last rows
         self.operands = operands(kernel, c, self.p, memory, batch, head, c.vectors_of(rows))
         self.acc = self.operands.acc

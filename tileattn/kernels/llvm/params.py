@@ -16,13 +16,13 @@ ARRAYS = {
 }  # fmt: skip
 _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in ARRAYS.items()}
 
-DOT_ARRAYS = {
+BF16_ARRAYS = {
     "q": ("Hq", "Nq", "D"), "k": ("Hkv", "Nk", "D"), "v": ("Hkv", "Nk", "Dv"),
     "dout": ("Hq", "Nq", "Dv"),
 }  # fmt: skip
 """Heads, length and columns of what the dot products of bfloat16 read."""
 
-DOT_TRANSPOSES = {"forward": ("v",), "backward": ("q", "dout")}
+BF16_TRANSPOSES = {"forward": ("v",), "backward": ("q", "dout")}
 """Which of them each pass reads by columns."""
 
 

@@ -73,8 +73,8 @@ def scratch_bytes(
     else:
         words, common = 8 * (2 * ROWS + KEEP_SPARE), 5 * ROWS + 5 + learned * ROWS * (1 + 8 // size)
         common += 2 * (D + Dv)
-    if target.dot:
-        return words + size * common * width + _dot_bytes(name, target, D, Dv)
+    if target.bf16:
+        return words + size * common * width + _bf16_bytes(name, target, D, Dv)
     if name == "forward":
         tiles, copied = D + Dv, paged or dtype != accum_dtype
         rows = target.keys * (D + Dv) if copied else 0
@@ -83,7 +83,7 @@ def scratch_bytes(
     return words + size * ((common + tiles) * width + rows)
 
 
-def _dot_bytes(name: str, target: Target, D: int, Dv: int) -> int:
+def _bf16_bytes(name: str, target: Target, D: int, Dv: int) -> int:
     """Count the scratch memory for operands in bfloat16, and for their sums."""
     width, (D, Dv) = target.width(4), (-(-n // TERMS) * TERMS for n in (D, Dv))
     if name == "forward":

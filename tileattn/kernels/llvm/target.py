@@ -27,7 +27,7 @@ class Target:
         Whether there is a fused multiply-add.
     half : bool
         Whether instructions convert float16.
-    dot : str
+    bf16 : str
         Which instructions multiply bfloat16: ``"avx512"``, ``"amx"`` or none.
     """
 
@@ -42,7 +42,7 @@ class Target:
     scalef: bool = False
     fma: bool = True
     half: bool = True
-    dot: str = ""
+    bf16: str = ""
 
     def width(self, size: int) -> int:
         """Count the columns of a tile of sums of this size: rows forward, keys backward."""
@@ -65,10 +65,10 @@ AVX512_BF16 = replace(
     features="-prefer-256-bit,+avx512bf16",
     vectors=4,
     keys=128,
-    dot="avx512",
+    bf16="avx512",
 )
 AMX = replace(
-    AVX512_BF16, name="AMX", features="-prefer-256-bit,+avx512bf16,+amx-tile,+amx-bf16", dot="amx"
+    AVX512_BF16, name="AMX", features="-prefer-256-bit,+avx512bf16,+amx-tile,+amx-bf16", bf16="amx"
 )
 AVX2 = Target("AVX2", "x86_64-unknown-linux-gnu", "x86-64-v3", "", 32, rows=4, vectors=3)
 NEON = Target("NEON", "aarch64-unknown-linux-gnu", "generic", "+neon", 16, rows=8, vectors=3)

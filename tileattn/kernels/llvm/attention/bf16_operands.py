@@ -16,7 +16,7 @@ from tileattn.kernels.llvm.instructions.bfloat16 import narrowed, paired
 from tileattn.kernels.llvm.instructions.code import Code, i64
 from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
 from tileattn.kernels.llvm.sizes import BLOCK, ROWS, TERMS
-from tileattn.kernels.llvm.tiles.bf16_matmul import dot_product, grain
+from tileattn.kernels.llvm.tiles.bf16_matmul import bf16_matmul, grain
 from tileattn.kernels.llvm.tiles.bf16_rows import (
     copy_rows,
     pair_rows,
@@ -40,7 +40,7 @@ def _pairs(c: Code, memory: Scratch, columns: Any) -> Tile:
     return memory.tile(c.b.sdiv(c.rounded_up(columns, TERMS), i64(2)))
 
 
-class ForwardDot:
+class ForwardBf16:
     """Q in vector lanes, in pairs; rows of K as they lie, and V transposed."""
 
     def __init__(
@@ -66,7 +66,7 @@ class ForwardDot:
         source = p.row("k", self.batch, self.head, k0)
         k = whole_rows(self.kernel, c, source, p.k_j, n, p.D, self.k_rows)
         right, to = (self.q.start, i64(self.q.step)), (s.start, i64(s.step))
-        dot_product(self.kernel, c, self.used, n, p.D, k, right, to, add=False)
+        bf16_matmul(self.kernel, c, self.used, n, p.D, k, right, to, add=False)
         one = ir.Constant(c.scalar, 1.0)
         at_once = b.or_(read, b.fcmp_unordered("<=", p.scale, ir.Constant(c.scalar, 0.0)))
         s.multiply(n, b.select(at_once, p.scale, one))
@@ -96,10 +96,10 @@ class ForwardDot:
         v = transposed_block(c, p, "v", self.batch, self.head, k0), i64(2 * BLOCK)
         right = self.weights.start, i64(self.weights.step)
         to = self.acc.start, i64(self.acc.step)
-        dot_product(self.kernel, c, self.used, p.Dv, n, v, right, to, add=True)
+        bf16_matmul(self.kernel, c, self.used, p.Dv, n, v, right, to, add=True)
 
 
-class BackwardDot:
+class BackwardBf16:
     """K and V in vector lanes, in pairs; rows of Q and dO as they lie, and transposed."""
 
     def __init__(self, kernel: Kernel, c: Code, p: Params, memory: Scratch) -> None:
@@ -161,7 +161,7 @@ class BackwardDot:
         ):
             operands = self.used, self.n, columns, left, (right.start, i64(right.step))
             to = tile.start, i64(tile.step)
-            dot_product(self.kernel, self.c, *operands, to, add=False)
+            bf16_matmul(self.kernel, self.c, *operands, to, add=False)
         s.multiply(self.n, self.p.scale)
 
     def add_gradients(self, p: Any, ds: Any, visible: Bits, masked: Any, wait: Any) -> None:  # noqa: ARG002 - all operands are finite
@@ -175,7 +175,7 @@ class BackwardDot:
             left = transposed_block(c, self.p, name, self.batch, self.h, self.i0), i64(2 * BLOCK)
             right = self.pairs.start, i64(self.pairs.step)
             operands = self.used, columns, n, left, right, (to.start, i64(to.step))
-            dot_product(self.kernel, c, *operands, add=True)
+            bf16_matmul(self.kernel, c, *operands, add=True)
         self._round_rows(Tile(c, ds, self.kernel.target.vectors))
         wait()
         self._add_dq()
@@ -190,9 +190,9 @@ class BackwardDot:
         whole = b.icmp_signed("==", b.srem(n, i64(grain(self.kernel.target)[0])), i64(0))
         with b.if_else(whole) as (there, beside):
             with there:
-                dot_product(self.kernel, c, *operands, (dq, dq_step), add=True)
+                bf16_matmul(self.kernel, c, *operands, (dq, dq_step), add=True)
             with beside:
-                dot_product(self.kernel, c, *operands, (self.dq_rows, step), add=False)
+                bf16_matmul(self.kernel, c, *operands, (self.dq_rows, step), add=False)
 
                 def row(r: Any, _: Any) -> None:
                     place, more = c.at(dq, b.mul(r, dq_step)), c.at(self.dq_rows, b.mul(r, step))

@@ -14,7 +14,7 @@ from llvmlite import ir
 from tileattn.kernels.llvm.instructions.bfloat16 import WORDS
 from tileattn.kernels.llvm.instructions.code import I16, I64, Code, i64
 from tileattn.kernels.llvm.instructions.kernel import Params
-from tileattn.kernels.llvm.params import ARRAYS, DOT_ARRAYS
+from tileattn.kernels.llvm.params import ARRAYS, BF16_ARRAYS
 from tileattn.kernels.llvm.sizes import BLOCK, PAIR, TERMS
 from tileattn.kernels.llvm.tiles.bf16_rows import pair_rows
 from tileattn.kernels.llvm.tiles.tile import Tile, transpose_rows
@@ -29,7 +29,7 @@ def transposed_block(c: Code, p: Params, name: str, batch: Any, head: Any, row: 
     A block has a row for each column, up to whole vectors. Products that end within a pair read
     past the end of a row: the next row, or the next block, is written too, by `prepare`.
     """
-    b, shape = c.b, DOT_ARRAYS[name]
+    b, shape = c.b, BF16_ARRAYS[name]
     heads, length, columns = (getattr(p, x) for x in shape)
     blocks = b.sdiv(c.rounded_up(length, BLOCK), i64(BLOCK))
     block = b.add(b.mul(b.add(b.mul(batch, heads), head), blocks), b.sdiv(row, i64(BLOCK)))
@@ -40,7 +40,7 @@ def transposed_block(c: Code, p: Params, name: str, batch: Any, head: Any, row: 
 def prepare(c: Code, p: Params, _: Any, scratch: Any, number: Any) -> None:
     """Take one block of rows of one array."""
     b = c.b
-    for name, shape in DOT_ARRAYS.items():
+    for name, shape in BF16_ARRAYS.items():
         heads, length, columns = (getattr(p, x) for x in shape)
         blocks = b.sdiv(c.rounded_up(length, BLOCK), i64(BLOCK))
         count = b.select(p.given(name), b.mul(b.mul(p.B, heads), blocks), i64(0))

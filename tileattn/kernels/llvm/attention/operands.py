@@ -17,7 +17,7 @@ from tileattn.kernels.llvm.instructions.code import I1, Code, i64
 from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
 from tileattn.kernels.llvm.sizes import ROWS
 from tileattn.kernels.llvm.tiles.bits import Bits
-from tileattn.kernels.llvm.tiles.matmul import masked_product, product
+from tileattn.kernels.llvm.tiles.matmul import masked_matmul, matmul
 from tileattn.kernels.llvm.tiles.scratch import Scratch
 from tileattn.kernels.llvm.tiles.tile import Row, Tile, all_finite, convert_rows, transpose_rows
 
@@ -56,7 +56,7 @@ class ForwardBroadcast:
         k, k_step = self._load("k", self.k_rows, k0, n, self.p.D)
         a, to = (k, k_step, i64(self.c.size)), (s.start, i64(s.step))
         right = self.q.start, i64(self.q.step)
-        product(self.kernel, self.c, self.used, n, self.p.D, a, right, to, add=False)
+        matmul(self.kernel, self.c, self.used, n, self.p.D, a, right, to, add=False)
         s.multiply(n, self.p.scale_rest)
 
     def update(self, rows: RowState, n: Any, s: Tile, drop: Callable[[], None]) -> None:
@@ -74,9 +74,9 @@ class ForwardBroadcast:
         operands = self.used, p.Dv, n, a, (s.start, i64(s.step))
         with b.if_else(b.load(clean, typ=I1)) as (usual, nonfinite):
             with usual:
-                product(self.kernel, c, *operands, to, add=True)
+                matmul(self.kernel, c, *operands, to, add=True)
             with nonfinite:
-                masked_product(self.kernel, c, *operands, visible, to)
+                masked_matmul(self.kernel, c, *operands, visible, to)
 
     def _load(self, name: str, rows: Any, k0: Any, n: Any, columns: Any) -> tuple[Any, Any]:
         """Return keys or values as sums, with the step between rows: as they lie, or converted."""
@@ -157,7 +157,7 @@ class BackwardBroadcast:
         ):
             a, to = (left, step, i64(self.c.size)), (tile.start, i64(tile.step))
             operands = self.used, self.n, columns, a, (right.start, i64(right.step))
-            product(self.kernel, self.c, *operands, to, add=False)
+            matmul(self.kernel, self.c, *operands, to, add=False)
         s.multiply(self.n, self.p.scale_rest)
 
     def add_gradients(self, p: Any, ds: Any, visible: Bits, masked: Any, wait: Any) -> None:
@@ -192,9 +192,9 @@ class BackwardBroadcast:
     ) -> None:
         """Add a product; over visible pairs alone where the operands are not finite."""
         if seen is None:
-            product(self.kernel, self.c, vectors, n_i, n_k, a, b, to, add=True)
+            matmul(self.kernel, self.c, vectors, n_i, n_k, a, b, to, add=True)
         else:
-            masked_product(self.kernel, self.c, vectors, n_i, n_k, a, b, seen, to, of_a=of_a)
+            masked_matmul(self.kernel, self.c, vectors, n_i, n_k, a, b, seen, to, of_a=of_a)
 
     def _add_dq(self, grad: Any, grad_step: Any, seen: Any) -> None:
         """``dQ += dS K``, some vectors of columns at a time."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from tileattn.kernels.llvm.instructions.code import Code, i64
 from tileattn.kernels.llvm.instructions.numerics import exp, log, plus_log
-from tileattn.kernels.llvm.tiles.long_sums import Total
+from tileattn.kernels.llvm.tiles.compensated_sum import CompensatedSum
 from tileattn.kernels.llvm.tiles.tile import Tile
 
 M, L = 0, 1
@@ -143,7 +143,7 @@ class RowState:
         return [log(self.c, x) for x in self.state.row(L)]
 
 
-class TotalState(RowState):
+class CompensatedState(RowState):
     """Softmax of some rows over sections of their keys, or over splits.
 
     Parameters
@@ -157,8 +157,8 @@ class TotalState(RowState):
     ) -> None:
         super().__init__(c, state, acc, columns, one_row=one_row)
         self._low = low
-        self._l = Total(c, state, low)
-        self._acc = Total(c, acc, Tile(c, low.at(2), len(low.vectors)))
+        self._l = CompensatedSum(c, state, low)
+        self._acc = CompensatedSum(c, acc, Tile(c, low.at(2), len(low.vectors)))
 
     def start(self) -> None:
         """Take the state as it is for that of the first section."""

@@ -91,7 +91,7 @@ class Params:
 
         def look() -> None:
             unusual = c.load(self.row("unusual", batch, head), I64)
-            b.store(b.icmp_signed("==" if c.target.dot else "!=", unusual, i64(0)), ours)
+            b.store(b.icmp_signed("==" if c.target.bf16 else "!=", unusual, i64(0)), ours)
 
         c.when(self.given("unusual"), look)
         return b.load(ours, typ=I1)
@@ -157,7 +157,7 @@ class Kernel:
         tasks = p.tasks
         left = c.variable(I64, p.quota)
         take, work, done = (b.append_basic_block(n) for n in ("take", "work", "done"))
-        tiles = self.target.dot == "amx"
+        tiles = self.target.bf16 == "amx"
         if tiles:
             configure_tiles(c)
         b.branch(take)

@@ -22,10 +22,10 @@ _BLOCKS = {"avx512": ((4,), (4, 1)), "amx": ((32, 16), (2, 1))}
 
 def grain(target: Target) -> tuple[int, int]:
     """Rows and terms of the smallest product; of others they are multiples."""
-    return _BLOCKS[target.dot][0][-1], 32 if target.dot == "amx" else 2
+    return _BLOCKS[target.bf16][0][-1], 32 if target.bf16 == "amx" else 2
 
 
-def dot_product(
+def bf16_matmul(
     kernel: Kernel, c: Code, vectors: Any, n_i: Any, n_k: Any, a: Any, b: Any, to: Any, *, add: bool
 ) -> None:
     """Emit ``C[i, :] (+)= sum over k of A[i, k] * B[k, :]``.
@@ -34,7 +34,7 @@ def dot_product(
     from pair to pair, ``to = (C, c_i)``. What A and B have up to a multiple of the grain is 0 in
     one of them and finite in the other; C has such rows too.
     """
-    heights, widths = _BLOCKS[kernel.target.dot]
+    heights, widths = _BLOCKS[kernel.target.bf16]
     rows, terms = grain(kernel.target)
 
     def body(
@@ -55,7 +55,7 @@ def dot_product(
 
         _in_steps(c, n_i, heights, row)  # rows of A, which come from further away, are met once
 
-    function = kernel.function("dot_product", [I64, *_OPERANDS, I64, I64, I1], body)
+    function = kernel.function("bf16_matmul", [I64, *_OPERANDS, I64, I64, I1], body)
     c.b.call(function, [vectors, *a, *b, *to, n_i, n_k, ir.Constant(I1, add)])
 
 
@@ -70,9 +70,9 @@ def _in_steps(c: Code, count: Any, sizes: tuple[int, ...], body: Any) -> None:
 
 def _block(kernel: Kernel, rows: int, vectors: int) -> ir.Function:
     """Make the function whose sums are all in registers."""
-    body = _tiles if kernel.target.dot == "amx" else _vectors
+    body = _tiles if kernel.target.bf16 == "amx" else _vectors
     kinds = [*_OPERANDS, I64, I1]
-    return kernel.function(f"dot_{rows}x{vectors}", kinds, partial(body, rows, vectors))
+    return kernel.function(f"bf16_matmul_{rows}x{vectors}", kinds, partial(body, rows, vectors))
 
 
 def _vectors(

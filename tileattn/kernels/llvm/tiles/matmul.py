@@ -12,7 +12,7 @@ from tileattn.kernels.llvm.tiles.bits import Bits
 _OPERANDS = [POINTER, I64, I64, POINTER, I64, POINTER, I64, I64, I64]
 
 
-def product(
+def matmul(
     kernel: Kernel, c: Code, vectors: Any, n_i: Any, n_k: Any, a: Any, b: Any, to: Any, *, add: bool
 ) -> None:
     """Emit ``C[i, :] (+)= sum over k of A[i, k] * B[k, :]``.
@@ -27,11 +27,11 @@ def product(
         cases = [_whole(kernel, v + 1) for v in range(target.vectors)]
         c.choose(c.b.sub(count, i64(1)), [partial(c.b.call, f, arguments) for f in cases])
 
-    function = kernel.function("product", [I64, *_OPERANDS, I1], choose)
+    function = kernel.function("matmul", [I64, *_OPERANDS, I1], choose)
     c.b.call(function, [vectors, *a, *b, *to, n_i, n_k, ir.Constant(I1, add)])
 
 
-def masked_product(
+def masked_matmul(
     kernel: Kernel, c: Code, vectors: Any, n_i: Any, n_k: Any, a: Any, b: Any, visible: Bits,
     to: Any, *, of_a: bool = False,
 ) -> None:  # fmt: skip
@@ -62,7 +62,7 @@ def masked_product(
 
         c.loop(i64(0), n_i, lambda i, _: c.each(count, lambda v: vector(i, v)))
 
-    name = "masked_product_of_a" if of_a else "masked_product"
+    name = "masked_matmul_of_a" if of_a else "masked_matmul"
     function = kernel.function(name, [I64, *_OPERANDS, POINTER], body)
     c.b.call(function, [vectors, *a, *b, *to, n_i, n_k, visible.start])
 
@@ -85,7 +85,7 @@ def _whole(kernel: Kernel, vectors: int) -> ir.Function:
         c.loop(i64(0), tall, lambda i, _: block(i, parts[0]), step=rows)
         c.loop(tall, n_i, lambda i, _: block(i, parts[1]))
 
-    return kernel.function(f"product_{vectors}", [*_OPERANDS, I1], body)
+    return kernel.function(f"matmul_{vectors}", [*_OPERANDS, I1], body)
 
 
 def _block(kernel: Kernel, rows: int, vectors: int) -> ir.Function:
@@ -122,4 +122,4 @@ def _block(kernel: Kernel, rows: int, vectors: int) -> ir.Function:
                     c.store(x, place)
 
     kinds = [POINTER, I64, I64, POINTER, I64, POINTER, I64, I64, I1]
-    return kernel.function(f"product_{rows}x{vectors}", kinds, body)
+    return kernel.function(f"matmul_{rows}x{vectors}", kinds, body)

@@ -9,7 +9,7 @@ from tileattn.dtypes import DTYPES, one_of
 from tileattn.expressions.nodes import Kind
 
 
-class Arrays(list[Any]):
+class AuxArrays(list[Any]):
     """The arrays of a call: those of ``aux``, which are parameters, and any that are captured.
 
     Parameters

@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tileattn.backends.llvm import dot
 from tileattn.backends.llvm.arrays import Array, block_size
 from tileattn.backends.llvm.parameter_gradient import layouts, sharing
 from tileattn.backends.threads import worker_count
 from tileattn.call.problem import Operands, Problem
-from tileattn.kernels.llvm.params import DOT_ARRAYS
-from tileattn.kernels.llvm.sizes import DECODE_ROWS, ROWS, padded, state_bytes
+from tileattn.kernels.llvm.params import BF16_ARRAYS, BF16_TRANSPOSES
+from tileattn.kernels.llvm.sizes import BLOCK, DECODE_ROWS, ROWS, TERMS, padded, state_bytes
 from tileattn.kernels.llvm.target import Target
 
 _SERIAL_WORK = 1 << 22  # multiply-adds up to which starting a thread costs more than it brings
@@ -79,14 +78,32 @@ def divide(
         division = (_forward if kernel == "forward" else _backward)(P, target, x)
     division.values.update(zip(("block_q", "block_k"), block_size(P, x), strict=False))
     division.values["few"] = few
-    if not target.dot:
+    if not target.bf16:
         return division
     values, grids, workspace, _ = division
-    blocks = sum(dot.blocks(P, operand) for operand in DOT_ARRAYS if operand in arrays)
+    blocks = sum(_bf16_blocks(P, operand) for operand in BF16_ARRAYS if operand in arrays)
     prepare = _grid(blocks, forward_work(P))
-    return Division(
-        values, [prepare, *grids], lambda: workspace() | dot.workspace(P, kernel, target)
-    )
+    return Division(values, [prepare, *grids], lambda: workspace() | _transposes(P, kernel, target))
+
+
+def _bf16_blocks(P: Problem, operand: str) -> int:
+    """Count the blocks of an operand; ``bf16_prepare`` has one task for each."""
+    heads, length, _ = BF16_ARRAYS[operand]
+    return int(P.B * getattr(P, heads) * -(-getattr(P, length) // BLOCK))
+
+
+def _transposes(P: Problem, kernel: str, target: Target) -> dict[str, Array]:
+    """Allocate the transposed operands that the bfloat16 matmuls of a pass read.
+
+    A transpose is cut into blocks of rows. Matmuls may read up to TERMS elements past the last one.
+    """
+    arrays: dict[str, Array] = {}
+    for operand in BF16_TRANSPOSES[kernel]:
+        columns = padded(target, P.accum_dtype.itemsize, getattr(P, BF16_ARRAYS[operand][2]))
+        size = _bf16_blocks(P, operand) * columns * BLOCK
+        arrays[f"{operand}_t"] = x = np.empty(size + TERMS, np.uint16)
+        x[size:] = 0
+    return arrays
 
 
 def _forward(P: Problem, target: Target, _: Operands) -> Division:

@@ -23,7 +23,7 @@ def settled(c: Code, high: Any, low: Any) -> Any:
     return c.b.select(lost, high, c.b.fadd(high, low))
 
 
-class Total:
+class CompensatedSum:
     """Sums of sections, a tile each of what is added.
 
     Parameters

@@ -1,7 +1,7 @@
-"""NumPy's, PyTorch's and Python's names for functions of numbers that stand in for array elements.
+"""Array functions of NumPy, PyTorch and JAX on numbers that stand in for elements of arrays.
 
-A score function written for FlexAttention calls ``torch.where``, ``x.abs()`` or ``x.to(dtype)``. A
-class with `ArrayNames` takes these calls and makes each one of a function by its name in NumPy.
+A score function written for FlexAttention calls ``torch.where``, ``x.abs()`` or ``x.to(dtype)``.
+`ArrayFunctions` receives these calls and turns each one into a call by the function's NumPy name.
 """
 
 import inspect
@@ -48,7 +48,7 @@ sqrt square sub subtract tanh true_divide
 """Methods of tensors that are functions of the same name."""
 
 
-class ArrayNames:
+class ArrayFunctions:
     """A number on which functions are called by NumPy's names, by PyTorch's, and as methods."""
 
     __slots__ = ()
@@ -116,16 +116,16 @@ class ArrayNames:
 # --- functions whose arguments have names, or that are made of others ----------------------------
 
 
-def _where(n: ArrayNames, condition: Any, input: Any, other: Any) -> Any:
+def _where(n: ArrayFunctions, condition: Any, input: Any, other: Any) -> Any:
     return n.named("where", condition, input, other)
 
 
-def _masked_fill(n: ArrayNames, x: Any, mask: Any, value: Any) -> Any:
+def _masked_fill(n: ArrayFunctions, x: Any, mask: Any, value: Any) -> Any:
     return n.named("where", mask, value, x)
 
 
 def _clip(
-    n: ArrayNames,
+    n: ArrayFunctions,
     x: Any,
     min: Any = None,
     max: Any = None,
@@ -138,19 +138,19 @@ def _clip(
     return x if high is None else n.named("minimum", x, high)
 
 
-def _round(n: ArrayNames, x: Any, decimals: int = 0) -> Any:
+def _round(n: ArrayFunctions, x: Any, decimals: int = 0) -> Any:
     if decimals:
         raise n.refused(f"rounds to {decimals} decimals; it must be 0")
     return n.named("rint", x)
 
 
-def _div(n: ArrayNames, x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+def _div(n: ArrayFunctions, x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "trunc":
         raise n.refused("divides with rounding_mode='trunc'; it must be 'floor' or None")
     return n.named("divide" if rounding_mode is None else "floor_divide", x, other)
 
 
-def _isin(n: ArrayNames, x: Any, test_elements: Any, *, invert: bool = False) -> Any:
+def _isin(n: ArrayFunctions, x: Any, test_elements: Any, *, invert: bool = False) -> Any:
     values = getattr(test_elements, "tolist", lambda: test_elements)()
     if not isinstance(values, list | tuple | set | frozenset | range):
         raise n.refused("calls isin; its second argument must be a list of numbers")
@@ -165,7 +165,7 @@ def _flat(values: Any) -> list[Any]:
     return [y for x in values for y in (_flat(x) if isinstance(x, list | tuple) else [x])]
 
 
-def _to(n: ArrayNames, x: Any, *given: Any, **options: Any) -> Any:
+def _to(n: ArrayFunctions, x: Any, *given: Any, **options: Any) -> Any:
     """Convert to a dtype or to that of a value, among arguments that may be devices and flags."""
     for y in (*given, *options.values()):
         dtype = _dtype_of(y)
@@ -184,7 +184,7 @@ def _dtype_of(x: Any) -> Any:
     kind = getattr(getattr(x, "node", None), "kind", None)
     if kind is not None:
         return (bool, int, float)[kind]
-    return getattr(x.value if isinstance(x, ArrayNames) else x, "dtype", None)
+    return getattr(x.value if isinstance(x, ArrayFunctions) else x, "dtype", None)
 
 
 def _kind(dtype: Any) -> type:
@@ -201,7 +201,7 @@ def kind_name(dtype: Any) -> str | None:
 def _new(value: float) -> Callable[..., Any]:
     """Make a number with `Tensor.new_ones` and the like, whose size must be ()."""
 
-    def made(n: ArrayNames, x: Any, size: Any = (), *, dtype: Any = None, **_: Any) -> Any:
+    def made(n: ArrayFunctions, x: Any, size: Any = (), *, dtype: Any = None, **_: Any) -> Any:
         if tuple(size):
             raise n.refused(f"makes a tensor of size {tuple(size)}; its size must be ()")
         kind = _kind(_dtype_of(x) if dtype is None else dtype)
@@ -210,7 +210,7 @@ def _new(value: float) -> Callable[..., Any]:
     return made
 
 
-def _full_like(n: ArrayNames, x: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
+def _full_like(n: ArrayFunctions, x: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Any:
     if isinstance(fill_value, bool | int | float):
         fill_value = _kind(_dtype_of(x) if dtype is None else dtype)(fill_value)
     return n.named("where", n.named("equal", x, x), fill_value, fill_value)
