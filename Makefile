@@ -13,7 +13,7 @@ EXTRAS_dev  = dev$(or $(CUDA),$(NVRTC))
 EXTRAS_gpu  = dev$(CUDA)
 EXTRAS_bench = bench$(CUDA)
 
-.PHONY: help setup demo test test-gpu format lint types docs bench dist clean
+.PHONY: help setup demo test test-all test-gpu format lint types docs bench dist clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -29,8 +29,12 @@ setup: $(VENV)/dev.stamp  ## make .venv with everything that the targets below n
 demo: $(VENV)/demo.stamp  ## train a small GPT on the standard library's source (options: ARGS="...")
 	$(BIN)/python examples/beside_plain.py
 	$(BIN)/python examples/char_gpt.py $(ARGS)
-test: setup  ## run the tests that need no GPU (options: ARGS="...")
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 -m "not gpu" $(ARGS)
+
+PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8
+test: setup  ## run the quick tests, with a third of the random examples (options: ARGS="...")
+	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not gpu and not slow" $(ARGS)
+test-all: setup  ## run every test that needs no GPU, as continuous integration does
+	$(PYTEST) -m "not gpu" $(ARGS)
 test-gpu: $(VENV)/gpu.stamp  ## run the tests that need a GPU, in processes that share it
 	$(BIN)/python -m tools.gpu_tests $(ARGS)
 format: setup  ## rewrite the sources in the project's format

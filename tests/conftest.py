@@ -30,14 +30,29 @@ from tileattn.kernels.cuda.jit.compile import Compiled, compiled
 Array = NDArray[Any]
 
 
-# A deadline would fail on a busy machine. A change is judged by the same examples on every run;
-# HYPOTHESIS_PROFILE=random draws others, and ``thorough`` many of them, for a night.
-# Drawing a whole call of attention fills several arrays, which Hypothesis takes for too much.
+# Values of HYPOTHESIS_PROFILE. ``default`` draws the same examples on every run. ``quick`` draws a
+# third of them (``make test``), ``random`` others on each run, ``thorough`` 5000 for a night.
+# No deadline: it would fail on a busy machine. Drawing a whole call of attention fills several
+# arrays, which Hypothesis reports as too slow or too large.
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large)
 settings.register_profile("random", deadline=None, suppress_health_check=QUIET)
 settings.register_profile("thorough", settings.get_profile("random"), max_examples=5000)
 settings.register_profile("default", settings.get_profile("random"), derandomize=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
+settings.register_profile("quick", settings.get_profile("default"))
+settings.load_profile(PROFILE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Draw a third of the examples with the ``quick`` profile.
+
+    A profile alone does not reach the tests that set their own number of examples.
+    """
+    name = "_hypothesis_internal_use_settings"
+    tests = {x.function for x in items if isinstance(x, pytest.Function)}
+    for test in tests if PROFILE == "quick" else ():
+        if (own := getattr(test, name, None)) is not None:
+            setattr(test, name, settings(own, max_examples=-(-own.max_examples // 3)))
 
 
 class SmallTiles(NumpyBackend):
