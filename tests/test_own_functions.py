@@ -95,7 +95,7 @@ def test_what_is_refused(changed: dict[str, Any], error: type[Exception], messag
 
 def test_an_output_that_overlaps_aux_is_refused() -> None:
     memory = np.zeros((B, HQ, NQ, DV))
-    with pytest.raises(ValueError, match=r"^out overlaps aux\[0\]"):
+    with pytest.raises(ValueError, match=r"^out must not overlap aux\[0\]"):
         tileattn.forward(
             *(Q, K, V),
             out=memory,

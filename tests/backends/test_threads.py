@@ -294,7 +294,7 @@ def counted_afresh() -> Iterator[None]:
 @pytest.mark.parametrize("value", ["0", "-1", "two", " ", "1.5"])
 def test_number_of_threads_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("TILEATTN_NUM_THREADS", value)
-    message = f"^TILEATTN_NUM_THREADS is {value!r}; a positive integer is accepted$"
+    message = f"^TILEATTN_NUM_THREADS must be a positive integer; got {value!r}$"
     with pytest.raises(ValueError, match=message):
         threads.worker_count()
 

@@ -80,9 +80,7 @@ def test_a_number_of_threads_that_is_none(
     monkeypatch.setenv("TILEATTN_NUM_THREADS", "foo")
     threads.worker_count.cache_clear()
     assert main([command]) == 2
-    assert (
-        "TILEATTN_NUM_THREADS is 'foo'; a positive integer is accepted\n" in capsys.readouterr().err
-    )
+    assert "TILEATTN_NUM_THREADS must be a positive integer; got 'foo'\n" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("fresh")
@@ -93,5 +91,5 @@ def test_info_names_what_is_wrong_with_the_environment(
     monkeypatch.setenv("TILEATTN_BACKEND", "bar")
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert "TILEATTN_NUM_THREADS is 'foo'; a positive integer is accepted\n" in out
+    assert "TILEATTN_NUM_THREADS must be a positive integer; got 'foo'\n" in out
     assert "TILEATTN_BACKEND is 'bar', which is no backend; accepted are auto, " in out

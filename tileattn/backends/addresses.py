@@ -1,4 +1,4 @@
-"""Where arrays lie in memory: addresses, and the bytes that arrays of one layout reach."""
+"""Addresses of arrays, and the ranges of bytes that they span."""
 
 import ctypes
 import sys
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def byte_bounds(x: Any) -> tuple[int, int]:
-    """Give the bytes between which an array's elements lie, from its address on."""
+    """Return the range of bytes that an array spans, relative to its address."""
     return _bounds(x.shape, x.strides, x.itemsize)
 
 
@@ -21,14 +21,14 @@ def _bounds(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
 
 
 class Overlap:
-    """Tells from addresses alone whether an array that is written may share bytes with inputs.
+    """Test by addresses only whether an output may overlap inputs.
 
     Parameters
     ----------
     out : array
-        Has the layout of what is written.
+        An array with the layout of the output.
     inputs : iterable of array
-        Have the layouts of what is read.
+        Arrays with the layouts of the inputs.
     """
 
     def __init__(self, out: Any, inputs: Iterable[Any]) -> None:
@@ -36,7 +36,7 @@ class Overlap:
         self._inputs = [byte_bounds(x) for x in inputs]
 
     def __call__(self, at_out: int, addresses: Iterable[int]) -> bool:
-        """Whether it may: then somebody must look at the elements."""
+        """Return True if the byte ranges overlap; the elements may still be disjoint."""
         first, past = at_out + self._first, at_out + self._past
         for at, (lo, hi) in zip(addresses, self._inputs, strict=True):
             if at + lo < past and first < at + hi:
@@ -49,7 +49,7 @@ def _of_interface(x: Any) -> int:
     return address
 
 
-# The address is the first field of an array, behind the head that all objects have. NumPy's macro
+# The address is the first field of an array, after the object header. NumPy's macro
 # PyArray_DATA reads it there, in every extension that was ever compiled; NumPy's own attributes
 # take eight times as long.
 _HEAD = object.__basicsize__

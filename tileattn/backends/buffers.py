@@ -1,4 +1,4 @@
-"""Buffers that a caller provides: where a result goes, and a workspace."""
+"""Buffers that a caller provides: ``out`` and ``workspace``."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -16,25 +16,22 @@ from tileattn.results import Attention
 
 
 def ensure_writable(name: str, x: Any, inputs: Mapping[str, Any]) -> None:
-    """Raise ValueError if an array that is to be written is read-only or shares memory.
+    """Raise ValueError if an output array is read-only, or overlaps itself or an input.
 
-    Its elements may overlap neither one another nor an input; those of ``inputs`` that are no
-    arrays are passed over. Arrays too intricate to tell count as overlapping.
+    Inputs that are no arrays are ignored. If the exact test is too expensive, arrays count as
+    overlapping.
     """
     if not getattr(x.flags, "writeable", True):
-        raise ValueError(f"{called(name)} is read-only; a writable array is accepted")
+        raise ValueError(f"{called(name)} must be writable; got a read-only array")
     if _overlaps_itself(x):
-        raise ValueError(f"{called(name)} has elements that overlap; a plain array is accepted")
+        raise ValueError(f"{called(name)} must not overlap itself; some elements share memory")
     for other, y in inputs.items():
         if _share(x, y):
-            raise ValueError(
-                f"{called(name)} overlaps {called(other)}; an array with memory of its own is "
-                "accepted"
-            )
+            raise ValueError(f"{called(name)} must not overlap {called(other)}")
 
 
 def placed(result: Attention, out: Any | None) -> Attention:
-    """Write the output to ``out``, if there is one: in one go, after all else has succeeded."""
+    """Copy the output to ``out``, if given: at once, after all else has succeeded."""
     if out is None:
         return result
     out[...] = result.out
@@ -42,30 +39,28 @@ def placed(result: Attention, out: Any | None) -> Attention:
 
 
 def ensure_workspace(backend: Backend, x: Any, inputs: Mapping[str, Any]) -> None:
-    """Raise if ``backward`` cannot take an array as its workspace, whatever its size."""
-    from tileattn.kernels.cuda.plan.workspace import ALIGNED  # which nobody else on the CPU needs
+    """Raise if an array cannot be the workspace of ``backward``; the size is checked later."""
+    from tileattn.kernels.cuda.plan.workspace import ALIGNED  # late: other CPU calls lack it
 
     ensure_owned(backend, "workspace", x)
     check_dtype("workspace", x, (np.dtype(np.uint8),))
     if x.ndim != 1:
-        raise ValueError(f"workspace has shape {x.shape}; one axis is accepted")
+        raise ValueError(f"workspace must have one axis; got shape {x.shape}")
     if not x.flags.c_contiguous:
-        raise ValueError(
-            f"workspace has strides {x.strides}; bytes that are neighbours are accepted"
-        )
+        raise ValueError(f"workspace must be contiguous; got strides {x.strides}")
     ensure_writable("workspace", x, inputs)
     beyond = _address(x) % ALIGNED
     if beyond:
         raise ValueError(
-            f"workspace starts {beyond} bytes past a multiple of {ALIGNED}; a start at a multiple "
-            f"is accepted (workspace[{ALIGNED - beyond}:] has one)"
+            f"workspace must start at a multiple of {ALIGNED} bytes; it starts {beyond} bytes past "
+            f"one (workspace[{ALIGNED - beyond}:] fits)"
         )
     if not getattr(backend.backward, "takes_workspace", False):
-        raise UnsupportedError(f"backend {backend.name!r} takes no workspace; leave it out (None)")
+        raise UnsupportedError(f"workspace must be None: backend {backend.name!r} takes none")
 
 
 def _address(x: Any) -> int:
-    """Address of the first element; 0 where there is none, or only its own backend finds it."""
+    """Return the address of the first element; 0 if empty, or unknown outside its backend."""
     if not getattr(x, "size", 0):
         return 0
     if isinstance(x, np.ndarray):
@@ -74,7 +69,7 @@ def _address(x: Any) -> int:
 
 
 def _share(x: Any, y: Any) -> bool:
-    """Whether two arguments share memory; on a machine, host and devices have one address space."""
+    """Return True if two arguments overlap; host and devices share one address space."""
     at, there = _address(x), _address(y)
     if not at or not there:
         return False
@@ -84,7 +79,7 @@ def _share(x: Any, y: Any) -> bool:
 
 
 def _placed(x: Any, address: int) -> Any:
-    """Give a NumPy array of the same addresses, for a test that touches no memory."""
+    """Return a NumPy array at the same addresses; the overlap test reads no memory."""
     if isinstance(x, np.ndarray):
         return x
     described = {"shape": x.shape, "strides": x.strides, "typestr": f"|V{x.itemsize}"}
@@ -93,7 +88,7 @@ def _placed(x: Any, address: int) -> Any:
 
 
 def _overlaps_itself(x: Any) -> bool:
-    """Whether elements of an array share memory; no, where each axis steps over those within it."""
+    """Return True if elements overlap; False if each stride exceeds the extent of inner axes."""
     reach = x.itemsize
     for step, n in sorted((abs(s), n) for n, s in zip(x.shape, x.strides, strict=True) if n > 1):
         if step < reach:
@@ -101,14 +96,14 @@ def _overlaps_itself(x: Any) -> bool:
         reach += (n - 1) * step
     else:
         return False
-    # Of two elements that overlap, one has the lower index along some axis: 0 without loss of
-    # generality. The addresses are made up.
+    # Of two overlapping elements, one has the lower index along some axis; without loss of
+    # generality that index is 0. The addresses are made up.
     like = np.lib.stride_tricks.as_strided(np.empty(1, f"V{x.itemsize}"), x.shape, x.strides)
     return any(_overlap(*np.split(like, [1], axis)) for axis in range(like.ndim))
 
 
 def _overlap(a: Any, b: Any) -> bool:
-    """Whether two arrays share memory; arrays too intricate to tell count as sharing."""
+    """Return True if two arrays overlap; True too if the exact test is too expensive."""
     effort: Any = 10_000  # under 5 ms; slices of one packed array take a microsecond
     try:
         return np.shares_memory(a, b, max_work=effort)

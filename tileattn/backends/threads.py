@@ -1,8 +1,8 @@
-"""Threads: who does the work of a call, and sums whose order is fixed.
+"""Worker threads, and sums in a fixed order over parallel tasks.
 
-A ``KeyboardInterrupt`` arises in the main thread only, between any two steps, and so does a fork in
-a signal handler. So threads are handed their work in one step, and tasks that wait for one another
-in Python never run in the main thread: another one, the deputy, runs them for it.
+A ``KeyboardInterrupt``, or a fork in a signal handler, may happen in the main thread between any
+two bytecodes. So a job is handed over in one step, and tasks that wait for one another in Python
+never run in the main thread: a deputy thread runs them for it.
 """
 
 import os
@@ -22,11 +22,11 @@ Result = TypeVar("Result")
 
 @cache
 def worker_count() -> int:
-    """Threads that share the work: ``TILEATTN_NUM_THREADS``, or the cores this process may use."""
+    """Return the number of threads: ``TILEATTN_NUM_THREADS``, or the cores of this process."""
     wanted = os.environ.get("TILEATTN_NUM_THREADS")
     if wanted:
         if not wanted.isdigit() or int(wanted) < 1:
-            raise ValueError(f"TILEATTN_NUM_THREADS is {wanted!r}; a positive integer is accepted")
+            raise ValueError(f"TILEATTN_NUM_THREADS must be a positive integer; got {wanted!r}")
         return int(wanted)
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -34,7 +34,7 @@ def worker_count() -> int:
 
 
 def call(work: Work) -> None:
-    """Do some work."""
+    """Call a function."""
     work()
 
 
@@ -48,15 +48,15 @@ def run(tasks: Sequence[Work], within: Callable[[Work], None] = call) -> None:
     Parameters
     ----------
     tasks : sequence of callable
-        What is to be done, the longest first.
+        Tasks, the longest first.
     within : callable
-        Does the work that it is given; each thread runs its tasks inside of one call of it.
+        Calls its argument; each thread runs all its tasks inside one call of ``within``.
 
     Raises
     ------
     BaseException
-        What the first failing task raised, or an interrupt of this thread, after every running
-        task has come to its end.
+        Exception of the first failing task, or an interrupt of this thread, after all running
+        tasks have ended.
     """
     count = min(worker_count(), len(tasks))
     if count < 2:
@@ -69,23 +69,23 @@ def run(tasks: Sequence[Work], within: Callable[[Work], None] = call) -> None:
 
 
 def together(work: Work, count: int, stop: Work) -> None:
-    """Do the same work on so many threads at once, of which this is one.
+    """Run the same function on ``count`` threads at once, this one among them.
 
     Parameters
     ----------
     work : callable
-        Takes what there is to do until there is nothing left. It may not wait for a thread that
-        has not begun, for the workers may be busy.
+        Takes tasks until none is left. It must not wait for a thread that has not begun: the
+        workers may be busy.
     count : int
-        How many threads; fewer where they cannot be started.
+        Number of threads; fewer if they cannot be started.
     stop : callable
-        Makes ``work`` return soon, wherever it runs: after an error or an interrupt of this
-        thread, which waits no longer, and in the child of a fork, which lacks the other threads.
+        Makes ``work`` return soon on all threads. Called after an error or an interrupt of this
+        thread, which then waits no longer, and in a forked child, which lacks the other threads.
 
     Raises
     ------
     RuntimeError
-        In the child of a signal handler that has forked during this call.
+        In a forked child, if a signal handler has forked during this call.
     """
     jobs = _jobs(count - 1, work, stop)
     try:
@@ -104,19 +104,19 @@ def together(work: Work, count: int, stop: Work) -> None:
 
 
 def uninterrupted(work: Callable[[], Result], stop: Work = _nothing) -> Result:
-    """Do some work where no interrupt arises; one of this thread is raised after the work's end.
+    """Run a function on a thread without interrupts; raise an interrupt after its end.
 
     Parameters
     ----------
     work : callable
-        What is to be done.
+        The function.
     stop : callable
-        Makes it return sooner; called after an interrupt.
+        Makes ``work`` return sooner; called after an interrupt.
 
     Returns
     -------
     object
-        What the work returns.
+        Return value of ``work``.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -157,11 +157,11 @@ class _SharedTasks:
             self.failures.append(failure)
 
     def stop(self) -> None:
-        """Let no further task begin."""
+        """Start no further task."""
         self.failures.append(KeyboardInterrupt())
 
     def cause(self) -> BaseException:
-        """Return the first failure; that of a task that waited for another may be noted before."""
+        """Return the first failure that is not merely the failure of another task."""
         causes = [x for x in self.failures if not isinstance(x, _OtherTaskFailedError)]
         cause = (causes or self.failures)[0]
         self.failures.clear()
@@ -177,9 +177,9 @@ class _SharedTasks:
 
 
 class _Job:
-    """Work for another thread, which does it unless it is called off before.
+    """A job for another thread, which may be cancelled before it begins.
 
-    Whoever waits may be interrupted at any step, and wait again.
+    The waiting thread may be interrupted at any step, and wait again.
     """
 
     def __init__(self, work: Callable[[], Any], stop: Work) -> None:
@@ -191,7 +191,7 @@ class _Job:
         self._ended.acquire()
 
     def __call__(self) -> None:
-        """Do the work."""
+        """Run the job, unless it was cancelled."""
         if not self._begun.acquire(blocking=False):
             return
         try:
@@ -201,18 +201,18 @@ class _Job:
         self._finish()
 
     def wait(self) -> None:
-        """Wait until the work is done."""
+        """Wait until the job is done."""
         while not self._over:
             self._ended.acquire(timeout=0.1)  # Windows shows interrupts between waits only
 
     def end(self) -> None:
-        """Wait until the work is done; call it off where nobody has begun."""
+        """Cancel the job if it has not begun; otherwise wait until it is done."""
         if self._begun.acquire(blocking=False):
             self._finish()
         self.wait()
 
     def result(self) -> Any:
-        """Return what the work has returned, or raise what it has raised."""
+        """Return the job's result, or raise its exception."""
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -222,31 +222,31 @@ class _Job:
         return self._result
 
     def lose(self) -> None:
-        """End the work in a child, where there is no thread to do it."""
+        """Fail the job in a forked child, where no thread runs it."""
         if not self._over:
             self._failure = RuntimeError("the process was forked during this call")
             self._stop()
             self._finish()
 
     def _finish(self) -> None:
-        self._work = self._stop = _nothing  # a busy crew may hold what was called off for long
+        self._work = self._stop = _nothing  # a busy crew may hold a cancelled job for long
         self._over = True
         self._ended.release()
 
 
 class _Crew:
-    """Threads that do jobs one after another; a job is handed over in one step."""
+    """A pool of threads; a job is handed over in one step."""
 
     def __init__(self, count: int) -> None:
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._missing = count
 
     def start(self) -> bool:
-        """Start the threads that do not run yet; whether there are all. More do no harm."""
+        """Start the missing threads; return True if all run. More of them do no harm."""
         while self._missing > 0:
             try:
                 threading.Thread(target=self._serve, name="tileattn", daemon=True).start()
-            except RuntimeError:  # the interpreter shuts down, or there is no thread to be had
+            except RuntimeError:  # the interpreter shuts down, or the system has no more threads
                 return False
             self._missing -= 1
         return True
@@ -261,7 +261,7 @@ class _Crew:
 
 
 class _Own(threading.local):
-    """Jobs that calls of the current thread have made, one inside the other."""
+    """Jobs of nested calls of the current thread."""
 
     jobs: tuple[ref[_Job], ...] = ()
 
@@ -287,7 +287,7 @@ def _deputy() -> _Crew:
 
 
 def _forget_other_threads() -> None:
-    """Do without the threads that have not survived a fork."""
+    """Forget the threads that have not survived a fork."""
     _crew.cache_clear()
     _deputy.cache_clear()
     for job in filter(None, (made() for made in _own.jobs)):
@@ -299,7 +299,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _OtherTaskFailedError(RuntimeError):
-    """Another task of this call, for which this one waits, has failed."""
+    """Another task of this call, which this one waited for, has failed."""
 
 
 class OrderedSums:
@@ -312,7 +312,7 @@ class OrderedSums:
     Parameters
     ----------
     tasks : int
-        How many tasks there are.
+        Number of tasks.
     """
 
     def __init__(self, tasks: int) -> None:
@@ -322,7 +322,7 @@ class OrderedSums:
 
     @contextmanager
     def task(self, number: int) -> "Iterator[_Turn]":
-        """Give the turn of one task, which is done with all blocks at the end."""
+        """Yield the turn of one task; at the end, the task is done with all blocks."""
         turn = _Turn(self, number)
         try:
             yield turn
@@ -342,7 +342,7 @@ class OrderedSums:
                 raise _OtherTaskFailedError
 
     def finish(self, task: int, block: int) -> None:
-        """Say that a task is done with the blocks up to this one, as are all before it."""
+        """Publish that this and all earlier tasks are done with the blocks up to ``block``."""
         with self._changed:
             self._done[task] = block + 1
             self._changed.notify_all()
@@ -355,18 +355,18 @@ class OrderedSums:
 
 
 class _Turn:
-    """The part of one task in ordered sums."""
+    """One task's turn to add to the blocks."""
 
     def __init__(self, sums: OrderedSums, task: int) -> None:
         self._sums = sums
         self._task = task
-        self._waited = -1  # block; earlier tasks are done with all up to it
+        self._waited = -1  # earlier tasks are done with all blocks up to this one
 
     def begin(self, block: int) -> None:
-        """Say that this task is done with the blocks before this one.
+        """Publish that this task is done with the blocks before ``block``.
 
-        Only those up to the last one that it waited for: of later ones it does not know whether
-        earlier tasks are done with them.
+        Only blocks up to the last one that it waited for are published: earlier tasks may not be
+        done with later ones.
         """
         if block > self._waited >= 0:
             self._sums.finish(self._task, self._waited)

@@ -1,8 +1,8 @@
-"""The backward kernel: twin of ``backward_block`` and ``backward_tile`` in ``spec.py``.
+"""The backward kernel, as ``backward_block`` and ``backward_tile`` in ``algorithm/spec.py``.
 
-A task has the keys of one block, in vector lanes; so a tile of scores has a row for each query, Q
-and dO are broadcast element by element, and dK and dV stay in scratch memory, transposed. Key block
-n adds to the dQ of a query block after key block n - 1 has, so sums have one order.
+A task computes one key block, whose keys lie in vector lanes. A tile of scores has a row for each
+query: Q and dO are broadcast element by element, and dK and dV stay in scratch memory, transposed.
+Key block n adds to the dQ of a query block after key block n - 1, so sums have one order.
 """
 
 from functools import partial
@@ -64,10 +64,10 @@ def build(
 
 
 def _interleaved(c: Code, p: Params, number: Any) -> tuple[Any, Any]:
-    """Give the group of heads and the block of keys of a task.
+    """Return the head group and the key block of a task.
 
-    Key blocks of a group wait for one another, in their order. So tasks go round as many groups as
-    there are threads; of the last groups there may be fewer.
+    Key blocks of a group wait for one another, in order. So consecutive tasks belong to different
+    groups, as many as there are threads; the last round may have fewer.
     """
     b = c.b
     size = b.mul(p.chains, p.blocks)
@@ -182,7 +182,7 @@ class _Block:
             self.store_keys(name, tile, columns)
 
     def add_section(self) -> None:
-        """Add dK and dV to the sums of all sections; begin the next section."""
+        """Add dK and dV of this section to the totals, and start the next section."""
         c, b, zero = self.c, self.c.b, [self.c.const(0.0)] * self.vectors
         first = b.not_(b.load(self.several, typ=I1))
         for tile, columns, total in self.sums:
@@ -197,7 +197,7 @@ class _Block:
         b.store(i64(0), self.tiles)
 
     def settle(self) -> None:
-        """Make dK and dV the sums of all sections."""
+        """Replace dK and dV by their totals over all sections."""
         self.add_section()
         for tile, columns, total in self.sums:
             self.c.each(columns, partial(self._store_total, tile, total))
@@ -207,7 +207,7 @@ class _Block:
         tile.put(d, total.value(d))
 
     def store_keys(self, name: str, tile: Tile, columns: Any) -> None:
-        """Store the columns of a tile, times their weights, as the rows of the block's keys."""
+        """Store the columns of a tile, times the weight of each, as rows of dK or dV."""
         c, p, kernel = self.c, self.p, self.kernel
 
         def body(
@@ -225,7 +225,7 @@ class _Block:
     # -- tiles -----------------------------------------------------------------------------------
 
     def tile(self, g: Any, h: Any, query_block: Any, i0: Any, n: Any) -> None:
-        """Recompute the probabilities of one tile, and add its parts of all gradients."""
+        """Recompute the probabilities of one tile and add to all gradients."""
         b, p = self.c.b, self.p
         self.operands.load_queries(self.batch, h, i0, n)
         self.operands.scores(self.s, self.ds)
@@ -242,7 +242,7 @@ class _Block:
         self.publish(b.add(order, i64(1)))
 
     def probabilities(self, h: Any, i0: Any, n: Any) -> Any:
-        """Turn scaled products into probabilities; return whether some are masked out."""
+        """Turn scaled scores into probabilities; return True if some pairs are masked out."""
         c, b, p = self.c, self.c.b, self.p
 
         def alike(x: Any) -> list[Any]:
@@ -382,7 +382,7 @@ class _Block:
 
         def of_rows(r: Any, _: Any) -> None:
             to, source = p.row("dbias", self.batch, h, b.add(i0, r)), self.ds.at(r)
-            wide = ir.DoubleType()  # of a sum over all keys
+            wide = ir.DoubleType()  # the sum over all keys is in float64
 
             def element(j: Any, total: list[Any]) -> list[Any]:
                 return [b.fadd(total[0], c.load(c.at(source, c.bytes_of(j)), c.scalar))]
@@ -417,7 +417,7 @@ class _Block:
         c.when(some, lambda: c.spin_until(done))
 
     def take_turn(self, order: Any, h: Any, query_block: Any) -> None:
-        """Wait for earlier key blocks; if they end a section, add their dQ to that of all."""
+        """Wait for earlier key blocks; if they complete a section, add its dQ to the total."""
         c, b, p = self.c, self.c.b, self.p
         self.wait(order)
 
@@ -435,6 +435,6 @@ class _Block:
         c.when(p.given("dq_section"), look)
 
     def publish(self, order: Any) -> None:
-        """Say that this key block, and all before it, are done with what comes before ``order``."""
+        """Publish that this and all earlier key blocks are done with tiles before ``order``."""
         c, b, p = self.c, self.c.b, self.p
         b.atomic_rmw("xchg", c.at(p.semaphore, b.mul(self.number, i64(8))), order, "release")

@@ -1,4 +1,4 @@
-"""The backward kernels that take rows: twins of ``preprocess`` and of the end of ``backward``."""
+"""The backward kernels over blocks of query rows: delta before, and dQ after the key blocks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from tileattn.kernels.llvm.tiles.tile import Tile, size_of, store_row
 
 
 def _row_of(c: Code, p: Params, number: Any) -> tuple[Any, Any, Any]:
-    """Batch entry, head and first query of a task that has up to ROWS queries of one head."""
+    """Return batch entry, head and first query of a task of up to ROWS queries of one head."""
     b = c.b
     blocks = b.sdiv(b.add(p.Nq, i64(ROWS - 1)), i64(ROWS))
     head, n = b.sdiv(number, blocks), b.srem(number, blocks)
@@ -24,7 +24,7 @@ def _row_of(c: Code, p: Params, number: Any) -> tuple[Any, Any, Any]:
 def _each_row(
     c: Code, p: Params, batch: Any, head: Any, first: Any, row: Callable[[Any, Any], None]
 ) -> None:
-    """Run ``row(i, _)`` for the queries of a task, if its head is one that is computed here."""
+    """Run ``row(i, _)`` for the queries of a task, if this target computes its head."""
     end = c.smaller(p.queries(batch), c.b.add(first, i64(ROWS)))
     ours = p.computes(batch, c.b.sdiv(head, p.group))
     c.when(ours, lambda: c.loop(first, end, row) and None)
@@ -66,9 +66,9 @@ def preprocess(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any)
 def add_dq_section(
     c: Code, p: Params, batch: Any, head: Any, i: Any, *, settle: bool = False
 ) -> None:
-    """Add a query's dQ of a section of keys to that of all sections; begin the next one.
+    """Add the dQ of one query over a section of keys to its total, and start the next section.
 
-    ``settle`` makes it the sum of all sections.
+    With ``settle``, replace it by the total.
     """
     dq, high, low = (
         Tile(c, p.row(name, batch, head, i), 1) for name in ("dq_accum", "dq_high", "dq_low")

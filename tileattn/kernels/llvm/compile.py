@@ -1,4 +1,4 @@
-"""From IR to functions: LLVM compiles a module for this CPU, and the disk cache keeps the code."""
+"""Compile IR to functions with LLVM; the disk cache keeps the object code."""
 
 import ctypes
 import functools
@@ -18,14 +18,14 @@ from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC
 from tileattn.kernels.llvm.user_functions import LIBRARY, NO_FUNCTIONS, Functions
 
 MEMORY = ("memset", "memcpy", "memmove")
-"""Functions of the C library that LLVM makes of loops."""
+"""Functions of the C library into which LLVM turns loops."""
 
 MODULES = {
     "forward": ("forward",),
     "decode": ("decode",),
     "backward": ("backward_preprocess", "backward", "backward_dq_convert"),
 }
-"""The modules, and the functions of each; what multiplies bfloat16 has one more, the first."""
+"""Functions of each module; with bfloat16 instructions ``bf16_prepare`` comes first."""
 
 SOURCE_FOLDERS = (Path(__file__).parent, Path(nodes.__file__).parent)
 """Folders whose sources determine the IR: the builders, and the expressions of user functions."""
@@ -43,7 +43,7 @@ _lock = threading.RLock()  # a signal handler may call the package while this th
 _engines: list[Any] = []  # own the code
 
 
-if hasattr(os, "register_at_fork"):  # a child could not end what another thread has LLVM do
+if hasattr(os, "register_at_fork"):  # in a child, a compilation by another thread never ends
     os.register_at_fork(
         before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
     )
@@ -51,7 +51,7 @@ if hasattr(os, "register_at_fork"):  # a child could not end what another thread
 
 @functools.cache
 def _cpu() -> tuple[str, str, Any]:
-    """Ask LLVM for this machine's platform, the name of its CPU, and the CPU's features."""
+    """Return this machine's target triple, CPU name and CPU features, from LLVM."""
     from llvmlite import binding as llvm
 
     with _lock:
@@ -60,7 +60,7 @@ def _cpu() -> tuple[str, str, Any]:
 
 @functools.cache
 def host() -> Target:
-    """Find out what this CPU can do."""
+    """Return the target of this CPU."""
     triple, name, features = _cpu()
     kind = next(t for t, needed in _FEATURES if all(features.get(f) for f in needed))
     if triple.startswith(("aarch64", "arm64")):  # LLVM names no features on macOS
@@ -71,7 +71,7 @@ def host() -> Target:
 
 @functools.cache
 def bf16_host() -> Target | None:
-    """Find out by which instructions this CPU multiplies bfloat16, if by any."""
+    """Return the target with this CPU's bfloat16 instructions, AMX first; None without any."""
     features, usual = _cpu()[2], host()
     if usual.name != AVX512.name or not features.get("avx512bf16"):
         return None
@@ -81,7 +81,7 @@ def bf16_host() -> Target | None:
 
 
 def _may_use_tiles() -> bool:
-    """Ask Linux for the state of AMX tiles, once for all threads of the process."""
+    """Ask Linux for permission to use AMX tiles, once for all threads of the process."""
     if not sys.platform.startswith("linux"):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
@@ -90,20 +90,20 @@ def _may_use_tiles() -> bool:
 
 
 class Module(NamedTuple):
-    """What is compiled, and for what.
+    """The specification of a compiled module.
 
     Parameters
     ----------
     name : str
-        Of the kernel.
+        Kernel: a key of `MODULES`.
     target : Target
-        What it is compiled for.
+        CPU to compile for.
     dtype, accum_dtype : str
-        Of q, k and v, and of sums.
+        Dtype of q, k and v, and of sums.
     own : Functions
-        The caller's own.
+        Functions of the caller.
     layout : Layout
-        How sequences lie in the arrays.
+        Memory layout of the sequences.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Module(NamedTuple):
 
 @functools.cache
 def functions(module: Module) -> tuple[Function, ...]:
-    """Return the functions of a module in their order, compiled or from the disk."""
+    """Return the functions of a module in launch order, from the disk cache or compiled."""
     from llvmlite import binding as llvm
 
     inputs = key_of(module)
@@ -135,7 +135,7 @@ def functions(module: Module) -> tuple[Function, ...]:
 
 
 def key_of(module: Module) -> str:
-    """Name a module's code in the disk cache: a digest of all that the code follows from."""
+    """Return the key of a module in the disk cache: a digest of everything that shapes its code."""
     import llvmlite
     from llvmlite import binding as llvm
 
@@ -145,7 +145,7 @@ def key_of(module: Module) -> str:
 
 
 def names_of(name: str, target: Target) -> tuple[str, ...]:
-    """Name the functions of a module, in the order in which they run."""
+    """Return the names of a module's functions, in launch order."""
     return ("bf16_prepare", *MODULES[name]) if target.bf16 else MODULES[name]
 
 
@@ -166,7 +166,7 @@ def emitted(module: Module) -> Any:
 
 
 def optimized(module: Any, target: Target) -> Any:
-    """Let LLVM read, verify and optimize a module."""
+    """Parse, verify and optimize a module with LLVM."""
     from llvmlite import binding as llvm
 
     _initialize()
@@ -181,7 +181,7 @@ def optimized(module: Any, target: Target) -> Any:
 
 
 def machine(target: Target) -> Any:
-    """Make what generates code for a target."""
+    """Return LLVM's code generator for a target."""
     from llvmlite import binding as llvm
 
     _initialize()

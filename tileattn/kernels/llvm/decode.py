@@ -1,9 +1,9 @@
-"""The forward kernel for few rows, split over the keys: Flash-Decoding.
+"""The decoding kernel: forward for few rows, split over the keys (Flash-Decoding).
 
-A task has up to ROWS rows of one key head, row ``g * Nq + i`` being query i of the g-th query head
-of the group, and the keys of one split. Keys lie in vector lanes of scores, columns in those of
-outputs; so K and V are read once, where they lie. Where a split starts depends on its keys alone.
-The task that ends last merges the splits of its rows, in their order.
+A task computes up to DECODE_ROWS rows of one key head over the keys of one split; row
+``g * Nq + i`` is query i of the g-th query head of the group. Vector lanes hold keys in scores, and
+columns in outputs, so K and V are read once, in place. Splits start at fixed keys, whatever the
+batch. The task that ends last merges the splits of its rows, in order.
 
 References
 ----------
@@ -76,7 +76,7 @@ class _Split:
         self.length, self.offset = (
             c.load(c.row(x, i64(8), self.batch), I64) for x in (p.kv_lengths, p.q_offset)
         )
-        self.vectors = DECODE_KEYS // c.lanes  # of the scores of a row
+        self.vectors = DECODE_KEYS // c.lanes  # score vectors of a row
         self.score_vectors = b.mul(self.rows, i64(self.vectors))
         memory = Scratch(c, scratch, 1)
         vectors = DECODE_ROWS * self.vectors
@@ -84,7 +84,7 @@ class _Split:
         self.visible, self.keep = (memory.bits(vectors) for _ in range(2))
         self.d_step, dv_step = (c.bytes_of(c.rounded_up(n, c.lanes)) for n in (p.D, p.Dv))
         self.q = memory.rows(DECODE_ROWS, c.rounded_up(p.D, c.lanes))
-        self.columns = b.sdiv(dv_step, i64(self.s.step))  # vectors of a row of the output
+        self.columns = b.sdiv(dv_step, i64(self.s.step))  # vectors of an output row
         self.state_step = b.add(dv_step, i64(2 * self.s.step))
         columns = b.sdiv(self.state_step, i64(c.size))
         self.states = memory.rows(DECODE_ROWS, columns)
@@ -97,7 +97,7 @@ class _Split:
         i0 = b.select(one_head, b.srem(self.r0, Nq), i64(0))
         i1 = b.select(one_head, b.srem(last, Nq), b.sub(Nq, i64(1)))
         low, high = self.low(i0), self.high(i1)
-        self.full = self.low(i1), self.high(i0)  # what every row attends to
+        self.full = self.low(i1), self.high(i0)  # keys that every row attends to
         first = b.sdiv(low, p.split_keys)
         end = b.sdiv(b.add(high, b.sub(p.split_keys, i64(1))), p.split_keys)
         self.splits = c.larger(i64(1), b.sub(end, first))
@@ -115,37 +115,37 @@ class _Split:
     # -- rows ------------------------------------------------------------------------------------
 
     def query(self, r: Any) -> tuple[Any, Any]:
-        """Head and query of a row of the task."""
+        """Return head and query of a row of the task."""
         b, p, row = self.c.b, self.p, self.c.b.add(self.r0, r)
         g = b.sdiv(row, self.Nq)
         return b.add(b.mul(self.head, p.group), g), b.sub(row, b.mul(g, self.Nq))
 
     def low(self, i: Any) -> Any:
-        """Give the first key that the window and the length let query i attend to."""
+        """Return the first key that window and length let query i attend to."""
         first = self.c.b.sub(self.c.b.add(i, self.offset), self.p.left)
         return self.c.larger(i64(0), self.c.smaller(first, self.length))
 
     def high(self, i: Any) -> Any:
-        """Give the key after the last one."""
+        """Return the end of the keys that query i attends to."""
         last = self.c.b.add(self.c.b.add(i, self.offset), self.p.right)
         end = self.c.b.add(last, i64(1))
         return self.c.larger(i64(0), self.c.smaller(end, self.length))
 
     def state(self, start: Any) -> RowState:
-        """Give the state of one row."""
+        """Return the state of one row, stored at an address."""
         state = Tile(self.c, start, 1)
         return RowState(self.c, state, Tile(self.c, state.at(2), 1), self.columns, one_row=True)
 
     def state_of_split(self, split: Any, r: Any) -> RowState:
-        """Give the state of a row over the keys of a split."""
+        """Return the state of a row over the keys of a split."""
         return self.state(self.p.row("partials", self.block, split, r))
 
     def state_of_tile(self, r: Any) -> RowState:
-        """Give the state of a row over the keys of a tile."""
+        """Return the state of a row over the keys of a tile."""
         return self.state(self.c.row(self.states, self.state_step, r))
 
     def attend(self, low: Any, high: Any) -> None:
-        """Compute the states of all rows over some keys."""
+        """Compute the states of all rows over a range of keys."""
         c, b, p = self.c, self.c.b, self.p
 
         def row(r: Any) -> None:
@@ -165,7 +165,7 @@ class _Split:
         c.loop(first, high, tile, step=DECODE_KEYS)
 
     def block_kind(self, k0: Any, k1: Any) -> tuple[Any, Any]:
-        """Whether the block mask leaves something of a tile, and whether all of it."""
+        """Return whether the block mask leaves some pair of a tile visible, and whether all."""
         c, b, p = self.c, self.c.b, self.p
         some, full = (c.variable(I1, ir.Constant(I1, 1)) for _ in range(2))
 
@@ -183,7 +183,7 @@ class _Split:
         return b.load(some, typ=I1), b.load(full, typ=I1)
 
     def finalize(self, r: Any) -> None:
-        """Merge the splits of a row; divide, and store it."""
+        """Merge the splits of a row, divide by the denominator, and store it."""
         c, b, p = self.c, self.c.b, self.p
         h, i = self.query(r)
         first, low = self.state_of_split(i64(0), r), c.row(self.states, self.state_step, r)
@@ -211,7 +211,7 @@ class _Split:
     # -- tiles -----------------------------------------------------------------------------------
 
     def add_tile(self, k0: Any, n: Any, full: Any) -> None:
-        """Add the state over n keys, from k0 on, to that of the split."""
+        """Merge the state over n keys, starting at k0, into the state of the split."""
         c, b, p = self.c, self.c.b, self.p
         k, v = self.rows_of("k", p.D, k0, n), self.rows_of("v", p.Dv, k0, n)
         s = self.s.start, i64(self.vectors * self.s.step)
@@ -237,7 +237,7 @@ class _Split:
         c.each(self.rows, merge)
 
     def rows_of(self, name: str, columns: Any, k0: Any, n: Any) -> tuple[Any, Any]:
-        """Give the first row of some keys or values, and the step."""
+        """Return the address of the first row of some keys or values, and the row stride."""
         c, size = self.c, size_of(self.kernel.dtype)
         step = c.b.mul(columns, i64(size))
         copies = getattr(self, f"{name}_rows"), step
@@ -245,7 +245,7 @@ class _Split:
         return self.p.key_rows(name, self.batch, self.head, k0, n, copies, copy)
 
     def modify(self, k0: Any, n: Any, full: Any) -> Any:
-        """Turn products into scores; return whether some are masked out."""
+        """Turn scaled products into scores; return True if some pairs are masked out."""
         c, b, p = self.c, self.c.b, self.p
         c.when(p.given("bias"), lambda: self.load_bias(k0, n))
         pairs = self.pairs(k0, b.add(k0, n))
@@ -268,7 +268,7 @@ class _Split:
         return masked
 
     def pairs(self, k0: Any, end: Any) -> Pairs:
-        """Give the queries and keys of each vector of scores."""
+        """Return the queries and keys of each vector of scores."""
         c, b, p = self.c, self.c.b, self.p
 
         def slope(n: Any) -> list[Any]:
@@ -292,11 +292,11 @@ class _Split:
         )
 
     def query_of(self, n: Any) -> tuple[Any, Any]:
-        """Head and query of a vector of scores."""
+        """Return head and query of a vector of scores."""
         return self.query(self.c.b.sdiv(n, i64(self.vectors)))
 
     def keys_of(self, k0: Any, n: Any) -> Any:
-        """Give the keys of a vector of scores."""
+        """Return the keys of a vector of scores."""
         c, b = self.c, self.c.b
         first = b.add(k0, b.mul(b.srem(n, i64(self.vectors)), i64(c.lanes)))
         return b.add(c.splat(c.narrow(first)), ir.Constant(c.integers, list(range(c.lanes))))
@@ -313,7 +313,7 @@ class _Split:
         c.each(self.rows, row)
 
     def load_bits(self, to: Bits, find: Callable[..., Any], k0: Any, n: Any) -> None:
-        """Store bits for each vector of scores; ``find`` gives those of up to 64 keys of a row."""
+        """Store bits for each vector of scores; ``find`` returns the bits of 64 keys of a row."""
         c, b = self.c, self.c.b
 
         def row(r: Any) -> None:
@@ -328,7 +328,7 @@ class _Split:
         c.each(self.rows, row)
 
     def drop(self, k0: Any, n: Any) -> None:
-        """Take out the probabilities that dropout drops."""
+        """Set the probabilities that dropout drops to 0."""
         c, b = self.c, self.c.b
         self.load_bits(self.keep, partial(kept_keys, c, self.p, self.batch), k0, n)
 

@@ -1,8 +1,8 @@
-"""The forward kernel: twin of ``forward_block`` in ``algorithm/spec.py``.
+"""The forward kernel, as ``forward_block`` in ``algorithm/spec.py``.
 
-A task has up to W rows of one key head, where W is a few vectors: row ``g * Nq + i`` is query i of
-the g-th query head of the group. Rows lie in vector lanes; so a tile of scores has a row for each
-key, K and V are broadcast element by element, and no reduction is horizontal.
+A task computes up to W rows of one key head, where W is a few vectors: row ``g * Nq + i`` is query
+i of the g-th query head of the group. Rows lie in vector lanes. A tile of scores has a row for each
+key: K and V are broadcast element by element, and no reduction is horizontal.
 """
 
 from collections.abc import Callable, Sequence
@@ -127,9 +127,9 @@ class _Block:
     # -- rows ------------------------------------------------------------------------------------
 
     def load_rows(self) -> list[Any]:
-        """Load the queries and what masks and modifiers need of them; return ranges of keys.
+        """Load the queries and their facts for masks and modifiers; return two ranges of keys.
 
-        The ranges are that of keys that some row attends to, and that which every row does.
+        Some row attends to each key of the first range; every row attends to each of the second.
         """
         c, b, p = self.c, self.c.b, self.p
         length = c.load(c.at(p.kv_lengths, b.mul(self.batch, i64(8))), I64)
@@ -165,7 +165,7 @@ class _Block:
         return [c.smaller(low, high), high, full_low, full_high]
 
     def row(self, name: str, r: Any, *columns: Any) -> Any:
-        """Address of what an array has for a row."""
+        """Return the address of the row of an array that belongs to row r of the task."""
         return self.p.row(name, self.batch, self.fact(_HEAD, r), self.fact(_QUERY, r), *columns)
 
     def put_fact(self, fact: int, r: Any, x: Any) -> None:
@@ -179,7 +179,7 @@ class _Block:
         return c.b.sext(x, I64) if c.size < 8 else x
 
     def of_heads(self, name: str) -> list[Any]:
-        """Gather a number of each row's head."""
+        """Load a per-head number for each row."""
         c = self.c
 
         def body(r: Any, _: Any) -> None:
@@ -204,7 +204,7 @@ class _Block:
         return c.loop(b.sdiv(self.r0, Nq), b.add(last, i64(1)), head, state)
 
     def block_kind(self, k0: Any, k1: Any) -> tuple[Any, Any]:
-        """Whether the block mask leaves something of a tile, and whether all of it."""
+        """Return whether the block mask leaves some pair of a tile visible, and whether all."""
         c, b, p = self.c, self.c.b, self.p
         some, full = (c.variable(I1, same(I1, 1)) for _ in range(2))
 
@@ -246,7 +246,7 @@ class _Block:
         self.operands.add_values(k0, n, self.s, self.visible, masked)
 
     def pairs(self, k0: Any) -> Pairs:
-        """Give the queries and keys of the tile whose first key is k0."""
+        """Return the queries and keys of the tile whose first key is k0."""
         c, b = self.c, self.c.b
 
         def keys(j: Any) -> list[Any]:
@@ -302,7 +302,7 @@ class _Block:
         c.loop(i64(0), n, run, step=64)
 
     def drop(self, k0: Any, n: Any) -> None:
-        """Take out the probabilities that dropout drops."""
+        """Set the probabilities that dropout drops to 0."""
         c, b, p = self.c, self.c.b, self.p
 
         def head(g: Any, i0: Any, i1: Any, _: Any) -> tuple[()]:
@@ -326,7 +326,7 @@ class _Block:
         c.loop(i64(0), n, body)
 
     def finalize(self, rows: RowState) -> None:
-        """Divide, and store the rows."""
+        """Divide by the denominator, and store the rows."""
         c, p = self.c, self.p
         lse, weight = rows.finalize(p.dropout_scale)
         for row, x in ((1, rows.log_l()), (2, lse), (3, weight)):  # m is row 0

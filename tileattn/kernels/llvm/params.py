@@ -1,4 +1,4 @@
-"""What a kernel is told: one block of 64-bit fields, packed here and read by the kernels."""
+"""The parameter block of a kernel: 64-bit fields, packed here and read by the kernels."""
 
 import struct
 from typing import Any, NamedTuple
@@ -20,21 +20,21 @@ BF16_ARRAYS = {
     "q": ("Hq", "Nq", "D"), "k": ("Hkv", "Nk", "D"), "v": ("Hkv", "Nk", "Dv"),
     "dout": ("Hq", "Nq", "Dv"),
 }  # fmt: skip
-"""Heads, length and columns of what the dot products of bfloat16 read."""
+"""Heads, length and columns of each operand of the bfloat16 matmuls."""
 
 BF16_TRANSPOSES = {"forward": ("v",), "backward": ("q", "dout")}
-"""Which of them each pass reads by columns."""
+"""Operands that each pass reads by columns."""
 
 
 class Layout(NamedTuple):
-    """How sequences lie in the arrays of a module.
+    """The memory layout of the sequences.
 
     Parameters
     ----------
     packed : bool
-        Whether they lie one behind the other in place of batch entries.
+        True if sequences are concatenated, not padded to batch entries.
     paged : bool
-        Whether keys and values are in pages.
+        True if keys and values are in pages.
     """
 
     packed: bool = False
@@ -44,10 +44,10 @@ class Layout(NamedTuple):
 BATCHED = Layout()
 
 BIAS_DTYPES = ("float16", "bfloat16", "float32", "float64")
-"""What the field ``bias_dtype`` numbers."""
+"""Dtypes by the number in the field ``bias_dtype``."""
 
 DBIAS_OF_TILES, DBIAS_OF_ROWS, DBIAS_OF_KEYS = 1, 2, 3
-"""Values of ``dbias_kind``: what one task stores, a sum over keys, a sum over queries."""
+"""Values of ``dbias_kind``: one element per pair, a sum over keys, or a sum over queries."""
 
 UNKNOWN, FULL, EMPTY = -3, -2, -1
 """Kinds in ``block_kinds``: a function decides about the pairs, all are visible, none is.
@@ -74,21 +74,21 @@ FIELDS = {
         ]
     )
 }
-"""Byte offset of every field: addresses (0 where there is no such array), strides, numbers."""
+"""Byte offset of every field: addresses (0 for an absent array), strides, numbers."""
 
 COUNTER = (8 * len(FIELDS) // 64 + 2) * 64
-"""Byte offset of the counter of tasks, on no cache line of a field."""
+"""Byte offset of the task counter, on a cache line of its own."""
 
 _PACK = struct.Struct(f"<{len(FIELDS) - len(FLOATS)}q{len(FLOATS)}d")
 _DEFAULTS = dict.fromkeys(FIELDS, 0)
 
 
 def template(values: dict[str, Any]) -> bytes:
-    """Write the block with null pointers, and the counter; fields without a value are 0."""
+    """Pack a block with null addresses and a task counter of 0; missing fields are 0."""
     return _PACK.pack(*(_DEFAULTS | values).values()).ljust(COUNTER + 8, b"\0")
 
 
 def strides_of(name: str, x: Any) -> dict[str, int]:
-    """Strides of an array; an axis of length 1 has the stride 0."""
+    """Return the stride fields of an array; an axis of length 1 has the stride 0."""
     steps = (0 if n == 1 else step for n, step in zip(x.shape, x.strides, strict=True))
     return dict(zip(_STRIDES[name], steps, strict=False))

@@ -10,44 +10,43 @@ ROWS = 64
 """Queries of a tile of the backward pass."""
 
 BLOCK = 128
-"""Rows of a block of a transposed array; those of a tile lie in one block."""
+"""Rows of a block of a transposed array; a tile lies in one block."""
 
 TERMS, PAIR = 32, 4
-"""Terms that a dot product of bfloat16 is filled up to, and bytes of a pair of numbers."""
+"""Terms to which a bfloat16 dot product is padded with 0, and bytes of a pair of elements."""
 
 DECODE_ROWS, DECODE_KEYS = 16, 128
 """Rows and keys of a tile of the decoding kernel."""
 
 KEEP_SPARE = 32
-"""Rows of bits besides those of a tile: dropout counts whole squares of 16 x 16 pairs."""
+"""Extra rows of bits beside a tile: dropout generates whole squares of 16 x 16 pairs."""
 
 SPLIT = 1024
 """Keys of a split of the decoding kernel."""
 
 SECTION = 4096
-"""Keys, or queries, that are summed up before the sum joins that of all; whole tiles."""
+"""Keys, or queries, of a plain float32 sum, before it is added to the compensated total."""
 
 ROW_FACTS = 7
-"""Rows of numbers that a forward task keeps of its queries; a position takes two of them."""
+"""Numbers that a forward task keeps of each query; a position takes two."""
 
 
 def padded(target: Target, size: int, D: int) -> int:
-    """Count the columns of a row that takes whole vectors."""
+    """Round D columns up to whole vectors."""
     lanes = target.vector_bytes // size
     return -(-D // lanes) * lanes
 
 
 def few_queries(group: int) -> int:
-    """Give the most queries of a sequence that the decoding kernel takes, by heads of a group.
+    """Return the most queries per sequence that the decoding kernel takes, given the GQA group.
 
-    From half of its rows on, it pays only where key heads are few: other kernels do not split their
-    keys.
+    Above half of its rows, it pays only for few key heads: other kernels do not split the keys.
     """
     return (DECODE_ROWS if group > 1 else DECODE_ROWS // 2) // max(1, group)
 
 
 def state_bytes(target: Target, size: int, Dv: int) -> int:
-    """Count the bytes that the decoding kernel keeps of a row: m, l and a sum of values."""
+    """Return the bytes of a row's softmax state in the decoding kernel: m, l and acc."""
     return 2 * target.vector_bytes + size * padded(target, size, Dv)
 
 
@@ -55,10 +54,10 @@ def scratch_bytes(
     name: str, target: Target, dtype: np.dtype[Any], accum_dtype: np.dtype[Any], D: int, Dv: int,
     *, learned: int = 0, paged: bool = False,
 ) -> int:  # fmt: skip
-    """Count the scratch memory of a worker, as the kernels hand it out.
+    """Return the bytes of scratch memory of a worker, as the kernels hand it out.
 
-    ``learned`` is how many elements of the caller's arrays a pair reads, and ``paged`` whether keys
-    are in pages.
+    ``learned`` counts the differentiable elements of ``aux`` that a pair reads; ``paged`` is True
+    for keys in pages.
     """
     size, width = accum_dtype.itemsize, target.width(accum_dtype.itemsize)
     if name == "decode":
@@ -84,7 +83,7 @@ def scratch_bytes(
 
 
 def _bf16_bytes(name: str, target: Target, D: int, Dv: int) -> int:
-    """Count the scratch memory for operands in bfloat16, and for their sums."""
+    """Return the bytes of scratch memory for bfloat16 operands and their sums."""
     width, (D, Dv) = target.width(4), (-(-n // TERMS) * TERMS for n in (D, Dv))
     if name == "forward":
         tiles, rows = D // 2 + Dv + target.keys // 2, 2 * (width + target.keys) * D

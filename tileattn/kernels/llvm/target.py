@@ -1,34 +1,34 @@
-"""What a CPU can do: the width of its vectors, and the register block of a matrix product."""
+"""Kinds of CPU that kernels are compiled for: vector width, register block, instructions."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A kind of CPU, told by its features.
+    """A kind of CPU, recognised by its features.
 
     Parameters
     ----------
     name : str
-        For messages.
+        Name in messages.
     triple : str
-        LLVM's name of the platform; empty for this machine's.
+        LLVM's target triple.
     cpu, features : str
-        What LLVM generates code for.
+        LLVM's CPU name and feature string.
     vector_bytes : int
         Bytes of a vector register.
     rows, vectors : int
-        A matrix product keeps ``rows * vectors`` sums in registers.
+        Register block of a matmul: ``rows * vectors`` vector sums.
     keys : int
         Keys of a tile of the forward pass.
     scalef : bool
-        Whether one instruction multiplies by a power of two (AVX-512).
+        True if one instruction multiplies by a power of two (AVX-512).
     fma : bool
-        Whether there is a fused multiply-add.
+        True with a fused multiply-add.
     half : bool
-        Whether instructions convert float16.
+        True with instructions that convert float16.
     bf16 : str
-        Which instructions multiply bfloat16: ``"avx512"``, ``"amx"`` or none.
+        Instructions that multiply bfloat16: ``"avx512"``, ``"amx"`` or ``""``.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Target:
     bf16: str = ""
 
     def width(self, size: int) -> int:
-        """Count the columns of a tile of sums of this size: rows forward, keys backward."""
+        """Return the lanes of a tile for sums of this size: query rows forward, keys backward."""
         return self.vectors * self.vector_bytes // size
 
 

@@ -1,4 +1,4 @@
-"""The caller's own functions of a module of code: what its key in the cache is made of."""
+"""The caller's score and mask functions in a module, and their key in the disk cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ LIBRARY = (
     *("exp", "expm1", "log", "log1p", "log2", "tanh"),
     *("sin", "cos", "atan", "erf", "pow", "fmod"),
 )
-"""Functions of the C library, of float64: what there are no vectors for."""
+"""Functions of the C library on float64, for operations without a vector version."""
 
 
 @dataclass(frozen=True)
 class Functions:
-    """The expressions of a module, and what is known of the arrays that they read.
+    """The expressions of a module, and the kinds of the arrays that they read.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class Functions:
     aux : tuple of (str, int)
         Name of the dtype and number of axes of each array.
     learning : bool
-        Whether gradients of the arrays are asked for.
+        True if gradients of the arrays are computed.
     """
 
     score_mod: Node | None = None
@@ -37,7 +37,7 @@ class Functions:
 
     @property
     def key(self) -> str:
-        """Text that tells these functions from all others."""
+        """Text that identifies these functions."""
         nodes = self.score_mod, self.mask_mod, self.derivative
         return f"{[x and x.digest.hex() for x in nodes]} {self.aux} {self.learning}"
 
@@ -48,7 +48,7 @@ class Functions:
 
     @cached_property
     def learned(self) -> Mapping[Node, Node]:
-        """The elements of arrays whose gradients are asked for, and the derivatives by them."""
+        """Derivative of the new score by each element of ``aux`` whose gradient is computed."""
         found = self._derivatives.items() if self.learning else ()
         return {x: derivative for x, derivative in found if x.op == "aux"}
 
@@ -61,5 +61,5 @@ NO_FUNCTIONS = Functions()
 
 
 def slots(aux: Sequence[tuple[str, int]]) -> int:
-    """Count the numbers of a table that some arrays take: an address, and two for each axis."""
+    """Count the table entries of some arrays: an address, and length and stride of each axis."""
     return sum(1 + 2 * axes for _, axes in aux)

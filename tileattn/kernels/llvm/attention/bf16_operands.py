@@ -1,6 +1,6 @@
-"""Layout layer: the operands of both passes in bfloat16, which the CPU multiplies.
+"""Operands of both passes for bfloat16 matmuls, with the methods of ``operands.py``.
 
-As ``broadcast``, for operands that ``prepare`` has found finite and of ordinary size.
+``bf16_prepare`` has found all their elements finite and of ordinary size.
 """
 
 import math
@@ -31,17 +31,17 @@ from tileattn.kernels.llvm.tiles.tile import Row, Tile
 
 
 def _bf16_rows(c: Code, memory: Scratch, rows: int, columns: Any) -> Any:
-    """Hand out rows of bfloat16 that are filled up."""
+    """Allocate padded rows of bfloat16."""
     return memory.rows(rows, c.b.sdiv(c.rounded_up(columns, TERMS), i64(2)))
 
 
 def _pairs(c: Code, memory: Scratch, columns: Any) -> Tile:
-    """Hand out a tile of pairs for so many terms."""
+    """Allocate a tile of pairs with a row for two of ``columns`` terms."""
     return memory.tile(c.b.sdiv(c.rounded_up(columns, TERMS), i64(2)))
 
 
 class ForwardBf16:
-    """Q in vector lanes, in pairs; rows of K as they lie, and V transposed."""
+    """Q in vector lanes, in pairs; rows of K in place, and V transposed."""
 
     def __init__(
         self, kernel: Kernel, c: Code, p: Params, memory: Scratch, batch: Any, head: Any, used: Any
@@ -55,13 +55,13 @@ class ForwardBf16:
         self.k_rows = _bf16_rows(c, memory, kernel.target.keys, p.D)
 
     def load_queries(self, row: Row, rows: Any) -> None:
-        """Load rows, whose addresses are given, and turn them into pairs."""
+        """Load the rows at given addresses, and turn them into pairs."""
         c, p = self.c, self.p
         copy_rows(c, row, rows, p.D, self.q_rows, i64(self.W))
         transpose_pairs(c, self.q_rows, row_bytes(c, p.D), self.W, p.D, self.q)
 
     def scores(self, k0: Any, n: Any, s: Tile, read: Any) -> None:
-        """``S = scale K Q^T``, a row for each key; the scale waits where nobody reads scores."""
+        """``S = scale K Q^T``, a row for each key; if no option reads S, the scale comes later."""
         c, b, p = self.c, self.c.b, self.p
         source = p.row("k", self.batch, self.head, k0)
         k = whole_rows(self.kernel, c, source, p.k_j, n, p.D, self.k_rows)
@@ -100,7 +100,7 @@ class ForwardBf16:
 
 
 class BackwardBf16:
-    """K and V in vector lanes, in pairs; rows of Q and dO as they lie, and transposed."""
+    """K and V in vector lanes, in pairs; rows of Q and dO in place, and transposed."""
 
     def __init__(self, kernel: Kernel, c: Code, p: Params, memory: Scratch) -> None:
         self.kernel, self.c, self.p = kernel, c, p
@@ -116,11 +116,11 @@ class BackwardBf16:
 
     @property
     def dk_scale(self) -> Any:
-        """By what the sum of dK is multiplied."""
+        """Factor of the sum of dK."""
         return self.p.scale
 
     def load_keys(self, batch: Any, head: Any, k0: Any, keys: Any) -> None:
-        """Load the block's keys and values; the gradients start at 0."""
+        """Load the keys and values of the block; set dK and dV to 0."""
         c, p = self.c, self.p
         self.keys, self.used = keys, c.vectors_of(keys)
         for name, tile, grad, columns in (
@@ -143,7 +143,7 @@ class BackwardBf16:
         return c.load(c.at(self.p.kv_lengths, c.b.mul(batch, i64(8))), i64(0).type)
 
     def load_queries(self, batch: Any, h: Any, i0: Any, n: Any) -> None:
-        """Find the rows of Q and dO of a tile."""
+        """Set the rows of Q and dO of a tile."""
         self.batch, self.h, self.i0, self.n = batch, h, i0, n
 
         def rows(name: str, columns: Any, to: Any) -> tuple[Any, Any]:
@@ -181,7 +181,7 @@ class BackwardBf16:
         self._add_dq()
 
     def _add_dq(self) -> None:
-        """``dQ += dS K``; by way of scratch memory where rows of dQ do not fill a block."""
+        """``dQ += dS K``; through scratch memory if the rows of dQ do not fill a register block."""
         c, b, n, columns = self.c, self.c.b, self.n, self.p.dq_columns
         vectors, step = b.sdiv(columns, i64(c.lanes)), c.bytes_of(columns)
         left, right = (self.ds_rows.start, i64(2 * self.W)), (self.k_pairs, step)
@@ -207,7 +207,7 @@ class BackwardBf16:
                 c.loop(i64(0), n, row)
 
     def _round_rows(self, ds: Tile) -> None:
-        """Round dS to rows; what lies beyond the keys is 0."""
+        """Round dS to rows of bfloat16, padded with 0 past the keys."""
         c = self.c
         width, keys = c.lanes, c.splat(c.b.trunc(self.keys, c.integer))
         inside = [

@@ -1,9 +1,9 @@
-"""Algorithm layer: what ``dot`` needs of whole arrays, before either pass.
+"""Check and transpose whole arrays before a pass with bfloat16 matmuls.
 
-Operands are looked through once. Numbers that are 0, or whose products neither vanish nor overflow,
-are *usual*; where all are, no operand is NaN or infinite and no product of two of them is lost. A
-key head with others, of one batch entry, is computed in float32, with the query heads of its group:
-the bits of the rest do not depend on them. V, and backward Q and dO, are transposed, in blocks.
+A number is *usual* if it is 0 or between 2^-63 and 2^63 in size: products of two usual numbers
+neither underflow nor overflow. A key head of a batch entry with an unusual number is computed in
+float32, together with its query heads; the other heads keep their bits. V (backward: Q and dO) is
+transposed in blocks.
 """
 
 from functools import partial
@@ -24,10 +24,10 @@ _SMALLEST, _END = (127 - 63) << 7, (127 + 63) << 7
 
 
 def transposed_block(c: Code, p: Params, name: str, batch: Any, head: Any, row: Any) -> Any:
-    """Address of a row of an array in its transpose, where it is a column of its block.
+    """Return the address of a row of an array in its transpose, a column of its block.
 
-    A block has a row for each column, up to whole vectors. Products that end within a pair read
-    past the end of a row: the next row, or the next block, is written too, by `prepare`.
+    A block has a row for each column, padded to whole vectors. Matmuls that end within a pair read
+    past the end of a row: `prepare` writes the next row, or the next block, too.
     """
     b, shape = c.b, BF16_ARRAYS[name]
     heads, length, columns = (getattr(p, x) for x in shape)
@@ -38,13 +38,13 @@ def transposed_block(c: Code, p: Params, name: str, batch: Any, head: Any, row: 
 
 
 def prepare(c: Code, p: Params, _: Any, scratch: Any, number: Any) -> None:
-    """Take one block of rows of one array."""
+    """Check and transpose one block of rows of one array."""
     b = c.b
     for name, shape in BF16_ARRAYS.items():
         heads, length, columns = (getattr(p, x) for x in shape)
         blocks = b.sdiv(c.rounded_up(length, BLOCK), i64(BLOCK))
         count = b.select(p.given(name), b.mul(b.mul(p.B, heads), blocks), i64(0))
-        blocks = c.larger(i64(1), blocks)  # the division is done also where there are none
+        blocks = c.larger(i64(1), blocks)  # the division also runs without any block
         place = b.sdiv(number, blocks), b.mul(b.srem(number, blocks), i64(BLOCK))
         here = b.and_(b.icmp_signed(">=", number, i64(0)), b.icmp_signed("<", number, count))
         c.when(here, partial(_block, c, p, scratch, name, heads, length, columns, *place))
@@ -78,7 +78,7 @@ def _block(
 
 
 def _all_usual(c: Code, source: Any, step: Any, rows: Any, columns: Any) -> Any:
-    """Whether all numbers of some rows are usual."""
+    """Return True if all numbers of some rows are usual."""
     b = c.b
     whole = b.mul(b.sdiv(columns, i64(TERMS)), i64(TERMS))
 

@@ -1,4 +1,4 @@
-"""Algorithm layer: block masks; twin of ``call/block_mask.py``."""
+"""Block masks in kernels, as ``call/block_mask.py``."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tileattn.kernels.llvm.tiles.bits import ones, packed
 def tile_kind(
     c: Code, p: Params, batch: Any, head: Any, i0: Any, i1: Any, k0: Any, k1: Any
 ) -> tuple[Any, Any]:
-    """Whether some block of a tile is not empty, and whether all are full."""
+    """Return whether some block of a tile is not empty, and whether all are full."""
     b = c.b
 
     def row(a: Any, state: list[Any]) -> list[Any]:
@@ -52,5 +52,5 @@ def block_bits(c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, count
 
 
 def _after(c: Code, end: Any, block: Any) -> Any:
-    """Give the number of the block after the one that holds ``end - 1``."""
+    """Return the number of the block after the block of ``end - 1``."""
     return c.b.add(c.b.sdiv(c.b.sub(end, i64(1)), block), i64(1))

@@ -1,4 +1,4 @@
-"""Algorithm layer: which probabilities dropout keeps."""
+"""Dropout: the bits of the probabilities that it keeps."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ def keep_pairs(
     c: Code, p: Params, keep: Bits, batch: Any, head: Any, across: tuple[Any, Any], lane: Any,
     down: tuple[Any, Any], queries_across: bool,
 ) -> None:  # fmt: skip
-    """Set the bits of the pairs that dropout keeps; either queries or keys lie in lanes.
+    """Set the bits of the pairs that dropout keeps; queries or keys lie in lanes.
 
-    ``across`` is the range in lanes, from ``lane`` on, and ``down`` that in rows, of which the
-    first is row `rows_before`. Bits of up to 15 rows before and behind them may be set, too.
+    ``across`` is the range in lanes, starting at ``lane``; ``down`` is the range in rows, starting
+    at row `rows_before`. Bits of up to 15 rows before and after may be set, too.
     """
     b = c.b
     batch0, head0, i, j = origin_of(c, p, batch)
@@ -45,7 +45,7 @@ def keep_pairs(
 
 
 def rows_before(c: Code, p: Params, batch: Any, start: Any, *, queries_across: bool) -> Any:
-    """Count the rows of bits before that of the first of some keys, or queries."""
+    """Count the rows of bits before the row of the first key, or query."""
     _, _, i, j = origin_of(c, p, batch)
     return c.b.and_(c.b.add(start, j if queries_across else i), i64(15))
 
@@ -66,7 +66,7 @@ def kept_keys(c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, count:
 
 
 def origin_of(c: Code, p: Params, batch: Any) -> list[Any]:
-    """Give the indices (b, h, i, j) from which a sequence counts."""
+    """Return the indices (b, h, i, j) at which the dropout of a sequence starts."""
     found = [c.variable(I64, i64(0)) for _ in range(4)]
 
     def load() -> None:

@@ -1,7 +1,7 @@
-"""Algorithm layer: the caller's own functions on vectors of scores; twin of ``expressions``.
+"""The visitor that emits the caller's score and mask functions on vectors of scores.
 
-A value that is the same for all lanes stays a scalar. Integers have 64 bits and NumPy's semantics,
-floats of a score those of its sums, and floats of a mask are float64.
+A value that is the same in all lanes stays a scalar. Integers have 64 bits and NumPy's semantics.
+A score_mod computes in the accumulation dtype, a mask_mod in float64.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,17 +23,17 @@ _FLOATS = {"float16": ir.HalfType(), "float32": ir.FloatType(), "float64": ir.Do
 
 
 class TileFunctions:
-    """The functions at the pairs of a tile.
+    """The caller's functions on the pairs of a tile.
 
     Parameters
     ----------
     c : Code
         Where instructions go.
     p : Params
-        Whose field ``aux`` is the address of a table: for each array its address, and for each of
-        its axes the length and the stride in bytes; see `slots`.
+        Parameters of the call. Field ``aux`` is the address of a table: the address of each array,
+        then length and stride in bytes of each axis; see `slots`.
     functions : Functions
-        What is emitted.
+        Functions to emit.
     indices : callable
         For a row of the tile, the inputs b, h, i and j of each of its vectors.
     """
@@ -45,18 +45,18 @@ class TileFunctions:
 
     @property
     def modify(self) -> bool:
-        """Whether there is a score_mod."""
+        """Return True with a score_mod."""
         return self._functions.score_mod is not None
 
     @property
     def mask(self) -> bool:
-        """Whether there is a mask_mod."""
+        """Return True with a mask_mod."""
         return self._functions.mask_mod is not None
 
     def scores(self, n: Any, row: list[Any], *, grad: bool) -> list[list[Any]]:
-        """Give new scores of a row; where asked, then the derivatives.
+        """Return the new scores of a row; with ``grad``, then their derivatives.
 
-        Those are by the old scores, and by each learned element.
+        Derivatives are by the old scores, and by each learned element.
         """
         functions, outputs = self._functions, [self._functions.score_mod]
         if grad:
@@ -68,9 +68,9 @@ class TileFunctions:
         return [list(x) for x in zip(*found, strict=True)]
 
     def elements(self, n: Any, row: list[Any]) -> list[list[Any]]:
-        """Give the number in its array of each learned element that a row reads.
+        """Return the flat index of each learned element that a row reads.
 
-        One number is that of all lanes.
+        A scalar stands for all lanes.
         """
         learned = list(self._functions.learned)
         nodes = [index for node in learned for index in node.inputs]
@@ -81,7 +81,7 @@ class TileFunctions:
         return [list(x) for x in zip(*found, strict=True)]
 
     def visible(self, n: Any) -> list[Any]:
-        """Whether the pairs of a row are visible."""
+        """Return True for the visible pairs of a row."""
         outputs = [self._functions.mask_mod]
         found = [self._evaluate(outputs, x, ir.DoubleType()) for x in self._indices(n)]
         return [_vector(self._c, x) for (x,) in found]
@@ -111,7 +111,7 @@ class TileFunctions:
     def _axes(
         self, node: Node, indices: list[Any], real: Any
     ) -> tuple[Any, list[tuple[Any, Any, Any]]]:
-        """Give an array's address, and for each axis index, length and stride.
+        """Return an array's address, and index, length and stride of each axis.
 
         Negative indices count from the end; indices past an end are moved to it.
         """
@@ -133,7 +133,7 @@ class TileFunctions:
         return start, axes
 
     def _number(self, node: Node, indices: list[Any]) -> Any:
-        """Give the number of an element in its array."""
+        """Return the flat index of an element in its array."""
         c, b = self._c, self._c.b
         number: Any = i64(0)
         for index, length, _ in self._axes(node, indices, c.scalar)[1]:
@@ -197,14 +197,14 @@ def _vector(c: Code, x: Any) -> Any:
 
 
 def _alike(c: Code, *values: Any) -> list[Any]:
-    """Make vectors of all values if some are."""
+    """Broadcast all values to vectors if one is a vector."""
     if any(map(_is_vector, values)):
         return [_vector(c, x) for x in values]
     return list(values)
 
 
 def _of(x: Any, kind: Any) -> Any:
-    """Give the type of so many lanes as a value has."""
+    """Return the type with as many lanes as a value."""
     return ir.VectorType(kind, x.type.count) if _is_vector(x) else kind
 
 
@@ -219,7 +219,7 @@ def _number(x: Any, value: float) -> Any:
 
 
 def _cast(c: Code, x: Any, node: Node, real: Any) -> Any:
-    """Convert; floats to integers towards zero, what does not fit to the smallest."""
+    """Convert; floats to integers round towards zero, and to the smallest integer on overflow."""
     b, source = c.b, node.inputs[0].kind
     if node.kind == Kind.FLOAT:
         convert = b.uitofp if source == Kind.BOOLEAN else b.sitofp
@@ -283,7 +283,7 @@ def _library(name: str) -> Callable[..., Any]:
 
 
 def _of_sums(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Emit what there is for vectors of sums; of other floats, what the C library has."""
+    """Emit the vector version for the accumulation dtype, and the C library's for other floats."""
 
     def emit(c: Code, x: Any) -> Any:
         if _element_type(x) != c.scalar:
@@ -319,7 +319,7 @@ def _integer_extremum(compare: str) -> Callable[..., Any]:
 
 
 def _log(c: Code, x: Any) -> Any:
-    """Natural logarithm; also of what is not normal, and NaN of what is negative."""
+    """Emit the natural logarithm, of subnormal numbers too; NaN for negative numbers."""
     b, shift = c.b, 64 if c.size == 8 else 32
     tiny = b.fcmp_ordered("<", x, c.const(2.0 ** (-1022 if c.size == 8 else -126)))
     scaled = b.select(tiny, b.fmul(x, c.const(2.0**shift)), x)
@@ -334,7 +334,7 @@ def _sigmoid(c: Code, x: Any) -> Any:
 
 
 def _float_remainder(c: Code, x: Any, y: Any) -> Any:
-    """Give the remainder with the sign of the divisor, as NumPy has it."""
+    """Emit the remainder with the sign of the divisor, as in NumPy."""
     b = c.b
     rest = _library("fmod")(c, x, y)
     zero = _number(rest, 0)

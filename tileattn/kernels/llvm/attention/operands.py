@@ -1,9 +1,8 @@
-"""Layout layer: the operands of both passes as sums, one of them read by broadcast.
+"""Operands of both passes in the accumulation dtype; one side of a matmul is broadcast.
 
-Q is multiplied by the power of two of the scale, and products by the rest: so nothing is rounded
-that the plain formula does not round, and products of small integers are exact.
-
-What a pass asks of its operands; ``dot`` gives the same to bfloat16 where a CPU multiplies it.
+Q is multiplied by the power of two in the scale, and S by the rest of it. So nothing is rounded
+that the plain formula does not round, and matmuls of small integers are exact.
+``bf16_operands.py`` has the same methods for bfloat16 instructions.
 """
 
 from collections.abc import Callable
@@ -23,18 +22,18 @@ from tileattn.kernels.llvm.tiles.tile import Row, Tile, all_finite, convert_rows
 
 
 class ForwardBroadcast:
-    """Q in vector lanes; K and V are broadcast from where they lie, or are converted first.
+    """Q in vector lanes; K and V are broadcast in place, or converted first.
 
     Parameters
     ----------
     kernel, c, p : Kernel, Code, Params
-        What is emitted, and where.
+        Module, function and parameters under construction.
     memory : Scratch
-        Where tiles lie.
+        Memory for tiles.
     batch, head : i64
-        Of the keys.
+        Batch entry and key head.
     used : i64
-        Vectors that hold rows.
+        Number of vectors that hold rows.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class ForwardBroadcast:
         self.k_rows, self.v_rows = memory.rows(keys, p.D), memory.rows(keys, p.Dv)
 
     def load_queries(self, row: Row, rows: Any) -> None:
-        """Load rows, whose addresses are given."""
+        """Load the rows at given addresses."""
         c, p = self.c, self.p
         transpose_rows(c, self.kernel.dtype, row, rows, p.D, self.q, p.scale_power)
 
@@ -65,7 +64,7 @@ class ForwardBroadcast:
         self.c.when(self.c.b.icmp_unsigned("!=", self.p.threshold, i64(0)), drop)
 
     def add_values(self, k0: Any, n: Any, s: Tile, visible: Bits, masked: Any) -> None:
-        """``acc += V^T P``, where ``s`` is P; of a masked tile over visible pairs."""
+        """``acc += V^T P``, where ``s`` is P; over visible pairs only if V is not finite."""
         c, b, p = self.c, self.c.b, self.p
         v, v_step = self._load("v", self.v_rows, k0, n, p.Dv)
         clean = c.variable(I1, ir.Constant(I1, 1))
@@ -79,7 +78,7 @@ class ForwardBroadcast:
                 masked_matmul(self.kernel, c, *operands, visible, to)
 
     def _load(self, name: str, rows: Any, k0: Any, n: Any, columns: Any) -> tuple[Any, Any]:
-        """Return keys or values as sums, with the step between rows: as they lie, or converted."""
+        """Return K or V in the accumulation dtype and the row stride: in place, or converted."""
         c, p = self.c, self.p
         to_step, dtype = c.bytes_of(columns), self.kernel.dtype
 
@@ -103,9 +102,9 @@ class BackwardBroadcast:
     Parameters
     ----------
     kernel, c, p : Kernel, Code, Params
-        What is emitted, and where.
+        Module, function and parameters under construction.
     memory : Scratch
-        Where tiles lie.
+        Memory for tiles.
     """
 
     def __init__(self, kernel: Kernel, c: Code, p: Params, memory: Scratch) -> None:
@@ -118,11 +117,11 @@ class BackwardBroadcast:
 
     @property
     def dk_scale(self) -> Any:
-        """By what the sum of dK is multiplied."""
+        """Factor of the sum of dK."""
         return self.p.scale_rest
 
     def load_keys(self, batch: Any, head: Any, k0: Any, keys: Any) -> None:
-        """Load the block's keys and values; the gradients start at 0."""
+        """Load the keys and values of the block; set dK and dV to 0."""
         c, b, p = self.c, self.c.b, self.p
         self.keys, self.used = keys, c.vectors_of(keys)
         dtype, zero = self.kernel.dtype, c.const(0.0)
@@ -190,14 +189,14 @@ class BackwardBroadcast:
     def _multiply(
         self, vectors: Any, n_i: Any, n_k: Any, a: Any, b: Any, to: Any, seen: Any, of_a: bool
     ) -> None:
-        """Add a product; over visible pairs alone where the operands are not finite."""
+        """Add a matmul; over visible pairs only if an operand is not finite."""
         if seen is None:
             matmul(self.kernel, self.c, vectors, n_i, n_k, a, b, to, add=True)
         else:
             masked_matmul(self.kernel, self.c, vectors, n_i, n_k, a, b, seen, to, of_a=of_a)
 
     def _add_dq(self, grad: Any, grad_step: Any, seen: Any) -> None:
-        """``dQ += dS K``, some vectors of columns at a time."""
+        """``dQ += dS K``, in parts of a few vectors of columns."""
         c, b, p = self.c, self.c.b, self.p
         most = self.kernel.target.vectors
         step = c.bytes_of(p.dq_columns)
@@ -206,7 +205,7 @@ class BackwardBroadcast:
         steps = b.sdiv(b.add(total, i64(most - 1)), i64(most))
 
         def columns(m: Any) -> None:
-            """As few steps as there can be, of nearly the same width."""
+            """Take part m of the columns; all parts have nearly the same width."""
             first = b.sdiv(b.mul(total, m), steps)
             count = b.sub(b.sdiv(b.mul(total, b.add(m, i64(1))), steps), first)
             d = c.bytes_of(b.mul(first, i64(c.lanes)))
@@ -217,7 +216,7 @@ class BackwardBroadcast:
         c.each(steps, columns)
 
     def _load(self, name: str, rows: Any, columns: Any, scale: Any) -> tuple[Any, Any]:
-        """Return rows of q or dO as sums, with the step between them."""
+        """Return rows of Q or dO in the accumulation dtype, and their stride."""
         c, p = self.c, self.p
         source, step = p.row(name, self.batch, self.h, self.i0), getattr(p, f"{name}_i")
         if self.kernel.dtype == c.dtype and scale is None:

@@ -1,9 +1,8 @@
-"""Algorithm layer: gradients of elements of the caller's arrays; twin of ``parameter_gradient.py``.
+"""Gradients of elements of ``aux``, as ``algorithm/parameter_gradient.py``.
 
-The table behind field ``aux`` ends with two numbers for each learned element: the address of the
-sums of its array, in float64, and where in memory of its own a task adds to sums of its own; -1
-where it adds to those of the array. A task adds its own to the array's at its end, when all earlier
-tasks have done so.
+The table at field ``aux`` ends with two numbers for each learned element: the address of the
+array's gradient, in float64, and the offset of the task's private sums, or -1 if the task adds to
+the array's gradient directly. A task adds its private sums at its end, after all earlier tasks.
 """
 
 from typing import Any
@@ -18,22 +17,22 @@ from tileattn.kernels.llvm.tiles.tile import Tile
 from tileattn.kernels.llvm.user_functions import Functions, slots
 
 _SUM = ir.DoubleType()
-_BYTES = 8  # of a sum, and of the number of an element
+_BYTES = 8  # bytes of a sum, and of the index of an element
 
 
 class ElementSums:
-    """What a task adds to the gradients of elements.
+    """Sums of one task for the gradients of elements.
 
     Parameters
     ----------
     functions : Functions
-        The caller's own.
+        Functions of the caller.
     c : Code
         Where instructions go.
     p : Params
         Parameters of the call.
     memory : Scratch
-        Its end is that of the task's own sums.
+        Its end holds the private sums of the task.
     """
 
     def __init__(self, functions: Functions, c: Code, p: Params, memory: Scratch) -> None:
@@ -46,11 +45,11 @@ class ElementSums:
 
     @property
     def tiles(self) -> list[Tile]:
-        """The derivatives of a tile's scores, or dS times them."""
+        """Derivatives of a tile's scores by the elements; later, dS times them."""
         return [sums.tile for sums in self._sums]
 
     def keep(self, r: Any, derivatives: list[list[Any]], elements: list[list[Any]]) -> None:
-        """Keep the derivatives of a row by its elements, and their numbers."""
+        """Store the derivatives of a row by its elements, and the indices of the elements."""
         for sums, by, numbers in zip(self._sums, derivatives, elements, strict=True):
             sums.tile.put(r, by)
             sums.number(r, numbers)
@@ -61,18 +60,18 @@ class ElementSums:
             tile.put(r, list(map(tile.c.b.fmul, ds, tile.row(r))))
 
     def add(self, rows: Any, keys: Any) -> None:
-        """Add the sums of one tile of so many rows and keys; earlier tasks are done with them."""
+        """Add one tile of ``rows`` rows and ``keys`` keys; earlier tasks are done with the rows."""
         for sums in self._sums:
             sums.add(rows, keys)
 
     def finish(self) -> None:
-        """End the sums of the task; earlier tasks are done with all queries."""
+        """Add the private sums to the gradients; earlier tasks are done with all queries."""
         for sums in self._sums:
             sums.finish()
 
 
 class _Sums:
-    """The sums of one element; the task's own are those from number ``first`` to ``stop``."""
+    """Sums of one element; private sums cover the indices from ``first`` to ``stop``."""
 
     def __init__(self, c: Code, table: Any, memory: Scratch) -> None:
         self._c = c
@@ -85,11 +84,11 @@ class _Sums:
         self._alike = False
 
     def place(self, own: Any) -> None:
-        """Say where the tasks' own sums are."""
+        """Set the address of the private sums."""
         self._own = self._c.at(own, self._at)
 
     def number(self, r: Any, numbers: list[Any]) -> None:
-        """Keep the numbers of the elements of a row."""
+        """Store the indices of the elements of a row."""
         c = self._c
         self._alike = not any(isinstance(x.type, ir.VectorType) for x in numbers)
         for v, x in enumerate(numbers):
@@ -138,7 +137,7 @@ class _Sums:
         return c.at(self._numbers, offset, v * c.lanes * _BYTES)
 
     def _reach(self, rows: Any) -> None:
-        """Set the task's own sums of elements to 0 that no tile before this one has had."""
+        """Set the private sums to 0 that this tile is the first to reach."""
         c, b = self._c, self._c.b
         kind = ir.VectorType(I64, c.lanes)
 

@@ -1,7 +1,7 @@
-"""Algorithm layer: score modifiers and masks of a tile; twin of ``scores.py`` and ``mask.py``.
+"""Score modifiers and masks of a tile, as ``algorithm/scores.py`` and ``algorithm/mask.py``.
 
-A tile of scores has one of the two axes in vector lanes and the other in its rows: keys in rows
-forward, queries in rows backward. ``Pairs`` hides which.
+A tile of scores has keys in rows and queries in vector lanes (forward), or the other way round
+(backward, decoding). ``Pairs`` abstracts from the order.
 """
 
 import math
@@ -25,7 +25,7 @@ Row = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Which queries and keys a tile has: for each of its rows, one vector of integers or more.
+    """The queries and keys of a tile: vectors of integers for each of its rows.
 
     Parameters
     ----------
@@ -34,11 +34,11 @@ class Pairs:
     positions : callable
         Positions of the queries on the key axis, 64-bit integers.
     low, high : callable
-        The keys that the window lets the queries attend to: ``low <= j < high``.
+        Range of keys that window and length leave visible: ``low <= j < high``.
     slopes : callable
         ALiBi's slopes.
     functions : TileFunctions
-        The caller's own.
+        Functions of the caller.
     """
 
     keys: Row
@@ -51,16 +51,16 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Grads:
-    """Where the derivatives of a tile's scores go.
+    """Destinations of the derivatives of a tile's scores.
 
     Parameters
     ----------
     softcap : Tile
-        Those of the soft cap.
+        Derivative of the soft cap.
     function : Tile
-        Those of the caller's own function by the score before it.
+        Derivative of the caller's function by its input score.
     elements : ElementSums
-        Those by elements of the caller's arrays.
+        Derivatives by elements of ``aux``.
     """
 
     softcap: Tile
@@ -71,11 +71,11 @@ class Grads:
 def apply_score_mods(
     c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, bias: Tile, grad: Grads | None = None
 ) -> None:
-    """Turn scaled products into scores; where asked, write their derivatives."""
+    """Turn scaled products into scores; with ``grad``, store their derivatives."""
     b = c.b
 
     def softcap() -> None:
-        # Of a cap that scores cannot tell from 0, or from none, the quotient stays a number.
+        # The caller bounds the cap, so that the quotient is a number for any score.
         cap = c.splat(p.softcap)
 
         def body(n: Any, _: Any) -> None:
@@ -119,9 +119,9 @@ def apply_score_mods(
 
 
 def mask_tile(c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, visible: Bits) -> None:
-    """Find the visible pairs of a tile and set the scores of all others to -inf.
+    """Compute the visible pairs of a tile and set the scores of all others to -inf.
 
-    ``visible`` holds the dense mask and the block mask, if there are any.
+    On entry ``visible`` holds the bits of the dense mask and the block mask.
     """
     b, minus_infinity = c.b, c.const(-math.inf)
     may_mask = may_be_hidden(c, p, pairs.functions)
@@ -148,21 +148,21 @@ def mask_tile(c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, visible: Bit
 
 
 def may_be_hidden(c: Code, p: Params, functions: TileFunctions) -> Any:
-    """Whether a score may be -inf, which masks its pair out."""
+    """Return True if a score may be -inf, which masks its pair out."""
     return c.b.or_(p.given("bias"), same(I1, functions.modify))
 
 
 def masks_given(c: Code, p: Params) -> Any:
-    """Whether there is a mask that is stored: dense, or of blocks, as there is of a function."""
+    """Return True with a dense mask or a block mask; a mask_mod has a block mask."""
     return c.b.or_(p.given("mask"), p.given("block_kinds"))
 
 
 def mask_bits(
     c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, count: Any, ahead: tuple[int, int]
 ) -> Any:
-    """Bits of the keys from k0 on, up to 64, that the stored masks let query i attend to.
+    """Return the bits of up to 64 keys, starting at k0, that the stored masks leave visible.
 
-    ``ahead`` is how far the next tile is in queries and keys.
+    ``ahead`` is the distance to the next tile, in queries and keys.
     """
     bits = c.variable(I64, i64(-1))
 
@@ -199,7 +199,7 @@ def load_bias(
 
 
 def _ahead(c: Code, p: Params, name: str, ahead: tuple[int, int]) -> Any:
-    """Bytes to the next tile."""
+    """Return the bytes to the next tile."""
     steps = (getattr(p, f"{name}_{axis}") for axis in "ij")
     return c.b.add(*(c.b.mul(x, i64(n)) for x, n in zip(steps, ahead, strict=True)))
 

@@ -1,4 +1,4 @@
-"""Algorithm layer: online softmax of vectors of scores; twin of ``algorithm/softmax.py``."""
+"""Online softmax on vectors of scores, as ``algorithm/softmax.py``."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tileattn.kernels.llvm.tiles.tile import Tile
 
 M, L = 0, 1
 Put = Callable[[Any, list[Any], list[Any]], None]
-"""Takes the number of a row, that row and the next."""
+"""Takes the index of a row, that row, and the next row."""
 
 
 def finite(c: Code, m: Any) -> Any:
@@ -24,7 +24,7 @@ def finite(c: Code, m: Any) -> Any:
 
 
 class RowState:
-    """Softmax of some rows over the keys so far.
+    """Online softmax state of some rows.
 
     Parameters
     ----------
@@ -37,8 +37,8 @@ class RowState:
     columns : i64
         Rows of the tile ``acc``.
     one_row : bool
-        Lanes of scores hold keys of one row, and all lanes of the state are equal; otherwise each
-        lane has a row of its own.
+        True if lanes of scores hold keys of one row, and all lanes of the state are equal. False
+        if each lane is a row.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RowState:
         self._rescale(rescale, self._over_keys(sums, b.fadd))
 
     def merge(self, other: "RowState") -> None:
-        """Take in the state of the same rows over other keys."""
+        """Merge the state of the same rows over other keys."""
         c, b, m = self.c, self.c.b, other.state.row(M)
         shift, rescale = self._raise(m)
         weight = [exp(c, b.fsub(x, y)) for x, y in zip(m, shift, strict=True)]
@@ -101,14 +101,14 @@ class RowState:
         c.loop(i64(0), self.columns, add)
 
     def sink(self, logits: list[Any]) -> None:
-        """Let logits, one for each row, join the denominator."""
+        """Add the sink logits, one for each row, to the denominator."""
         c, b = self.c, self.c.b
         shift, rescale = self._raise(logits)
         terms = [exp(c, b.fsub(x, y)) for x, y in zip(logits, shift, strict=True)]
         self._rescale(rescale, terms)
 
     def _raise(self, tops: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Raise m to these; return what is subtracted from scores, and the factor of l and acc."""
+        """Raise m to new maxima; return the shift of scores, and the factor of l and acc."""
         c, b, old = self.c, self.c.b, self.state.row(M)
         m = list(map(c.maximum, tops, old))
         self.state.put(M, m)
@@ -125,7 +125,7 @@ class RowState:
         self.c.loop(i64(0), self.columns, body)
 
     def _over_keys(self, vectors: list[Any], combine: Callable[[Any, Any], Any]) -> list[Any]:
-        """Combine the keys in lanes, if there are such."""
+        """Combine the keys in lanes, if lanes hold keys."""
         if not self._one_row:
             return vectors
         return [self.c.splat(self.c.fold(x, combine)) for x in vectors]
@@ -139,17 +139,17 @@ class RowState:
         return [plus_log(c, *x) for x in zip(self.state.row(M), l, strict=True)], weight
 
     def log_l(self) -> list[Any]:
-        """Return ``log(l)``, what the logsumexp has besides m."""
+        """Return ``log(l)``: the logsumexp less m."""
         return [log(self.c, x) for x in self.state.row(L)]
 
 
 class CompensatedState(RowState):
-    """Softmax of some rows over sections of their keys, or over splits.
+    """Softmax over several sections or splits of the keys, with compensated sums.
 
     Parameters
     ----------
     low : Tile
-        What rounding took from the two rows of the state, and from those of acc.
+        Rounding errors of m and l, and of acc.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class CompensatedState(RowState):
         self._acc = CompensatedSum(c, acc, Tile(c, low.at(2), len(low.vectors)))
 
     def start(self) -> None:
-        """Take the state as it is for that of the first section."""
+        """Start with the current state as the first section."""
         self._low.fill(self.c.b.add(self.columns, i64(2)), self.c.const(0.0))
 
     def merge(self, other: RowState) -> None:
-        """Take in the state of the same rows over another section."""
+        """Merge the state of the same rows over another section."""
         c, b, m = self.c, self.c.b, other.state.row(M)
         shift, rescale = self._raise(m)
         weight = [exp(c, b.fsub(x, y)) for x, y in zip(m, shift, strict=True)]
@@ -180,7 +180,7 @@ class CompensatedState(RowState):
         c.loop(i64(0), self.columns, add)
 
     def settle(self, to: RowState) -> None:
-        """Store the state over all sections."""
+        """Store the rounded state in ``to``."""
         to.state.put(M, self.state.row(M))
         to.state.put(L, self._l.value(L))
         self.c.loop(i64(0), self.columns, lambda d, _: to.acc.put(d, self._acc.value(d)))

@@ -1,1 +1,1 @@
-"""What one function of a kernel emits: instructions, parameters, elementary functions."""
+"""Emit instructions: vectors, loops, elementary functions, parameters, functions of a module."""

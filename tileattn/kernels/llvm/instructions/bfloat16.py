@@ -1,6 +1,6 @@
-"""Instruction layer: bfloat16 by the CPU's own instructions, AVX512-BF16 and AMX.
+"""The bfloat16 instructions of x86 CPUs: AVX512-BF16 and AMX.
 
-They add ``a[0] b[0] + a[1] b[1]`` of pairs to float32 sums, and take subnormal numbers for 0.
+They add ``a[0] b[0] + a[1] b[1]`` of pairs to float32 sums, and treat subnormal numbers as 0.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from tileattn.kernels.llvm.instructions.code import I8, I16, I32, Code
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
-    """A type that llvmlite has no name for."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -56,7 +56,7 @@ def paired(c: Code, even: Any, odd: Any) -> Any:
 
 
 def configure_tiles(c: Code) -> None:
-    """Give all tiles of this thread their shape."""
+    """Configure the shape of all AMX tiles of this thread."""
     name = "tile_config"
     place = c.module.globals.get(name)
     if place is None:
@@ -68,7 +68,7 @@ def configure_tiles(c: Code) -> None:
 
 
 def release_tiles(c: Code) -> None:
-    """Say that this thread is done with tiles."""
+    """Release the AMX tiles of this thread."""
     c.intrinsic("llvm.x86.tilerelease", ir.VoidType())
 
 

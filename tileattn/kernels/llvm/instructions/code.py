@@ -1,4 +1,4 @@
-"""Instruction layer: vectors, loops, and loads and stores of every dtype."""
+"""Emit the instructions of a function: vectors, loops, loads and stores of every dtype."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -11,9 +11,9 @@ from tileattn.kernels.llvm.target import Target
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 POINTER = ir.PointerType()
 YIELD = "yield_thread"
-"""The function of the operating system that lets another thread have the core."""
+"""Symbol of the operating system's function that yields the core to another thread."""
 
-_SPINS = 1000  # looks, of some tens of microseconds, before the core is offered
+_SPINS = 1000  # rounds, some tens of microseconds, before the core is yielded
 _FLOATS: dict[str, Any] = {
     "float16": ir.HalfType(),
     "float32": ir.FloatType(),
@@ -27,7 +27,7 @@ def i64(n: int) -> ir.Constant:
 
 
 def same(kind: Any, n: int) -> ir.Constant:
-    """Make an integer of a type, or a vector of such."""
+    """Make an integer constant of a type; in every lane of a vector type."""
     return ir.Constant(kind, [n] * kind.count if isinstance(kind, ir.VectorType) else n)
 
 
@@ -41,7 +41,7 @@ class Code:
     target : Target
         What it is compiled for.
     dtype : str
-        In which sums are accumulated: ``"float32"`` or ``"float64"``.
+        Accumulation dtype: ``"float32"`` or ``"float64"``.
     """
 
     def __init__(self, function: ir.Function, target: Target, dtype: str) -> None:
@@ -84,7 +84,7 @@ class Code:
         return self.at(start, self.b.mul(r, step))
 
     def load(self, pointer: Any, kind: Any = None, lanes: Any = None) -> Any:
-        """Load a vector, or another type; of a vector, only these lanes, where they are given."""
+        """Load a vector or a value of another type; ``lanes`` masks the lanes of a vector."""
         kind = self.vector if kind is None else kind
         element = kind.element if isinstance(kind, ir.VectorType) else kind
         size = _bytes(element)
@@ -96,7 +96,7 @@ class Code:
         return self.intrinsic(name, kind, pointer, ir.Constant(I32, size), lanes, zero)
 
     def prefetch(self, pointer: Any) -> None:
-        """Ask for a cache line, in the L2 cache; nothing happens where there is no memory."""
+        """Prefetch a cache line into L2; an invalid address does nothing."""
         for_reading, locality, data = (ir.Constant(I32, n) for n in (0, 2, 1))
         nothing = ir.VoidType()
         self.intrinsic("llvm.prefetch.p0", nothing, pointer, for_reading, locality, data)
@@ -107,7 +107,7 @@ class Code:
         self.b.store(x, pointer, align=_bytes(element))
 
     def load_as(self, dtype: str, pointer: Any, count: int = 1, lanes: Any = None) -> Any:
-        """Load ``count`` elements of a dtype of the caller's as sums: a scalar where it is 1."""
+        """Load ``count`` elements of an input dtype, converted to sums; a scalar for 1."""
         wide = ir.VectorType(self.scalar, count) if count > 1 else self.scalar
         if dtype == "bfloat16":
             narrow, word = (ir.VectorType(t, count) if count > 1 else t for t in (I16, I32))
@@ -123,7 +123,7 @@ class Code:
         return self.b.fptrunc(x, wide) if dtype == "float64" else self.b.fpext(x, wide)
 
     def store_as(self, dtype: str, x: Any, pointer: Any) -> None:
-        """Store a sum, or a vector of them, as a dtype of the caller's, rounded to nearest."""
+        """Store a sum, or a vector of sums, in an input dtype, rounded to nearest."""
         vector = isinstance(x.type, ir.VectorType)
         count = x.type.count if vector else 1
         if dtype == "bfloat16":
@@ -165,7 +165,7 @@ class Code:
         return self.shuffle(one, ir.Constant(kind, ir.Undefined), [0] * lanes)
 
     def shuffle(self, x: Any, y: Any, lanes: list[int]) -> Any:
-        """Choose lanes of x and y, which are numbered on."""
+        """Choose lanes of x and y; the lanes of y follow those of x."""
         kind = ir.VectorType(I32, len(lanes))
         return self.b.shuffle_vector(x, y, ir.Constant(kind, lanes))
 
@@ -177,7 +177,7 @@ class Code:
         return x
 
     def split(self, x: Any) -> list[Any]:
-        """Give the scalars of a vector."""
+        """Return the lanes of a vector as scalars."""
         return [self.b.extract_element(x, ir.Constant(I32, n)) for n in range(x.type.count)]
 
     def maximum(self, x: Any, y: Any) -> Any:
@@ -193,7 +193,7 @@ class Code:
         return self.b.trunc(x, self.integer) if self.size < 8 else x
 
     def wide(self, x: Any) -> Any:
-        """Turn a vector of such integers into one of 64-bit integers."""
+        """Widen a vector of integers as wide as a sum to 64-bit integers."""
         return self.b.sext(x, ir.VectorType(I64, self.lanes)) if self.size < 8 else x
 
     def smaller(self, x: Any, y: Any) -> Any:
@@ -218,7 +218,7 @@ class Code:
         return self.b.extract_element(x, ir.Constant(I32, 0))
 
     def all(self, conditions: Sequence[Any]) -> Any:
-        """Whether all conditions hold."""
+        """Return True if all conditions hold."""
         return reduce(self.b.and_, conditions)
 
     def bytes_of(self, n: Any) -> Any:
@@ -281,7 +281,7 @@ class Code:
         return place
 
     def spin_until(self, condition: Callable[[], Any]) -> None:
-        """Wait for another thread, which may need this core: after a while, offer it each time."""
+        """Spin until a condition holds; after a while, yield the core in each round."""
         b, before = self.b, self.b.block
         look, idle, done = (b.append_basic_block(n) for n in ("look", "idle", "done"))
         b.branch(look)
@@ -301,10 +301,10 @@ class Code:
         b.position_at_end(done)
 
     def addresses(self, count: int) -> Any:
-        """Make room for some addresses on the stack."""
+        """Allocate ``count`` addresses on the stack."""
         with self.b.goto_entry_block():
             place = self.b.alloca(ir.ArrayType(POINTER, count))
-        place.type = POINTER  # of any kind: llvmlite would have stores be of whole arrays
+        place.type = POINTER  # opaque: llvmlite otherwise expects stores of whole arrays
         return place
 
     def choose(self, n: Any, bodies: Sequence[Callable[[], Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Layout layer: parameters, tasks, and the functions of a module."""
+"""A module under construction: its functions, task loop and parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +14,13 @@ from tileattn.kernels.llvm.user_functions import NO_FUNCTIONS, Functions
 _AHEAD, _LINE = 16, 64  # rows that are prefetched, and bytes of a cache line
 
 _TOKENS = {"bhi": "cu_seqlens_q", "bhj": "cu_seqlens_k"}
-"""Axes of arrays that have a row for each token, and where their sequences start."""
+"""Token axes of packed arrays, and the array of their sequence offsets."""
 
 
 class Params:
-    """The fields of the parameter block, loaded once at the start of a function.
+    """The fields of the parameter block, and addresses of rows of its arrays.
 
-    Packed sequences are batch entries of which each has its own first row and lengths.
+    A packed sequence is a batch entry with its own first row and lengths.
     """
 
     def __init__(self, c: Code, block: Any, layout: Layout) -> None:
@@ -33,12 +33,12 @@ class Params:
         return x if name not in FLOATS or c.size == 8 else c.b.fptrunc(x, c.scalar)
 
     def given(self, name: str) -> Any:
-        """Whether the call has this array."""
+        """Return True if the call has this array."""
         c = self._c
         return c.b.icmp_signed("!=", c.load(c.at(self._block, FIELDS[name]), I64), i64(0))
 
     def row(self, name: str, *indices: Any) -> Any:
-        """Address of ``array[indices]``; axes that are left out start at 0."""
+        """Return the address of ``array[indices]``; missing indices are 0."""
         c, at, axes = self._c, getattr(self, name), ARRAYS[name]
         for axis, index in zip(axes, indices, strict=False):
             at = c.at(at, c.b.mul(index, getattr(self, f"{name}_{axis}")))
@@ -58,10 +58,10 @@ class Params:
         self, name: str, batch: Any, head: Any, k0: Any, n: Any, copies: tuple[Any, Any],
         copy: Callable[[Any, Any], None],
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Give the first row of n keys and the step between rows.
+        """Return the address of the first of n key rows, and the row stride.
 
-        Where they are in several pages, ``copy(row, to)`` brings each to the rows of ``copies``,
-        an address and a step.
+        If they span several pages, ``copy(row, to)`` gathers them into ``copies``, an address and
+        a stride.
         """
         step = getattr(self, f"{name}_j")
         if not self.paged:
@@ -85,7 +85,7 @@ class Params:
         return b.load(first, typ=POINTER), b.select(one, step, to_step)
 
     def computes(self, batch: Any, head: Any) -> Any:
-        """Whether the target is that of a key head: dot products are not for unusual numbers."""
+        """Return True if this target computes a key head: bfloat16 matmuls need usual numbers."""
         c, b = self._c, self._c.b
         ours = c.variable(I1, same(I1, 1))
 
@@ -97,11 +97,11 @@ class Params:
         return b.load(ours, typ=I1)
 
     def queries(self, batch: Any) -> Any:
-        """Count the queries of a batch entry."""
+        """Return the number of queries of a batch entry."""
         return self._length("cu_seqlens_q", batch) if self._packed else self.Nq
 
     def keys(self, batch: Any) -> Any:
-        """Count the keys of a batch entry."""
+        """Return the number of keys of a batch entry."""
         return self._length("cu_seqlens_k", batch) if self._packed else self.Nk
 
     def _length(self, name: str, batch: Any) -> Any:
@@ -109,27 +109,27 @@ class Params:
         return self._c.b.sub(end, first)
 
     def _span(self, name: str, batch: Any) -> tuple[Any, Any]:
-        """First token of a sequence, and the one after its last."""
+        """Return the first token of a sequence, and the end."""
         c = self._c
         at = c.row(getattr(self, name), i64(8), batch)
         return c.load(at, I64), c.load(c.at(at, 8), I64)
 
 
 class Kernel:
-    """A module under construction, and what its functions share.
+    """A module under construction.
 
     Parameters
     ----------
     name : str
-        Of the kernel.
+        Name of the kernel.
     target : Target
-        What it is compiled for.
+        CPU to compile for.
     dtype, accum_dtype : str
-        Of q, k and v, and of sums.
+        Dtype of q, k and v, and of sums.
     functions : Functions
-        The caller's own.
+        Functions of the caller.
     layout : Layout
-        How sequences lie in the arrays.
+        Memory layout of the sequences.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class Kernel:
         self._functions: dict[str, ir.Function] = {}
 
     def entry(self, name: str, task: Callable[..., None]) -> None:
-        """Make the function that takes tasks: (params, counter, scratch).
+        """Emit the entry function (params, counter, scratch), which loops over tasks.
 
-        It returns where there are none left, or it has its quota: its caller can be interrupted.
+        It returns after its quota of tasks, so that its caller can be interrupted.
         """
         kind = ir.FunctionType(ir.VoidType(), [POINTER] * 3)
         c = Code(ir.Function(self.module, kind, name), self.target, self.accum_dtype)
@@ -175,11 +175,11 @@ class Kernel:
         b.ret_void()
 
     def params(self, c: Code, block: Any) -> Params:
-        """Give the fields of a parameter block."""
+        """Return the fields of a parameter block."""
         return Params(c, block, self.layout)
 
     def function(self, name: str, kinds: list[Any], body: Callable[..., None]) -> ir.Function:
-        """Return the function of this name, made from ``body(code, *arguments)`` at first."""
+        """Return the function of this name; ``body(code, *arguments)`` emits it on first use."""
         if name not in self._functions:
             made = ir.Function(self.module, ir.FunctionType(ir.VoidType(), kinds), name)
             made.linkage = "internal"

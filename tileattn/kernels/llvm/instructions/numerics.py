@@ -1,4 +1,4 @@
-"""Instruction layer: exp, log and tanh of vectors, to about one unit in the last place."""
+"""Emit exp, log and tanh of vectors, accurate to about one unit in the last place."""
 
 import math
 from typing import Any
@@ -84,7 +84,7 @@ def plus_log(c: Code, m: Any, x: Any) -> Any:
 
 
 def two_sum(c: Code, x: Any, y: Any) -> tuple[Any, Any]:
-    """Return the sum of two vectors, and what rounding took from it."""
+    """Return the sum of two vectors, and its rounding error."""
     b = c.b
     total = b.fadd(x, y)
     added = b.fsub(total, x)
@@ -92,7 +92,7 @@ def two_sum(c: Code, x: Any, y: Any) -> tuple[Any, Any]:
 
 
 def _log_parts(c: Code, x: Any) -> tuple[Any, Any]:
-    """Split the logarithm of a positive normal number into a multiple of ``ln 2`` and the rest."""
+    """Split the logarithm of a positive normal number into a multiple of ``ln 2`` and a rest."""
     b = c.b
     mantissa, terms = (52, 11) if c.size == 8 else (23, 5)
     bits = b.bitcast(x, c.integers)

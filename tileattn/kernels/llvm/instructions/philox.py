@@ -1,4 +1,4 @@
-"""Instruction layer: Philox-4x32-10, for a vector of counters; twin of ``algorithm/philox.py``."""
+"""Emit Philox-4x32-10 for a vector of counters, as ``algorithm/philox.py``."""
 
 from typing import Any
 

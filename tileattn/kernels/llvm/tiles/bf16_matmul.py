@@ -1,7 +1,7 @@
-"""Layout layer: products of bfloat16 in float32 sums, by AVX512-BF16 or by AMX.
+"""Matmuls of bfloat16 with float32 sums, by AVX512-BF16 or AMX.
 
-The left operand has whole rows, which lie next to each other or anywhere. The right one has *pairs*
-of rows: element ``[k, j]`` is number ``k % 2`` of the pair ``[k // 2, j]``, 32 bits.
+The left operand has plain rows with any stride. The right operand interleaves *pairs* of rows:
+element ``[k, j]`` is number ``k % 2`` of the pair ``[k // 2, j]``, 32 bits.
 """
 
 from functools import partial
@@ -17,11 +17,11 @@ from tileattn.kernels.llvm.target import Target
 
 _OPERANDS = [POINTER, I64, POINTER, I64, POINTER, I64]
 _BLOCKS = {"avx512": ((4,), (4, 1)), "amx": ((32, 16), (2, 1))}
-"""Rows and vectors of the blocks whose sums are in registers, from large to small."""
+"""Rows and vectors of the register blocks, from large to small."""
 
 
 def grain(target: Target) -> tuple[int, int]:
-    """Rows and terms of the smallest product; of others they are multiples."""
+    """Return the rows and terms of the smallest block; all blocks are multiples of it."""
     return _BLOCKS[target.bf16][0][-1], 32 if target.bf16 == "amx" else 2
 
 
@@ -31,8 +31,8 @@ def bf16_matmul(
     """Emit ``C[i, :] (+)= sum over k of A[i, k] * B[k, :]``.
 
     Rows of B and C are ``vectors`` vectors. Strides are bytes: ``a = (A, a_i)``, ``b = (B, b_k)``
-    from pair to pair, ``to = (C, c_i)``. What A and B have up to a multiple of the grain is 0 in
-    one of them and finite in the other; C has such rows too.
+    from pair to pair, ``to = (C, c_i)``. Rows and terms are rounded up to the grain: A or B is 0
+    in the padding and the other one finite, and C has room for the rows.
     """
     heights, widths = _BLOCKS[kernel.target.bf16]
     rows, terms = grain(kernel.target)
@@ -53,14 +53,14 @@ def bf16_matmul(
 
             _in_steps(c, vectors, widths, block)
 
-        _in_steps(c, n_i, heights, row)  # rows of A, which come from further away, are met once
+        _in_steps(c, n_i, heights, row)  # outer loop over rows of A, which come from further away
 
     function = kernel.function("bf16_matmul", [I64, *_OPERANDS, I64, I64, I1], body)
     c.b.call(function, [vectors, *a, *b, *to, n_i, n_k, ir.Constant(I1, add)])
 
 
 def _in_steps(c: Code, count: Any, sizes: tuple[int, ...], body: Any) -> None:
-    """Cut a range into as many large steps as it has, and then into smaller ones."""
+    """Cover a range with steps of the largest size, then of the smaller ones."""
     start = i64(0)
     for size in sizes:
         end = c.b.mul(c.b.sdiv(count, i64(size)), i64(size))
@@ -69,7 +69,7 @@ def _in_steps(c: Code, count: Any, sizes: tuple[int, ...], body: Any) -> None:
 
 
 def _block(kernel: Kernel, rows: int, vectors: int) -> ir.Function:
-    """Make the function whose sums are all in registers."""
+    """Return the function of one register block."""
     body = _tiles if kernel.target.bf16 == "amx" else _vectors
     kinds = [*_OPERANDS, I64, I1]
     return kernel.function(f"bf16_matmul_{rows}x{vectors}", kinds, partial(body, rows, vectors))

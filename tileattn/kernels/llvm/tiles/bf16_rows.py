@@ -1,4 +1,4 @@
-"""Layout layer: rows and pairs of rows of bfloat16, filled up with 0 to whole blocks."""
+"""Rows and pairs of rows of bfloat16, padded with 0 to whole blocks."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ _SIZE = 2
 
 
 def copy_row(c: Code, source: Any, columns: Any, to: Any) -> None:
-    """Copy a row; fill it up with 0 to a multiple of TERMS."""
+    """Copy a row, padded with 0 to a multiple of TERMS."""
     whole = c.b.mul(c.b.sdiv(columns, i64(TERMS)), i64(TERMS))
 
     def some(d: Any, kind: Any, x: Any = None) -> None:
@@ -33,7 +33,7 @@ def copy_row(c: Code, source: Any, columns: Any, to: Any) -> None:
 
 
 def copy_rows(c: Code, row: Row, n: Any, columns: Any, to: Any, rows: Any) -> Any:
-    """Copy n rows and add empty ones; return the step between them."""
+    """Copy n rows, padded with rows of 0; return the row stride."""
     to_step = row_bytes(c, columns)
 
     def copy(r: Any, _: Any) -> None:
@@ -54,14 +54,14 @@ def copy_rows(c: Code, row: Row, n: Any, columns: Any, to: Any, rows: Any) -> An
 
 
 def row_bytes(c: Code, columns: Any) -> Any:
-    """Bytes of a row that is filled up."""
+    """Return the bytes of a padded row."""
     return c.b.mul(c.rounded_up(columns, TERMS), i64(_SIZE))
 
 
 def whole_rows(
     kernel: Kernel, c: Code, source: Any, step: Any, n: Any, columns: Any, to: Any
 ) -> tuple[Any, Any]:
-    """Return rows for the left of a product with their step: as they lie where they are whole."""
+    """Return the left operand of a matmul and its stride: in place, or padded copies in ``to``."""
     rows, terms = grain(kernel.target)
     place, found = c.variable(source.type, source), c.variable(step.type, step)
 
@@ -78,7 +78,7 @@ def whole_rows(
 
 
 def transpose_pairs(c: Code, source: Any, step: Any, rows: int, columns: Any, to: Tile) -> None:
-    """Turn pairs of neighbours in rows that are filled up into pairs of rows of the transpose."""
+    """Transpose padded rows of neighbouring pairs to a tile of pairs of rows."""
     pairs = c.b.sdiv(c.rounded_up(columns, TERMS), i64(2))
     transpose_rows(c, "float32", partial(c.row, source, step), i64(rows), pairs, to)
 
@@ -86,7 +86,7 @@ def transpose_pairs(c: Code, source: Any, step: Any, rows: int, columns: Any, to
 def pair_rows(
     c: Code, source: Any, step: Any, n: Any, columns: Any, to: Any, to_step: Any, rows: int
 ) -> None:
-    """Pair up n rows; fill up with 0 to so many rows, and to whole vectors of columns."""
+    """Interleave n rows in pairs, padded with 0 to ``rows`` rows and to whole vectors."""
     kind, zero = ir.VectorType(I16, c.lanes), ir.Constant(c.integers, None)
     whole = c.b.mul(c.b.sdiv(columns, i64(c.lanes)), i64(c.lanes))
     odd_row = ir.Constant(c.integers, [16] * c.lanes)

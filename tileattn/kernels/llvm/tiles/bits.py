@@ -1,4 +1,4 @@
-"""Layout layer: a bit for each pair of a tile."""
+"""Bit masks of a tile: one bit for each pair of a query and a key."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class Bits:
         self.c, self.start, self.vectors = c, start, range(vectors)
 
     def at(self, row: Any) -> Any:
-        """Address of the word of a row."""
+        """Return the address of the word of a row."""
         return self.c.row(self.start, i64(8), row)
 
     def row(self, row: Any) -> list[Any]:
@@ -57,7 +57,7 @@ class Bits:
         self.c.loop(i64(0), rows, lambda n, _: self.c.store(i64(0), self.at(n)))
 
     def add(self, row: Any, lane: Any, bits: Any, allowed: Any) -> None:
-        """Set those of 16 bits that are 1 and allowed, from a lane on that may be negative."""
+        """Set the bits of 16 lanes that are 1 and allowed; the first lane may be negative."""
         b, place = self.c.b, self.at(row)
         moved = b.and_(shifted(self.c, b.zext(bits, I64), lane), allowed)
         self.c.store(b.or_(self.c.load(place, I64), moved), place)
@@ -75,7 +75,7 @@ def shifted(c: Code, bits: Any, n: Any) -> Any:
 
 
 def packed(c: Code, source: Any, step: Any, count: Any) -> Any:
-    """Pack 1 to 64 booleans, ``step`` bytes apart, to bits; of a step of 0 all bits are alike."""
+    """Pack 1 to 64 booleans, ``step`` bytes apart, into bits; a step of 0 repeats the first."""
     b = c.b
     one, none = (b.icmp_signed("==", step, i64(n)) for n in (1, 0))
     count = b.select(none, i64(1), count)
@@ -97,14 +97,14 @@ def packed(c: Code, source: Any, step: Any, count: Any) -> Any:
 
 
 def put_column(c: Code, words: Tile, lane: Any, bits: Any) -> None:
-    """Store the bits of a lane for 64 rows, in as many words as it takes."""
+    """Store the bits of one lane for 64 rows, in words as wide as a sum."""
     for n in range(8 // c.size):
         word = c.narrow(c.b.lshr(bits, i64(n * 8 * c.size)))
         c.store(word, c.at(words.at(n), c.bytes_of(lane)))
 
 
 def transpose_bits(c: Code, words: Tile, rows: Any, to: Bits, first: Any) -> None:
-    """Turn the bits of lanes for up to 64 rows into those of rows, from a first one on."""
+    """Transpose words of lanes, for up to 64 rows, to words of rows; the first is ``first``."""
     b, width = c.b, 8 * c.size
     for n in range(8 // c.size):
 

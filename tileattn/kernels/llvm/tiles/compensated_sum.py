@@ -1,8 +1,8 @@
-"""Layout layer: long sums, whose rounding error does not grow with their length.
+"""Compensated sums, whose rounding error does not grow with their length.
 
-A sum of float32 over many tiles loses more the longer it is. So kernels sum up a section, of up to
-SECTION keys or queries, and add sections up as ``high + low``, where ``low`` is what rounding took
-from ``high`` (Knuth's two-sum).
+The rounding error of a plain float32 sum grows with its length. So kernels sum sections of up to
+SECTION keys or queries, and add the sections as ``high + low``, where ``low`` collects the rounding
+errors of ``high`` (Knuth's two-sum).
 
 References
 ----------
@@ -18,32 +18,32 @@ from tileattn.kernels.llvm.tiles.tile import Tile
 
 
 def settled(c: Code, high: Any, low: Any) -> Any:
-    """Return ``high + low``; where ``high`` has become infinite or NaN, itself."""
+    """Return ``high + low``; ``high`` alone if it is infinite or NaN."""
     lost = c.b.fcmp_unordered("uno", low, low)
     return c.b.select(lost, high, c.b.fadd(high, low))
 
 
 class CompensatedSum:
-    """Sums of sections, a tile each of what is added.
+    """A compensated sum of tiles.
 
     Parameters
     ----------
     c : Code
         Where instructions go.
     high, low : Tile
-        Where the sums are.
+        Storage of the sums and of their rounding errors.
     """
 
     def __init__(self, c: Code, high: Tile, low: Tile) -> None:
         self._c, self._high, self._low = c, high, low
 
     def clear(self, rows: Any) -> None:
-        """Start without any section."""
+        """Set the sums to 0."""
         for tile in (self._high, self._low):
             tile.fill(rows, self._c.const(0.0))
 
     def add(self, row: Any, terms: Sequence[Any], factors: Sequence[Any] | None = None) -> None:
-        """Multiply a row by factors, then add terms."""
+        """Multiply a row of the sums by factors, then add terms."""
         b, highs, lows = self._c.b, self._high.row(row), self._low.row(row)
         if factors is not None:
             highs, lows = (list(map(b.fmul, x, factors)) for x in (highs, lows))
@@ -52,6 +52,6 @@ class CompensatedSum:
         self._low.put(row, [b.fadd(x, e) for x, (_, e) in zip(lows, pairs, strict=True)])
 
     def value(self, row: Any) -> list[Any]:
-        """Return a row of the sum of all sections."""
+        """Return a row of the rounded sums."""
         rows = zip(self._high.row(row), self._low.row(row), strict=True)
         return [settled(self._c, *pair) for pair in rows]

@@ -1,7 +1,7 @@
-"""Layout layer: products of a few rows with an array that is read once, where it lies.
+"""Matmuls of a few rows with an array that is read once, in place (K or V when decoding).
 
-Its rows are read one after the other, each from start to end, which hardware prefetches: any other
-order took twice the time. Their elements lie in vector lanes, and may end within a vector.
+Rows of the array are read in order, each from start to end, which hardware prefetches; any other
+order took twice the time. Their elements lie in vector lanes; the last vector may be partial.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from tileattn.kernels.llvm.tiles.bits import Bits
 from tileattn.kernels.llvm.tiles.tile import size_of
 
 _OPERANDS = [POINTER, I64, POINTER, I64, POINTER, I64, I64, I64, I64]
-_VECTORS = 8  # of sums of one row: enough to hide the latency of an FMA
-_ROWS = 4  # that share a load
-_AHEAD = 16  # rows of B that are prefetched: those of a (B, N, H, D) array may lie pages apart
+_VECTORS = 8  # sum vectors of one row: enough to hide the latency of an FMA
+_ROWS = 4  # rows of A that share a load of B
+_AHEAD = 16  # rows of B to prefetch: rows of a (B, N, H, D) array may lie pages apart
 
 
 def dots_of_rows(
@@ -26,7 +26,7 @@ def dots_of_rows(
 ) -> None:
     """Emit ``C[i, j] = sum over d of A[i, d] * B[j, d]``.
 
-    Rows of A end with zeros, and those of C with what fills a vector. Strides are bytes:
+    Rows of A are padded with 0 to whole vectors, and rows of C with anything. Strides are bytes:
     ``a = (A, a_i)``, ``b = (B, b_j)``, ``to = (C, c_i)``.
     """
 
@@ -45,7 +45,7 @@ def dots_of_rows(
             return [c.fma(p, y, total) for p, total in zip(x, sums, strict=True)]
 
         def square(i: Any, count: int, end: bool, j: Any, _: Any) -> None:
-            """Emit as many sums as there are lanes; at the end of B, its last row counts again."""
+            """Emit one vector of sums; past the end of B, its last row repeats."""
             left = [c.row(a, a_i, c.b.add(i, i64(r))) for r in range(count)]
             start, keys = c.row(b, b_j, j), c.lanes // count
             sums = []
@@ -80,10 +80,9 @@ def sums_of_rows(
     kernel: Kernel, c: Code, rows: Any, n: Any, columns: Any, a: Any, b: Any, to: Any,
     visible: Bits | None = None,
 ) -> None:  # fmt: skip
-    """Emit ``C[i, d] = sum over j of A[i, j] * B[j, d]``; arguments are as above.
+    """Emit ``C[i, d] = sum over j of A[i, j] * B[j, d]``; arguments as in `dots_of_rows`.
 
-    ``visible`` has a bit for each element of A, a row of bits for a vector: where it is 0, B may
-    hold anything.
+    ``visible`` has a bit for each element of A; an element of B with bit 0 may be NaN or infinite.
     """
 
     def body(
@@ -95,7 +94,7 @@ def sums_of_rows(
         pairs = [Bits(c, words, 1) for words in visible]
 
         def strip(i: Any, count: int, vectors: int, lanes: Any, d: Any, _: Any) -> None:
-            """Emit the sums of some vectors of columns of some rows."""
+            """Emit the sums of ``count`` rows in ``vectors`` vectors of columns."""
             starts = [c.row(b, size, c.b.add(d, i64(v * c.lanes))) for v in range(vectors)]
             numbers = [c.b.add(i, i64(r)) for r in range(count)]
 
@@ -104,7 +103,7 @@ def sums_of_rows(
                 return [c.splat(c.load(place, c.scalar)) for place in places]
 
             def seen(j: Any) -> list[Any]:
-                """Whether pairs are visible, a condition for each sum."""
+                """Return a condition for each sum: True if its pair is visible."""
                 row, lanes = c.b.sdiv(a_i, i64(c.lanes * c.size)), i64(c.lanes)
                 places = [c.b.add(c.b.mul(r, row), c.b.sdiv(j, lanes)) for r in numbers]
                 bits = [x.get(n, c.b.srem(j, lanes)) for x in pairs for n in places]
@@ -145,7 +144,7 @@ def sums_of_rows(
 
 
 def _each_rows(c: Code, rows: Any, most: int, body: Callable[[Any, int], None]) -> None:
-    """Run ``body(first, count)`` until all rows are covered, with several as long as there are."""
+    """Run ``body(first, count)`` until all rows are covered, with large counts first."""
     start, count = i64(0), min(most, c.lanes)
     while count:
 
@@ -163,7 +162,7 @@ def _multiple(c: Code, n: Any, step: int) -> Any:
 
 
 def _cut(c: Code, columns: Any) -> tuple[Any, Any]:
-    """Count the columns in whole vectors; say which lanes of the one after them are columns."""
+    """Return the columns in whole vectors, and the mask of the lanes of the last, partial one."""
     whole = _multiple(c, columns, c.lanes)
     lane = ir.Constant(c.integers, list(range(c.lanes)))
     rest = c.splat(c.narrow(c.b.sub(columns, whole)))
@@ -171,7 +170,7 @@ def _cut(c: Code, columns: Any) -> tuple[Any, Any]:
 
 
 def _sums(c: Code, vectors: list[Any]) -> Any:
-    """Add up the lanes of each of as many vectors as a vector has lanes: neighbours, in a tree."""
+    """Return one vector with the lane sum of each given vector, added pairwise in a tree."""
     even, odd = (list(range(n, 2 * c.lanes, 2)) for n in (0, 1))
     while len(vectors) > 1:
         pairs = zip(vectors[0::2], vectors[1::2], strict=True)

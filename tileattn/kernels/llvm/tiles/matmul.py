@@ -1,4 +1,4 @@
-"""Layout layer: products of tiles, with the sums of a register block in registers."""
+"""Matmuls of tiles, with the sums of a block in registers."""
 
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ def matmul(
     """Emit ``C[i, :] (+)= sum over k of A[i, k] * B[k, :]``.
 
     A is read element by element and broadcast; rows of B and C are ``vectors`` vectors. Strides are
-    bytes: ``a = (A, a_i, a_k)``, ``b = (B, b_k)``, ``to = (C, c_i)``, and ``A[i, k]`` stands at
+    bytes: ``a = (A, a_i, a_k)``, ``b = (B, b_k)``, ``to = (C, c_i)``; the address of ``A[i, k]`` is
     ``A + i * a_i + k * a_k``.
     """
     target = kernel.target
@@ -35,9 +35,10 @@ def masked_matmul(
     kernel: Kernel, c: Code, vectors: Any, n_i: Any, n_k: Any, a: Any, b: Any, visible: Bits,
     to: Any, *, of_a: bool = False,
 ) -> None:  # fmt: skip
-    """Emit ``C[i, :] += sum over k of A[i, k] * B[k, :]`` over visible pairs, whatever the rest.
+    """Emit ``C[i, :] += sum over k of A[i, k] * B[k, :]`` over visible pairs only.
 
-    Pairs are of a row and a lane of B, or with ``of_a`` of A: ``(k, :)``, or ``(i, k)``.
+    Operands of masked-out pairs may be NaN or infinite. The pairs are the elements ``(k, :)`` of B,
+    or with ``of_a`` the elements ``(i, k)`` of A.
     """
 
     def body(
@@ -68,7 +69,7 @@ def masked_matmul(
 
 
 def _whole(kernel: Kernel, vectors: int) -> ir.Function:
-    """Make the function for so many vectors: blocks of rows, then single ones."""
+    """Return the function for rows of ``vectors`` vectors: blocks of rows, then single rows."""
     rows = kernel.target.rows
     parts = [_block(kernel, n, vectors) for n in (rows, 1)]
 
@@ -89,7 +90,7 @@ def _whole(kernel: Kernel, vectors: int) -> ir.Function:
 
 
 def _block(kernel: Kernel, rows: int, vectors: int) -> ir.Function:
-    """Make the function whose sums, rows times vectors, are all in registers."""
+    """Return the function of one register block of rows times vectors."""
 
     def body(
         c: Code, a: Any, a_i: Any, a_k: Any, b: Any, b_k: Any, to: Any, c_i: Any, n_k: Any, add: Any

@@ -1,4 +1,4 @@
-"""Layout layer: tiles in scratch memory, and loads that transpose or convert rows of arrays."""
+"""Tiles in scratch memory; copies between tiles and arrays that transpose or convert."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from llvmlite import ir
 from tileattn.kernels.llvm.instructions.code import I16, POINTER, Code, i64, same
 
 Row = Callable[[Any], Any]
-"""Gives the address of a row."""
+"""Returns the address of a row."""
 
 _RUN = 64  # bytes that are copied at once
 
@@ -32,7 +32,7 @@ class Tile:
         self.step = vectors * c.lanes * c.size  # bytes between rows
 
     def at(self, row: Any, v: int = 0) -> Any:
-        """Address of a vector."""
+        """Return the address of a vector."""
         offset = i64(row * self.step) if isinstance(row, int) else self.c.b.mul(row, i64(self.step))
         return self.c.at(self.start, offset, v * self.c.lanes * self.c.size)
 
@@ -76,9 +76,9 @@ def transpose(c: Code, rows: list[Any]) -> list[Any]:
 def transpose_rows(
     c: Code, dtype: str, row: Row, rows: Any, columns: Any, tile: Tile, scale: Any = None
 ) -> None:
-    """Load rows of an array, whose addresses ``row`` gives, into the columns of a tile.
+    """Load rows of an array, at the addresses ``row(r)``, into the columns of a tile.
 
-    Lanes up to the next whole vector repeat the last row.
+    The last row repeats in the lanes that fill the last vector.
     """
 
     def square(starts: list[Any], r: Any, d: Any, count: int) -> None:
@@ -116,10 +116,10 @@ def _each_square(
     columns: Any,
     square: Callable[[list[Any], Any, Any, int], None],
 ) -> None:
-    """Run ``square(addresses of rows, first row, first column, columns)`` until all is covered.
+    """Run ``square(row addresses, first row, first column, columns)`` for all squares of lanes.
 
-    Past the end, addresses are those of the last row. The last two squares of a row may overlap;
-    where there are too few columns for one, they are taken singly.
+    Past the end, the last row repeats. The last two squares of a row may overlap. Fewer columns
+    than lanes are taken one by one.
     """
     last, left = c.b.sub(rows, i64(1)), c.b.sub(columns, i64(c.lanes))
     addresses = c.addresses(c.lanes)
@@ -147,7 +147,7 @@ def convert_rows(
     c: Code, dtype: str, source: Any, step: Any, rows: Any, columns: Any, to: Any, to_step: Any,
     scale: Any = None,
 ) -> None:  # fmt: skip
-    """Load rows of an array as sums, times a scale."""
+    """Convert rows of an array to the accumulation dtype, times a scale."""
 
     def row(r: Any, _: Any) -> None:
         start, place = c.at(source, c.b.mul(r, step)), c.at(to, c.b.mul(r, to_step))
@@ -164,7 +164,7 @@ def convert_rows(
 
 
 def store_row(c: Code, dtype: str, source: Any, to: Any, columns: Any, scale: Any) -> None:
-    """Store a row of sums as one of an array, times a scale."""
+    """Store a row of sums as a row of an array, times a scale."""
 
     def some(d: Any, lanes: int) -> None:
         x = c.load(c.at(source, c.bytes_of(d)), c.vector if lanes > 1 else c.scalar)
@@ -175,7 +175,7 @@ def store_row(c: Code, dtype: str, source: Any, to: Any, columns: Any, scale: An
 
 
 def copy_bytes(c: Code, source: Any, to: Any, count: Any) -> None:
-    """Copy so many bytes, a multiple of 2."""
+    """Copy ``count`` bytes, a multiple of 2."""
     whole = c.b.mul(c.b.sdiv(count, i64(_RUN)), i64(_RUN))
     for first, end, kind, step in (
         (i64(0), whole, ir.VectorType(I16, _RUN // 2), _RUN),
@@ -189,7 +189,7 @@ def copy_bytes(c: Code, source: Any, to: Any, count: Any) -> None:
 
 
 def all_finite(c: Code, source: Any, step: Any, rows: Any, columns: Any) -> Any:
-    """Whether no sum of these rows is NaN or infinite."""
+    """Return True if no element of these rows is NaN or infinite."""
     whole = c.b.mul(c.b.sdiv(columns, i64(c.lanes)), i64(c.lanes))
 
     def row(r: Any, state: list[Any]) -> list[Any]:
@@ -212,5 +212,5 @@ def all_finite(c: Code, source: Any, step: Any, rows: Any, columns: Any) -> Any:
 
 
 def size_of(dtype: str) -> int:
-    """Bytes of an element."""
+    """Return the bytes of an element."""
     return {"float64": 8, "float32": 4}.get(dtype, 2)
