@@ -143,9 +143,13 @@ def _in_torch(patch: pytest.MonkeyPatch, cuda: ModuleType) -> None:
 def _in_jax(patch: pytest.MonkeyPatch, cuda: ModuleType) -> None:
     """Fill memory of XLA's that the bridge takes, that of results included."""
     allocate = cuda.Memory._allocate
-    patch.setattr(
-        cuda.Memory, "_allocate", lambda self, nbytes: _on_stream(allocate(self, nbytes), nbytes)
-    )
+
+    def filled(self: Any, nbytes: int) -> Any:
+        address, owner = allocate(self, nbytes)
+        _on_stream(memory_at(address, nbytes, owner, self._device), nbytes)
+        return address, owner
+
+    patch.setattr(cuda.Memory, "_allocate", filled)
 
 
 _LOADED: dict[str, Callable[[pytest.MonkeyPatch, ModuleType], None]] = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.backends.cupy.fake_cupy import Machine, machine
+from tileattn.backends.cupy.external_memory import CupyMemory
 from tileattn.torch import cuda, eager
 
 STREAM = 11  # handle of PyTorch's current stream
@@ -58,7 +59,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
             made.stream = stream
 
         tensor_of = cuda.tensor_of
-        monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+        memory = CupyMemory()
+        monkeypatch.setattr(cuda, "_memory", lambda: memory)
         monkeypatch.setattr(cuda, "on_device", on_device)
         monkeypatch.setattr(cuda, "tensor_of", lambda x: on_gpu(tensor_of(x)))
         stream = type("Stream", (), {"ptr": STREAM, "is_capturing": lambda _: made.capturing})

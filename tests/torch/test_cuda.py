@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tileattn.backends.cupy import foreign  # noqa: E402 - as above
 from tileattn.backends.cupy.backend import CupyBackend  # noqa: E402 - as above
+from tileattn.backends.cupy.external_memory import CupyMemory  # noqa: E402 - as above
 from tileattn.errors import BackendUnavailableError, UnsupportedError  # noqa: E402 - as above
 from tileattn.torch import attention, cuda  # noqa: E402 - as above
 from tileattn.torch.flash_attn import flash_attn_with_kvcache  # noqa: E402 - as above
@@ -33,8 +33,9 @@ def elsewhere(where: str, x: Any) -> Any:
 
 @pytest.fixture
 def _cupy_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    cupy = pytest.importorskip("cupy")
-    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+    pytest.importorskip("cupy")
+    memory = CupyMemory()
+    monkeypatch.setattr(cuda, "_memory", lambda: memory)
 
 
 @pytest.mark.usefixtures("_cupy_without_a_gpu")
@@ -60,8 +61,8 @@ def test_layouts_of_tensors_and_arrays_are_the_same(dtype: Any) -> None:
 def test_what_cupy_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "CuPy is not installed: pip install 'cupy-cuda13x[ctk]'"
     monkeypatch.setattr(CupyBackend, "unavailable", lambda _: reason)
-    foreign.cupy_for.cache_clear()
-    message = r"tensors on a GPU need CuPy, .*: CuPy is not installed: pip install 'cupy-cuda13x"
+    cuda._memory.cache_clear()
+    message = r"tensors on a GPU need backend 'cupy', .*: CuPy is not installed: pip install 'cupy-cuda13x"
     with pytest.raises(BackendUnavailableError, match=message):
         cuda.on_device(torch.device("cuda:0")).__enter__()
 

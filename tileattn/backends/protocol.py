@@ -108,6 +108,9 @@ class Backend(Protocol):
 
     Methods ``append_kv`` and ``rope`` may run these two, validated; without them array expressions
     do. They are those of ``tileattn.backends.cupy.token_rows``.
+
+    A mapping ``external_memory`` may have, by kind of device, such as ``"cuda"``, what returns a
+    `tileattn.backends.external_memory.ExternalMemory`. Bridges to other libraries need it there.
     """
 
     name: str

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import numpy as np
@@ -35,6 +35,24 @@ default_backend: Callable[[], Any] = (
     else partial(_environment.get, os.environ.encodekey("TILEATTN_BACKEND"))
 )
 """Look up ``TILEATTN_BACKEND``."""
+
+
+class AddressPass(Protocol):
+    """A forward or backward pass that needs no arrays, only their addresses.
+
+    Parameters
+    ----------
+    inputs : sequence of str
+        Arrays that it reads. ``launch`` takes their addresses, and then those of the results.
+    nbytes : int
+        Size of the workspace.
+    """
+
+    inputs: Sequence[str]
+    nbytes: int
+
+    def launch(self, addresses: Sequence[int], workspace: int, device: int, stream: Any) -> bool:
+        """Start the pass on a stream; return False if no earlier call was like this one."""
 
 
 class PreparedCall:
@@ -87,6 +105,15 @@ class PreparedCall:
     def forward(self, operands: Operands, out: Any | None) -> Attention:
         result: Attention = self.backend.forward(self.problem, operands, out)
         return result
+
+    def address_pass(
+        self, _deterministic: bool | None, _results: Sequence[str]
+    ) -> AddressPass | None:
+        """Return the pass that computes these results, if it has run and can run on addresses.
+
+        ``deterministic`` is None for the forward pass.
+        """
+        return None
 
     def backward(
         self,

@@ -91,6 +91,6 @@ def _whole(x: Any, found: Any) -> Any:
     """Fill in zeros where arrays of ``aux`` have no gradient."""
     if isinstance(x, tuple):
         return tuple(
-            np.zeros(y.shape, y.dtype) if dy is None else dy for y, dy in zip(x, found, strict=True)
+            np.zeros_like(y) if dy is None else dy for y, dy in zip(x, found, strict=True)
         )
     return found

@@ -1,69 +1,71 @@
-"""A program's arrays on a GPU as CuPy arrays: one memory, one stream, one allocator.
+"""A program's arrays on a GPU as arrays of the library: without copies, on XLA's stream.
 
-XLA gives the memory of a call. The next that has it comes later on the same stream.
+XLA provides the memory of a call. It is reused in the order of the stream.
 """
 
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, Self
 
 import numpy as np
 
-from tileattn.backends.cupy.foreign import cupy_for, memory_at, stream_at
-from tileattn.backends.cupy.passes import OwnPieces
+from tileattn.backends.external_memory import ExternalMemory, external_memory
 from tileattn.jax.xla_ffi import Frame
 
 
-class Memory(ExitStack):
-    """Within it CuPy computes on the program's device, on its stream, in memory of XLA's.
+@cache
+def _memory() -> ExternalMemory:
+    return external_memory("cuda", "arrays on a GPU")
 
-    The results of a program have their memory before the call. What the call allocates is there if
-    a result of its size is left, so a result that is allocated before others of its size is in its
-    place.
+
+class Memory(ExitStack):
+    """Within it the library computes on the program's device and stream, in XLA's memory.
+
+    XLA allocates a program's results before the call. An allocation of the call takes the place of
+    a result of its size that is left. So a result that is allocated before others of its size is
+    computed in its place.
     """
 
     def __init__(self, frame: Frame) -> None:
         super().__init__()
         self._frame, self._device = frame, frame.device
-        self._cupy = cupy_for("arrays on a GPU")
+        self._external = _memory()
         self._left: list[Any] = []
 
     def __enter__(self) -> Self:
         super().__enter__()
-        cuda = self._cupy.cuda
-        self.enter_context(cuda.Device(self._device))
-        self.enter_context(stream_at(self._frame.stream))
-        self.enter_context(cuda.using_allocator(OwnPieces(self._allocate)))
+        memory = self._external
+        self.enter_context(memory.device(self._device))
+        self.enter_context(memory.stream(self._frame.stream))
+        self.enter_context(memory.using(memory.allocator(self._allocate, self._device)))
         return self
 
     def array(self, address: int, spec: tuple[tuple[int, ...], np.dtype[Any]]) -> Any:
         """View memory of the device as an array."""
         shape, dtype = spec
         nbytes = math.prod(shape) * dtype.itemsize
-        return self._cupy.ndarray(shape, dtype, memory_at(address, nbytes, None, self._device))
+        return self._external.array(address, nbytes, shape, dtype, None, None, self._device)
 
     def offer(self, results: Sequence[Any]) -> None:
-        """Let what is allocated from now on be results."""
+        """Let later allocations take the places of results."""
         self._left = list(results)
 
     def place(self, found: Sequence[Any], results: Sequence[Any]) -> None:
-        """Copy what is not in its place; it may be in that of another result."""
+        """Copy results that are not in their places. One may be in the place of another."""
+        at = self._external.address_of
         pairs = zip(found, results, strict=True)
-        moved = [
-            (result, x if isinstance(x, np.ndarray) else x.copy())
-            for x, result in pairs
-            if isinstance(x, np.ndarray) or x.data.ptr != result.data.ptr
-        ]
+        moved = [(result, x.copy()) for x, result in pairs if at(x) != at(result)]
         for result, x in moved:
-            result[...] = self._cupy.asarray(x)
+            result[...] = x
 
-    def _allocate(self, nbytes: int) -> Any:
+    def _allocate(self, nbytes: int) -> tuple[int, Any]:
         for n, result in enumerate(self._left):
             if result.nbytes == nbytes:
-                return self._left.pop(n).data
+                return self._external.address_of(self._left.pop(n)), None
         if not nbytes:
-            return memory_at(0, 0, None, self._device)
+            return 0, None
         address, allocated = self._frame.allocate(nbytes)
         self.callback(self._frame.free, *allocated)
-        return memory_at(address, nbytes, None, self._device)
+        return address, None

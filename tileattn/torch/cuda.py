@@ -1,7 +1,7 @@
-"""Tensors on a GPU as CuPy arrays, and back, or as addresses: one memory, stream and allocator.
+"""Tensors on a GPU as arrays of the library, and back, or as addresses: without copies.
 
-PyTorch's caching allocator gives the memory of a call. It is reused in the order of the stream, and
-during a capture it comes from the pool of the graph.
+A call runs on PyTorch's current stream and takes its memory from PyTorch's caching allocator. The
+memory is reused in the order of the stream; during a capture it comes from the pool of the graph.
 """
 
 import functools
@@ -14,66 +14,70 @@ from typing import Any
 import numpy as np
 import torch
 
-from tileattn.backends.cupy.foreign import cupy_for, memory_at, stream_at
-from tileattn.backends.cupy.passes import OwnPieces, Pass
+from tileattn.backends.external_memory import ExternalMemory, external_memory
+from tileattn.call.prepared import AddressPass
 from tileattn.call.sequences import given_for
+
+
+@functools.cache
+def _memory() -> ExternalMemory:
+    return external_memory("cuda", "tensors on a GPU")
 
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Have CuPy compute on a device of PyTorch's, on its current stream, in memory of PyTorch's."""
-    index = device.index
-    there = _device(index) if _cupy().cuda.runtime.getDevice() != index else nullcontext()
-    allocator = _cupy().cuda.using_allocator(_allocator(device))
-    with there, _current_stream(index), allocator:
+    """Let the library compute on a device, PyTorch's current stream and PyTorch's memory."""
+    index, memory = device.index, _memory()
+    there = _device(index) if memory.current_device() != index else nullcontext()
+    with there, _current_stream(index), memory.using(_allocator(device)):
         yield
 
 
 @contextmanager
 def _device(index: int) -> Iterator[None]:
-    """Make a device the current one of both libraries."""
-    with torch.cuda.device(index), _cupy().cuda.Device(index):
+    """Make a device the current one of PyTorch and of the library."""
+    with torch.cuda.device(index), _memory().device(index):
         yield
 
 
 def array_of(x: torch.Tensor) -> Any:
-    """View a tensor on a GPU as a CuPy array."""
-    cupy, itemsize = _cupy(), x.element_size()
+    """View a tensor on a GPU as an array."""
+    itemsize = x.element_size()
     strides = [n * itemsize for n in x.stride()]
     nbytes = extent(x.shape, x.stride()) * itemsize
-    memory = memory_at(x.data_ptr(), nbytes, x, x.device.index)
-    return cupy.ndarray(x.shape, array_dtype(x.dtype), memory, strides)
+    dtype = array_dtype(x.dtype)
+    return _memory().array(x.data_ptr(), nbytes, x.shape, dtype, strides, x, x.device.index)
 
 
 def tensor_of(x: Any) -> torch.Tensor:
-    """View a CuPy array whose memory is a tensor's as a tensor, which is no view for autograd."""
-    owner: torch.Tensor = x.data.mem._owner
+    """View an array in a tensor's memory as a tensor, which autograd does not take for a view."""
+    owner: torch.Tensor = _memory().owner_of(x)
     result = owner.new_empty(x.shape if not x.size else 0, dtype=_tensor_dtype(x.dtype))
     if not x.size:
         return result
     storage, itemsize = owner.untyped_storage(), x.itemsize
-    first = (x.data.ptr - storage.data_ptr()) // itemsize
+    first = (_memory().address_of(x) - storage.data_ptr()) // itemsize
     return result.set_(storage, first, x.shape, [n // itemsize for n in x.strides])
 
 
 class TensorPass:
-    """A pass on tensors, in memory of PyTorch's allocator: no array is made.
+    """A forward or backward pass on tensors' addresses, in PyTorch's memory. No array is made.
 
     Parameters
     ----------
-    known : Pass
-        What runs it; it is direct.
+    known : AddressPass
+        Launches the kernels.
     names : sequence of str
-        Of the tensors that each call brings.
+        Names of the tensors that each call brings.
     results : mapping of str to torch.Tensor
-        Have the shapes and dtypes of what the pass writes.
+        Tensors with the shapes and dtypes of the results.
     returned : sequence of (str or None)
-        Which of them a call returns, None for none.
+        The results that a call returns; None in the place of a result that is not needed.
     """
 
     def __init__(
         self,
-        known: Pass,
+        known: AddressPass,
         names: Sequence[str],
         results: Mapping[str, torch.Tensor],
         returned: Sequence[str | None],
@@ -82,18 +86,18 @@ class TensorPass:
         self._known = known
         self._inputs = itemgetter(*(given_for(name, places) for name in known.inputs))
         self._returned = itemgetter(*map([*results, None].index, returned))
-        # PyTorch takes half a microsecond less for numbers than for a shape. Of the gradient of a
-        # bias, empty tiles are not written.
+        # torch.empty takes 0.5 us less for numbers than for a shape. The gradient of a bias starts
+        # from zeros, because the kernels do not write its empty tiles.
         self._results = [
             partial(torch.zeros if name == "dbias" else torch.empty, *x.shape, **_like(x))
             for name, x in results.items()
         ]
         device = next(iter(results.values())).device
-        self._device, self._current_device = device.index, _cupy().cuda.runtime.getDevice
+        self._device, self._current_device = device.index, _memory().current_device
         self._bytes = partial(torch.empty, dtype=torch.uint8, device=device)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...] | None:
-        """Run it on the current stream; None where no earlier call was like it."""
+        """Run the pass on the current stream; return None if no earlier call was like this one."""
         device = self._device
         if self._current_device() != device:
             with _device(device):
@@ -115,40 +119,36 @@ def _like(x: torch.Tensor) -> dict[str, Any]:
 
 
 def _current_stream(device: int) -> Any:
-    """Give PyTorch's current stream as one of CuPy's: its handle takes 0.1 us."""
-    return stream_at(torch._C._cuda_getCurrentRawStream(device))
+    """Return PyTorch's current stream as the library's; its handle takes 0.1 us."""
+    return _memory().stream(torch._C._cuda_getCurrentRawStream(device))
 
 
 @functools.lru_cache(maxsize=1024)
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Count the elements from the first of a tensor to its last, those between them included."""
+    """Count the elements of memory from a tensor's first element to its last, gaps included."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
 
-def _cupy() -> Any:
-    return cupy_for("tensors on a GPU")
-
-
 @functools.cache
-def _allocator(device: torch.device) -> OwnPieces:
-    """Make an allocator of CuPy's that takes memory from PyTorch's.
+def _allocator(device: torch.device) -> Any:
+    """Make an allocator that takes memory from PyTorch's, a tensor for each result.
 
-    An operator's results must not be views of each other.
+    PyTorch requires that the results of an operator are not views of each other.
     """
     new = partial(torch.empty, dtype=torch.uint8, device=device)
 
-    def allocate(nbytes: int) -> Any:
+    def allocate(nbytes: int) -> tuple[int, Any]:
         owner = new(nbytes)
-        return memory_at(owner.data_ptr(), nbytes, owner, device.index)
+        return owner.data_ptr(), owner
 
-    return OwnPieces(allocate)
+    return _memory().allocator(allocate, device.index)
 
 
 @functools.cache
 def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Give the type that has the same name in NumPy, or in ml_dtypes."""
+    """Return the dtype with the same name in NumPy or ml_dtypes."""
     return np.dtype(str(dtype).removeprefix("torch."))
 
 

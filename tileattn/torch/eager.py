@@ -10,7 +10,6 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from tileattn.backends.cupy.backend import CupyCall
 from tileattn.call.prepared import CALLS, default_backend, values_of
 from tileattn.torch import operators
 from tileattn.torch.batches import are_gradients_batched
@@ -175,8 +174,8 @@ class Call:
     ) -> _Pass:
         """Make what repeats a pass that has just run, which reads ``others`` besides inputs."""
         call = operators.prepared(inputs, tuple(others.values()))
-        known = call.passes.get((deterministic, *results)) if isinstance(call, CupyCall) else None
-        if known is None or not known.is_direct:
+        known = call and call.address_pass(deterministic, [*results])
+        if known is None:
             return _on_arrays
         return TensorPass(known, (*self._names, *others), results, returned)
 

@@ -15,6 +15,7 @@ from tests.backends.cupy.fake_cupy import Machine, at_host
 from tests.backends.cupy.test_call import PLANNING, forbid
 from tileattn.backends.cupy import passes
 from tileattn.call.prepared import CALLS
+from tileattn.backends.cupy.external_memory import CupyMemory
 from tileattn.jax.cuda import Memory
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
@@ -256,7 +257,9 @@ def test_small_results_of_a_second_call_are_in_the_places_that_xla_gives(
 
     monkeypatch.setattr(passes, "ONE_PIECE", 1 << 18)
     monkeypatch.setattr(cupy.cuda, "Device", nullcontext)
-    monkeypatch.setattr("tileattn.jax.cuda.stream_at", nullcontext)
+    external = CupyMemory()
+    external.stream = nullcontext
+    monkeypatch.setattr("tileattn.jax.cuda._memory", lambda: external)
     x = inputs(gpu, Hq=2, Hkv=2, Nq=30, Nk=50, D=64, Dv=64)
 
     def allocate(nbytes: int) -> tuple[int, tuple[()]]:

@@ -2,13 +2,15 @@
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tileattn.backends.cupy import describe, token_rows
 from tileattn.backends.cupy.block_sparse import mask_addresses
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.execute import Executable
+from tileattn.backends.cupy.external_memory import CupyMemory
 from tileattn.backends.cupy.passes import ArrayPass, Pass
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call.prepared import PreparedCall
@@ -44,6 +46,7 @@ class CupyBackend:
     name = "cupy"
     append_kv = staticmethod(token_rows.append_kv)
     rope = staticmethod(token_rows.rope)
+    external_memory = MappingProxyType({"cuda": CupyMemory})
 
     def owns(self, x: Any) -> bool:
         """Whether ``x`` is a CuPy array, found without importing CuPy."""
@@ -110,6 +113,10 @@ class CupyCall(PreparedCall):
     def __init__(self, backend: CupyBackend, problem: Problem) -> None:
         super().__init__(backend, problem)
         self.passes: dict[Any, Pass] = {}  # by ``deterministic``, None forward, and the results
+
+    def address_pass(self, deterministic: bool | None, results: Sequence[str]) -> Pass | None:
+        known = self.passes.get((deterministic, *results))
+        return known if known is not None and known.is_direct else None
 
     def forward(self, operands: Operands, out: Any | None) -> Attention:
         import cupy
