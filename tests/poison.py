@@ -142,6 +142,8 @@ def _in_torch(patch: pytest.MonkeyPatch, cuda: ModuleType) -> None:
 
 def _in_jax(patch: pytest.MonkeyPatch, cuda: ModuleType) -> None:
     """Fill memory of XLA's that the bridge takes, that of results included."""
+    from tileattn.backends.cupy.external_memory import memory_at
+
     allocate = cuda.Memory._allocate
 
     def filled(self: Any, nbytes: int) -> Any:

@@ -199,6 +199,16 @@ def test_imports_run_one_way() -> None:
     assert only_faults(wrong) == {}
 
 
+def test_bridges_know_no_backend_by_name() -> None:
+    shared = {name for name in NAMES if name.count(".") == 1}
+    used = {
+        name_of(path): {x for x in own_imports(path) if x.startswith("backends.")} - shared
+        for path in MODULES
+        if module_of(path).split(".")[0] in BRIDGES
+    }
+    assert only_faults(used) == {}
+
+
 def test_the_import_table_has_no_cycle() -> None:
     done: set[str] = set()
     waiting = dict(MAY_IMPORT)

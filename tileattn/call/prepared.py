@@ -38,18 +38,10 @@ default_backend: Callable[[], Any] = (
 
 
 class AddressPass(Protocol):
-    """A forward or backward pass that needs no arrays, only their addresses.
+    """A forward or backward pass that needs no arrays, only their addresses."""
 
-    Parameters
-    ----------
-    inputs : sequence of str
-        Arrays that it reads. ``launch`` takes their addresses, and then those of the results.
-    nbytes : int
-        Size of the workspace.
-    """
-
-    inputs: Sequence[str]
-    nbytes: int
+    inputs: Sequence[str]  # names of arrays: ``launch`` takes their addresses, then the results'
+    nbytes: int  # size of the workspace
 
     def launch(self, addresses: Sequence[int], workspace: int, device: int, stream: Any) -> bool:
         """Start the pass on a stream; return False if no earlier call was like this one."""

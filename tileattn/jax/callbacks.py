@@ -90,7 +90,5 @@ def _rows(given: Arrays) -> tuple[Any, Any, Any, Arrays]:
 def _whole(x: Any, found: Any) -> Any:
     """Fill in zeros where arrays of ``aux`` have no gradient."""
     if isinstance(x, tuple):
-        return tuple(
-            np.zeros_like(y) if dy is None else dy for y, dy in zip(x, found, strict=True)
-        )
+        return tuple(np.zeros_like(y) if dy is None else dy for y, dy in zip(x, found, strict=True))
     return found

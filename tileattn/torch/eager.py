@@ -174,7 +174,7 @@ class Call:
     ) -> _Pass:
         """Make what repeats a pass that has just run, which reads ``others`` besides inputs."""
         call = operators.prepared(inputs, tuple(others.values()))
-        known = call and call.address_pass(deterministic, [*results])
+        known = None if call is None else call.address_pass(deterministic, [*results])
         if known is None:
             return _on_arrays
         return TensorPass(known, (*self._names, *others), results, returned)

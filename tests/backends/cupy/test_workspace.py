@@ -14,8 +14,8 @@ import tileattn
 from tests.backends.cupy.fake_cupy import Machine, at_host
 from tests.backends.cupy.test_call import PLANNING, forbid
 from tileattn.backends.cupy import passes
-from tileattn.call.prepared import CALLS
 from tileattn.backends.cupy.external_memory import CupyMemory
+from tileattn.call.prepared import CALLS
 from tileattn.jax.cuda import Memory
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40

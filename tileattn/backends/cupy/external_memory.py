@@ -40,7 +40,7 @@ class CupyMemory:
         self._ndarray = cupy.ndarray
         self.current_device = cupy.cuda.runtime.getDevice
         self.device = cupy.cuda.Device
-        self.stream = stream_at
+        self.stream: Callable[[int], Any] = stream_at
         self.using = cupy.cuda.using_allocator
 
     def allocator(self, allocate: Callable[[int], tuple[int, Any]], device: int) -> Any:
