@@ -1,23 +1,15 @@
 """The command ``bench`` hands its arguments on, and says what is missing in one line."""
 
 import json
-import os
-import subprocess
 import sys
-from functools import partial
-from itertools import groupby
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
 import tileattn
 from benchmarks import cpu, report
-from benchmarks.configurations import PASSES, Configuration
-from benchmarks.device import AGREEMENT, difference
-from benchmarks.implementations import Naive, Tileattn
 from tileattn.cli.commands import BENCHMARKS, main
 
 ROOT = Path(__file__).parents[2]
@@ -33,20 +25,6 @@ def test_every_benchmark_says_what_it_takes(
     assert f"usage: python -m tileattn bench {section} [-h]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "-q --to /home/me",
-        "--to=/home/me -q",
-        "-q --update",
-        "--record /home/me/x.json -q",
-        "-q --to",
-    ],
-)
-def test_a_command_says_nothing_of_the_folder(line: str) -> None:
-    assert report.command("python -m this", line.split()) == "python -m this -q"
-
-
 @pytest.mark.parametrize("line", ["gpu", "nonfinite", "memory --device gpu"])
 def test_without_a_gpu_it_ends_with_one_line(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tileattn, "available_backends", lambda: {"cupy": "there is no device"})
@@ -54,20 +32,7 @@ def test_without_a_gpu_it_ends_with_one_line(line: str, monkeypatch: pytest.Monk
         main(["bench", *line.split()])
 
 
-@pytest.mark.parametrize("command", [["-m", "benchmarks.gpu"], ["benchmarks/cpu.py"]], ids=str)
-def test_the_commands_of_older_results_go_on_working(command: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, *command, "--help"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "usage: python -m tileattn bench" in done.stdout
-
-
+@pytest.mark.slow
 def test_the_speed_of_the_cpu_is_written_with_its_origin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,50 +53,6 @@ def test_the_speed_of_the_cpu_is_written_with_its_origin(
     out = capsys.readouterr().out
     assert "torch is missing: it is not installed" in out
     assert "dtype f32  pass forward  N 256  cases 4" in out
-
-
-def test_some_sections_are_enough(tmp_path: Path) -> None:
-    cpu.main(["--quick", "--seconds", "0", "--only", "small", "--to", str(tmp_path)])
-    rows = json.loads((tmp_path / "cpu.json").read_text(encoding="utf-8"))["rows"]
-    assert [(row["section"], row["pass"]) for row in rows] == [("small", x) for x in PASSES]
-    with pytest.raises(SystemExit):
-        cpu.main(["--only", "large"])
-
-
-def test_speedups_are_geometric_means_of_those_who_ran_everywhere() -> None:
-    same = {"section": "grid", "dtype": "f32", "pass": "forward", "N": 8}
-    rates: list[report.Row] = [{"llvm": 8.0, "torch": 1.0, "numpy": 1.0}, {"llvm": 1.0, "torch": 2}]
-    (row,) = cpu.speedups([same | {"gflops": rate} for rate in rates])
-    assert row == {
-        "dtype": "f32",
-        "pass": "forward",
-        "N": 8,
-        "cases": 2,
-        "llvm over PyTorch": pytest.approx(2),
-    }
-
-
-def test_implementations_take_turns_and_get_the_same_inputs() -> None:
-    order: list[str] = []
-    calls: cpu.Calls = {name: partial(order.append, name) for name in "ab"}
-    assert set(cpu.shortest_seconds(calls, 0.1)) == {"a", "b"}
-    turns = "".join(name for name, _ in groupby(order))
-    assert turns == "ab" * (len(turns) // 2)
-    one = Configuration("forward", "f32", 1, 2, 24, 8, causal=True)
-    ours, naive = (cpu.prepared(one, each)() for each in (Tileattn(), Naive(np)))
-    assert difference([ours], [naive], np) <= AGREEMENT["f32"]
-
-
-@pytest.mark.parametrize(
-    ("clock", "expected"), [((0, 0, 0.4, 0.8, 1.2, 1.6), 1.0), ((0, 0, 5, 10), 2.0)]
-)
-def test_the_first_round_does_not_count(
-    clock: tuple[float, ...], expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=partial(next, iter(clock))))
-    monkeypatch.setattr(cpu, "one_turn", lambda call: call())
-    found = cpu.shortest_seconds({"one": partial(next, iter([0.5, 2.0, 1.0, 2.5]))}, seconds=1)
-    assert found == {"one": expected}
 
 
 @pytest.mark.parametrize("found", [None, ModuleType("benchmarks")], ids=["missing", "another"])

@@ -2,8 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from benchmarks.configurations import (
     Inputs,
     Mask,
     grid_of,
-    window_density,
 )
 from benchmarks.device import Gpu
 from benchmarks.implementations import BASELINES, Naive, Tileattn, find
@@ -51,9 +49,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configurations, "HIDDEN", dict.fromkeys(DTYPES, 16))
 
 
-# --- what is counted ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "causal", "flops"),
     [
@@ -67,21 +62,6 @@ def test_flops_are_counted_as_the_papers_do(kind: str, causal: bool, flops: int)
     assert Configuration(kind, "bf16", 2, 3, 20, 8, causal).flops == flops
 
 
-def test_flops_of_other_shapes_are_those_of_their_matmuls() -> None:
-    one = Configuration("forward", "bf16", 2, 6, 20, 8, causal=True, Hkv=3, Dv=4)
-    assert one.flops == 2 * 6 * 20 * 20 * (8 + 4)
-    assert one.shapes == ((2, 6, 20, 8), (2, 3, 20, 8), (2, 3, 20, 4), (2, 6, 20, 4))
-    attended = sum(min(i + 1, 5) for i in range(20))
-    assert replace(one, window=5).flops == pytest.approx(2 * 2 * 6 * attended * (8 + 4))
-
-
-@pytest.mark.parametrize("window", [(3, 0), (4, 3), (19, 0), (19, 19)])
-def test_the_density_of_a_window_is_that_of_its_mask(window: tuple[int, int]) -> None:
-    i, j = np.arange(20)[:, None], np.arange(20)
-    mask = (j >= i - window[0]) & (j <= i + window[1])
-    assert window_density(20, *window) == pytest.approx(mask.mean())
-
-
 def test_the_grid_keeps_tokens_and_width_and_shares_inputs() -> None:
     grid = grid_of(DTYPES, HEAD_DIMS, LENGTHS, PASSES, (False, True))
     assert len(set(grid)) == len(grid) == 4 * 3 * 6 * 2 * 2
@@ -90,9 +70,6 @@ def test_the_grid_keeps_tokens_and_width_and_shares_inputs() -> None:
     assert {one.H * one.D for one in grid if one.dtype == "f64"} == {512}
     inputs = [(one.dtype, one.shapes) for one in grid]
     assert sum(a != b for a, b in pairwise(inputs)) == len(set(inputs)) - 1
-
-
-# --- a comparison ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("one", [ONE, BACK])
@@ -132,59 +109,12 @@ def test_a_failure_is_recorded_and_the_comparison_goes_on() -> None:
     assert set(row["speedup_over"]) == {"numpy"}
 
 
-class Small(Fake):
-    """A device that has no memory for two calls at once, nor for the second one alone."""
-
-    def time_each(self, calls: Sequence[Call]) -> list[list[float]]:
-        if len(calls) > 1:
-            raise MemoryError("no room for all")
-        self.alone = getattr(self, "alone", 0) + 1
-        if self.alone == 2:
-            raise MemoryError("no room")
-        return super().time_each(calls)
-
-
-def test_what_fails_in_turns_is_timed_alone() -> None:
-    row = gpu.compare(ONE, [Tileattn(), Bent("big", lambda x: x), Naive(np)], Small())
-    assert row["failed"] == {"big": "MemoryError: no room"}
-    assert set(row["tflops"]) == {"tileattn", "numpy"}
-    assert set(row["speedup_over"]) == {"numpy"}
-
-
-def test_means_are_geometric_and_one_for_each_pass() -> None:
-    speedups = [("forward", 0.5), ("backward", 3.0), ("forward", 2.0), ("backward", 3.0)]
-    rows = [{"pass": name, "speedup_over": {"cudnn": x, "fa4": 9.0}} for name, x in speedups]
-    alone = {"pass": "forward", "speedup_over": {"flash": 7.0}}
-    said = "speedup over the fastest of cudnn and fa4 in 2 configurations: geometric mean"
-    assert list(gpu.means([*rows, alone])) == [
-        f"forward, {said} 1.00, smallest 0.50",
-        f"backward, {said} 3.00, smallest 3.00",
-    ]
-
-
-# --- the other sections ---------------------------------------------------------------------------
-
-
-def test_sparse_masks_are_set_against_full_attention() -> None:
-    rows = list(gpu.sparse([Configuration("forward", "f32", 1, 1, 1280, 8)], Fake()))
-    assert [row["speedup"] for row in rows] == [1.0] * 5
-    assert [round(row["density"], 3) for row in rows] == [1, 0.5, 0.062, 0.061, 0.1]
-
-
-def test_ceilings_count_flops_and_bytes() -> None:
-    matmul, copy = gpu.ceilings(["f32"], 16, Fake())
-    assert matmul["tflops"] == pytest.approx(2 * 16**3 / 0.002 / 1e12)
-    assert copy["gbytes_per_second"] == 1000
-
-
-# --- a run ----------------------------------------------------------------------------------------
-
-
 def run(tmp_path: Path, *argv: str, device: Gpu | None = None) -> None:
     always = ["--to", str(tmp_path), "--head-dim", "8", "--length", "16", "--baselines", "cupy"]
     gpu.main([*always, *argv], device or Fake())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_every_section_writes_its_file(tmp_path: Path) -> None:
     run(tmp_path, *(f"--{name}" for name in gpu.SECTIONS), "--dtype", "f32", "--quick")
@@ -218,27 +148,6 @@ def test_what_was_measured_is_kept_when_a_run_is_broken_off(tmp_path: Path) -> N
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, "--dtype", "f32,f64", "--pass", "forward", device=Interrupted())
     assert len(json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]) == 3
-
-
-def test_the_selection_is_what_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Configuration] = []
-
-    def noted(named: Sequence[tuple[str, Configuration]], *_: Any) -> Iterator[Any]:
-        found.extend(one for _, one in named)
-        return iter(())
-
-    monkeypatch.setattr(gpu, "compared", noted)
-
-    def chosen(line: str) -> list[str]:
-        return [name for name, _ in gpu.sections(gpu.parse(line.split()), [], Fake())]
-
-    assert chosen("--sparse") == ["sparse"]
-    assert chosen("--host --grid") == ["grid", "host"]
-    found.clear()
-    assert chosen("--quick --dtype bf16,f64 --no-causal --pass backward") == ["grid"]
-    assert [(one.dtype, one.D, one.N, one.kind, one.causal) for one in found] == [
-        (dtype, 64, 512, "backward", False) for dtype in ("bf16", "f64")
-    ]
 
 
 def test_a_missing_baseline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import gpu, implementations, traffic
-from benchmarks.configurations import DTYPES, PASSES, Configuration, Inputs, Mask, normal
-from benchmarks.device import AGREEMENT
+from benchmarks import gpu, implementations
+from benchmarks.configurations import PASSES, Configuration, Inputs, Mask, normal
 from benchmarks.implementations import Flex, Naive, NaiveTorch, Sdpa, Tileattn
 from tests.benchmarks.fake_gpu import Fake
 from tileattn import BlockMask, reference
@@ -56,26 +55,6 @@ def test_attention_in_pytorch_is_that_of_the_oracle(name: str, causal: bool) -> 
     check_against_reference(NaiveTorch() if name == "naive" else Sdpa(), x, Mask(causal))
 
 
-@pytest.mark.usefixtures("torch")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", PASSES)
-def test_pytorch_gets_the_same_values(dtype: str, kind: str) -> None:
-    found, missing = implementations.find(["math"], np)
-    assert missing == {}
-    one = Configuration(kind, dtype, 2, 3, 20, 8, causal=True)
-    assert gpu.compare(one, [Tileattn(), *found], Fake())["speedup_over"] == {"math": 1.0}
-
-
-@pytest.mark.usefixtures("torch")
-@pytest.mark.parametrize("name", OTHERS)
-def test_pytorch_runs_other_shapes_but_no_windows(name: str) -> None:
-    row = gpu.compare(OTHERS[name], [Tileattn(), *implementations.find(["math"], np)[0]], Fake())
-    if "window" in name:
-        assert "has no window" in row["failed"]["math"]
-    else:
-        assert row["speedup_over"] == {"math": 1.0}
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_flash_attention_4_is_told_the_window(
     torch: Any, name: str, monkeypatch: pytest.MonkeyPatch
@@ -103,18 +82,6 @@ def test_flash_attention_4_is_told_the_window(
     assert set(asked) == {(OTHERS[name].causal, windows.get(name, (None, None)))}
 
 
-@pytest.mark.usefixtures("torch")
-def test_tensors_share_memory_with_arrays() -> None:
-    for dtype in DTYPES:
-        x = normal(np, (2, 8), dtype)
-        tensor = implementations.to_torch(x)
-        tensor[0, 0] = 2.0
-        assert x[0, 0] == 2
-        (back,) = implementations.arrays(tensor.requires_grad_(), np)
-        assert back.dtype == x.dtype
-        assert np.shares_memory(back, x)
-
-
 # --- FlexAttention --------------------------------------------------------------------------------
 
 
@@ -126,38 +93,3 @@ def test_the_blocks_of_flex_are_those_of_the_mask(torch: Any, lead: tuple[int, i
     assert made.BLOCK_SIZE == (128, 128)
     assert made.seq_lengths == (500, 640)
     assert not made.kv_num_blocks.any()  # all are full
-
-
-@pytest.mark.usefixtures("torch")
-def test_flex_refuses_other_masks() -> None:
-    with pytest.raises(ValueError, match="blocks has partial ones"):
-        Flex(BlockMask.from_mask(np.tri(8, dtype=bool)[None, None], (4, 4)))
-    x = np.zeros((1, 1, 128, 16), np.float32)
-    with pytest.raises(NotImplementedError, match="a block mask is all"):
-        Flex(BlockMask(np.ones((1, 1), bool))).forward(Inputs(x, x, x, x), Mask(causal=True))()
-
-
-def test_the_time_of_flex_counts_where_its_results_agree(
-    torch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    def attend(*arrays: Any, block_mask: Any) -> Any:
-        assert block_mask.BLOCK_SIZE == (128, 128)
-        return torch.nn.functional.scaled_dot_product_attention(*arrays)
-
-    monkeypatch.setattr(implementations, "compiled_flex", lambda: attend)
-    one = Configuration("forward", "f32", 1, 2, 256, 8)
-    full, half = (BlockMask(x, (128, 128)) for x in (np.ones((2, 2), bool), np.eye(2, dtype=bool)))
-    row = traffic.sparse(full, one, Fake(), beside=True)
-    assert (row["ms"], row["flex"]["ms"]) == (2.0, 2.0)
-    assert 0 < row["flex"]["difference"] <= AGREEMENT["f32"]
-    row = traffic.sparse(half, one, Fake(), beside=True)
-    assert row["flex"].pop("difference") > AGREEMENT["f32"]
-    assert row == {"ms": 2.0, "flex": {"failed": "another result"}}
-
-    def fail() -> Any:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(implementations, "compiled_flex", fail)
-    row = traffic.sparse(full, one, Fake(), beside=True)
-    assert row == {"ms": 2.0, "flex": {"failed": "RuntimeError: no compiler"}}

@@ -1,13 +1,10 @@
 """The lower bounds of a pass, with numbers that were worked out by hand."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import roofline
-from benchmarks.configurations import Configuration
 from benchmarks.report import Row
 
 MACHINE = {"gpu": "A GPU", "multiprocessors": 100, "clock_mhz": 1000.0}
@@ -50,15 +47,6 @@ def test_backward_is_compute_bound() -> None:
     assert line["percent"] == pytest.approx(100 * 0.5)
 
 
-@pytest.mark.parametrize("kind", ["forward", "backward"])
-@pytest.mark.parametrize("dtype", ["bf16", "f64"])
-def test_the_least_bytes_are_those_of_the_arrays(kind: str, dtype: str) -> None:
-    one = Configuration(kind, dtype, 2, 6, 48, 16, causal=True, Hkv=3, Dv=8)
-    times, size = (1 if kind == "forward" else 2), {"bf16": 2, "f64": 8}[dtype]
-    arrays = 2 * 48 * (6 * 16 + 3 * 16 + 3 * 8 + 6 * 8)
-    assert roofline.least_bytes(one) == times * size * arrays + 2 * 6 * 48 * max(size, 4)
-
-
 def test_each_row_has_its_percent_where_the_ceilings_fit() -> None:
     rows = [row(), row() | {"tflops": {"cudnn": 1.0}}]
     grid = {"machine": MACHINE | {"gpu": "A GPU"}, "rows": rows}
@@ -66,17 +54,3 @@ def test_each_row_has_its_percent_where_the_ceilings_fit() -> None:
     assert roofline.percents(grid | {"machine": MACHINE | {"gpu": "B"}}, MEASURED) == [None, None]
     other = [one | {"dtype": "bf16"} for one in rows]
     assert roofline.percents(grid | {"rows": other}, MEASURED) == [None, None]
-
-
-def written(folder: Path, name: str, result: Any) -> str:
-    path = folder / name
-    path.write_text(json.dumps(result), encoding="utf-8")
-    return str(path)
-
-
-def test_a_file_of_results_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grid = written(tmp_path, "grid.json", {"machine": MACHINE, "rows": [row(), row("backward")]})
-    roofline.main([grid, written(tmp_path, "ceilings.json", MEASURED)])
-    first, second = capsys.readouterr().out.splitlines()
-    assert "percent 61.0" in first
-    assert "compute_ms 2.749" in second

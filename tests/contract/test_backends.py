@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import tileattn
 from tests.arrays import Array, Sizes, normal, relative_error
 from tests.conftest import Runner
-from tileattn import Attention, BlockMask, Gradients, reference
+from tileattn import Attention, Gradients, reference
 from tileattn.dtypes import DTYPES
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound, problems
 
@@ -132,27 +132,6 @@ def test_the_gradient_for_a_bias_sums_over_what_it_was_repeated_over(
 )
 def test_longer_than_tiles(runner: Runner, sizes: Any, options: dict[str, Any]) -> None:
     check(runner, AttentionCase(*make(sizes), options))
-
-
-@pytest.mark.parametrize("options", [False, True], ids=["plain", "options"])
-@pytest.mark.parametrize("empty", ["B", "Hq Hkv", "Hq", "Nq", "Nk", "D", "Dv", "Nq Nk", "D Dv"])
-def test_every_axis_may_be_empty(backend: Runner, empty: str, options: bool) -> None:
-    sizes = {"B": 2, "Hq": 4, "Hkv": 2, "Nq": 7, "Nk": 5, "D": 3, "Dv": 6}
-    sizes |= dict.fromkeys(empty.split(), 0)
-    B, Hq, _, Nq, Nk, _, _ = sizes.values()
-    rng, shape = np.random.default_rng(0), (B, Hq, Nq, Nk)
-    call: dict[str, Any] = {
-        "softcap": 3.0,
-        "alibi_slopes": np.ones(Hq),
-        "bias": rng.normal(size=(Hq, Nq, 1)),
-        "window": (3, 1),
-        "mask": np.ones(shape, bool),
-        "block_mask": BlockMask.from_mask(np.ones(shape, bool), (4, 4)),
-        "kv_lengths": np.minimum(np.arange(B), Nk),
-        "sinks": rng.normal(size=Hq).astype(np.float32),
-        "dropout_p": 0.3,
-    }
-    check(backend, AttentionCase(*make((*sizes.values(),)), call if options else {}))
 
 
 def test_data_with_tokens_before_heads(runner: Runner) -> None:

@@ -174,29 +174,6 @@ def test_keys_that_no_query_sees_may_hold_anything(runner: Runner, wrong: float)
         np.testing.assert_array_equal(actual, expected)
 
 
-def test_a_call_like_an_earlier_one_reads_the_new_tree(runner: Runner) -> None:
-    able(runner)
-    q, k, v, _ = normal((B, HQ, HKV, 8, NK, D, DV), np.float32)
-    for seed in range(3):
-        options: dict[str, Any] = {
-            "tree_mask": trees(8, seed),
-            "kv_lengths": np.array(LENGTHS) - seed,
-        }
-        found = runner.forward(q, k, v, **options)
-        expected = reference.forward(q, k, v, **options)
-        assert_attention_close(found, expected, error_bound(q, k, v, **options))
-
-
-def test_trees_of_calls_with_fewer_axes(backend: Runner) -> None:
-    able(backend)
-    q, k, v, _ = (x[0, 0] for x in normal((1, 1, 1, 8, NK, D, DV)))
-    options: dict[str, Any] = {"tree_mask": trees(8, count=1)}
-    found = backend.forward(q, k, v, **options)
-    assert_attention_close(
-        found, reference.forward(q, k, v, **options), error_bound(q, k, v, **options)
-    )
-
-
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
@@ -225,20 +202,3 @@ def test_what_is_refused(changed: dict[str, Any], error: type[Exception], messag
     call: dict[str, Any] = {"tree_mask": np.ones((1, 2, 2), bool), **changed}
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         tileattn.forward(q, k, v, **call)
-
-
-def test_what_would_run_is_explained(cpu_backend: str) -> None:
-    q, k, v, _ = normal((B, HQ, HKV, 8, NK, D, DV))
-    report = tileattn.explain(q, k, v, tree_mask=trees(8), kv_lengths=LENGTHS)
-    assert report.backend == cpu_backend
-    assert report.tiles["partial"] > 0
-
-
-def test_both_passes_have_the_tree_by_vjp(cpu_backend: str) -> None:
-    assert cpu_backend
-    q, k, v, dout = normal((B, HQ, HKV, 8, NK, D, DV))
-    options: dict[str, Any] = {"tree_mask": trees(8), "kv_lengths": LENGTHS}
-    attention, pullback = tileattn.vjp(q, k, v, **options)
-    grads = tileattn.backward(dout, q, k, v, *attention, **options)
-    for actual, expected in zip(pullback(dout)[:3], grads[:3], strict=True):
-        np.testing.assert_array_equal(actual, expected)

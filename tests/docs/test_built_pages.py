@@ -36,6 +36,7 @@ def text_of(page: Path) -> str:
     return html.unescape(re.sub(r"<[^>]*>", "", page.read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_every_included_file_is_on_its_page(site: Path) -> None:
     assert {f"examples/recipes/{path.name}" for path in ROOT.glob("examples/recipes/*.py")} < {
         path for _, path in INCLUDED
@@ -49,6 +50,7 @@ def test_every_included_file_is_on_its_page(site: Path) -> None:
     ] == []
 
 
+@pytest.mark.slow
 def test_no_page_shows_the_mark_of_an_include(site: Path) -> None:
     pages = [*site.rglob("*.html")]
     assert len(pages) >= len(PAGES)

@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PREFIX = b"abcabcabd" * 3
 
 
+@pytest.mark.slow
 def test_the_program(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, EXAMPLES / "serve.py", "--seconds=1", "--tokens=24", "--requests=5"],
@@ -65,23 +66,6 @@ def test_drafts_that_are_right(serve: ModuleType, capsys: pytest.CaptureFixture[
     found = re.search(r"^drafts +([\d.]+) bytes", capsys.readouterr().out, re.MULTILINE)
     assert found
     assert float(found[1]) > 1
-
-
-def test_pages_come_back(serve: ModuleType) -> None:
-    server = serve.Server(model(serve), PREFIX, 2, 60)
-    server.serve([serve.Request(*asked) for asked in ASKED])
-    assert sorted(server.free) == list(range(2 * server.each))
-    assert not server.running
-
-
-def test_the_accepted_branch(serve: ModuleType) -> None:
-    drafts = np.array([7, 1, 2, 3, 4, 5, 6])
-    for right, path in (
-        ([9, 0, 0, 0, 0, 0, 0], [0]),
-        ([1, 2, 3, 8, 0, 0, 0], [0, 1, 2, 3]),
-        ([4, 2, 3, 8, 5, 0, 0], [0, 4, 5]),
-    ):
-        assert serve.accepted(drafts, np.array(right)) == path
 
 
 @pytest.mark.parametrize("name", ["append_kv", "merge"])

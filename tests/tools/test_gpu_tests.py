@@ -36,6 +36,7 @@ def test_each_test_is_in_one_share() -> None:
     assert all(sorted((*mine, *left)) == sorted(every) for mine, left in shares)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "status", "said"),
     [

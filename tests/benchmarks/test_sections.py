@@ -1,0 +1,151 @@
+"""Each GPU benchmark writes its file of results; here on NumPy arrays, with an invented clock."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import decode, distributed, nonfinite, options, packed
+from benchmarks.configurations import PASSES, Call
+from benchmarks.decode import Decoding, Given
+from benchmarks.report import Row
+from tests.benchmarks.fake_gpu import MACHINE, Fake
+from tests.distributed.threads import Rank, World, on_ranks
+from tileattn import reference
+from tileattn.testing import assert_attention_close, error_bound
+
+CACHES = [
+    Decoding("equal", 4, 2, [24] * 3),
+    Decoding("drafts", 4, 2, [24] * 3, Nq=4),
+    Decoding("lengths", 4, 2, [5, 24, 17]),
+    Decoding("pages", 4, 2, [24] * 3, page=5),
+]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make problems that NumPy computes at once."""
+    monkeypatch.setattr(decode, "cases", lambda: CACHES)
+    for name, size in {"H": 2, "LONGEST": 16, "SHORT": 4, "EQUAL": (4, 8)}.items():
+        monkeypatch.setattr(packed, name, size)
+    for name, size in {"B": 2, "H": 2, "N": 30, "D": 8, "WINDOW": 9, "DOCUMENT": 7}.items():
+        monkeypatch.setattr(options, name, size)
+    cases = tuple(
+        case._replace(configuration=replace(one, N=128, H=4, D=8, Hkv=one.Hkv and 2))
+        for case in nonfinite.CASES
+        for one in [case.configuration]
+    )
+    monkeypatch.setattr(nonfinite, "CASES", cases)
+
+
+def written(folder: Path, name: str) -> list[Row]:
+    """Read the rows of a file of results."""
+    result = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    assert {"commit", "date", "command", *MACHINE} == set(result["machine"])
+    rows: list[Row] = result["rows"]
+    return rows
+
+
+@pytest.mark.parametrize("case", CACHES, ids=lambda case: case.name)
+def test_decoding_attends_to_the_cache_of_each_sequence(case: Decoding) -> None:
+    x = Given.of(np, case, 8, 0)
+    k, v = x.k, x.v
+    if x.table is not None:
+        k, v = (np.concatenate(np.moveaxis(y[x.table], 1, 0), axis=2) for y in (k, v))
+    given: dict[str, Any] = {"kv_lengths": case.lengths, "causal": True}
+    expected = reference.forward(x.q, k, v, **given)
+    found = expected._replace(out=decode.ours(case, x)())
+    assert_attention_close(found, expected, error_bound(x.q, k, v, **given), names=("out",))
+
+
+def test_decoding_rates_count_the_keys_that_exist(tmp_path: Path) -> None:
+    decode.main(["--head-dim", "8", "--to", str(tmp_path)], Fake())
+    rows = written(tmp_path, "gpu_decode")
+    assert [row["case"] for row in rows] == [case.name for case in CACHES]
+    for row, case in zip(rows, CACHES, strict=True):
+        read = sum(case.lengths) * 2 * 2 * 8 * 2  # keys and values of two heads, two bytes each
+        assert row["gbytes_per_second"] == pytest.approx(read / 2e-3 / 1e9)
+        assert "ModuleNotFoundError" in row["failed"]["fa4"]
+
+
+@pytest.mark.slow
+def test_each_option_is_compared_with_the_plain_call(tmp_path: Path) -> None:
+    options.main(["--peers", "fa4", "--to", str(tmp_path)], Fake())
+    rows = written(tmp_path, "gpu_options")
+    names = list(options.options(np))
+    assert [(row["option"], row["pass"]) for row in rows] == [(x, y) for x in names for y in PASSES]
+    assert {(row["ms"], row["times_plain"], row["speedup"]) for row in rows} == {(2, 1, None)}
+
+
+@pytest.mark.slow
+def test_equal_lengths_are_compared_with_a_batch(tmp_path: Path) -> None:
+    packed.main(["--head-dim", "8", "--tokens", "32", "--to", str(tmp_path)], Fake())
+    rows = written(tmp_path, "gpu_packed")
+    assert [row["pass"] for row in rows] == [*PASSES] * 8
+    assert [row["of_batch"] for row in rows[::4]] == [1, 1, None, None]
+
+
+def test_a_baseline_with_other_results_gets_no_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
+    def baseline(off: float) -> Any:
+        return lambda case, x: lambda: decode.ours(case, x)() + np.float32(off)
+
+    monkeypatch.setattr(decode, "replayed", lambda call: call)
+    monkeypatch.setattr(decode, "PEERS", {"near": baseline(0), "far": baseline(0.5)})
+    row = decode.compared(CACHES[0], 8, ["near", "far"], Fake())
+    assert (row["peers_us"], row["speedup"]) == ({"near": 2000}, 1)
+    assert row["failed"]["far"].startswith("RuntimeError: the results differ by ")
+
+
+class Slow(Fake):
+    """A device on which the calls of a turn take one after the other of some seconds."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def time_each(self, calls: Sequence[Call]) -> list[list[float]]:
+        more = len(calls) - len(self._seconds)
+        return [[9.0, x, 0.0] for x in (*self._seconds, *[self._seconds[0]] * more)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slowest", "status"), [(2.0, 0), (2.01, 1), (np.nan, 1)])
+def test_a_slow_call_with_nan_fails_the_benchmark(
+    slowest: float, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--to", str(tmp_path), "--quick"]
+    assert nonfinite.main(argv, Slow(1.0, 1.5, slowest)) == status
+    named = [line for line in capsys.readouterr().out.splitlines() if line.startswith("above 2")]
+    assert len(named) == status * len(nonfinite.PASSES)
+    assert written(tmp_path, "nonfinite")
+
+
+@pytest.mark.slow
+def test_rank_0_writes_each_schedule_and_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    argv = ["--quick", "--seconds", "0", "--length", "40", "--heads", "3", "--to", str(tmp_path)]
+
+    def run(comm: Any) -> None:
+        distributed.main(argv, lambda: comm)
+
+    assert on_ranks(2, run) == [None, None]
+    result = json.loads((tmp_path / "distributed_cpu.json").read_text(encoding="utf-8"))
+    rows = {(x["pass"], x["causal"], x["schedule"], x["layout"]): x for x in result["rows"]}
+    assert len(rows) == 2 * 2 * 6 * 2
+    row = rows["both", True, "ring", "zigzag"]
+    expected = row["one_rank_ms"] / row["ms"] / 2
+    assert row["fraction_of_linear"] == pytest.approx(expected, rel=1e-2)  # stored to four digits
+    assert "2 ranks do not form" in rows["forward", False, "heads-4", "zigzag"]["failed"]
+
+
+@pytest.mark.parametrize("comm", [None, Rank(World(1), 0)], ids=["none", "one"])
+def test_one_rank_is_told_how_to_start_several(comm: Any) -> None:
+    with pytest.raises(SystemExit, match=r"one rank, .* by `mpiexec -n 2 python -m tileattn bench"):
+        distributed.main([], lambda: comm)
