@@ -30,8 +30,8 @@ from benchmarks.configurations import Call, Configuration, draw
 from benchmarks.cpu import rounded
 from benchmarks.report import Row, one_line
 from tileattn.backends import threads
-from tileattn.distributed.comm import communicator
-from tileattn.distributed.ranks import Communicator
+from tileattn.distributed.comm.connect import communicator
+from tileattn.distributed.comm.protocol import Communicator
 from tileattn.errors import UnsupportedError
 
 SCHEDULES: dict[str, Any] = {name: name for name in ("ring", "heads", "gather", "auto")}

@@ -27,8 +27,8 @@ from benchmarks import report
 from benchmarks.configurations import Configuration, draw
 from benchmarks.cpu import rounded
 from benchmarks.report import Row, one_line
-from tileattn.distributed.comm import communicator
-from tileattn.distributed.ranks import Communicator
+from tileattn.distributed.comm.connect import communicator
+from tileattn.distributed.comm.protocol import Communicator
 
 SCHEDULES = "ring", "heads", "gather", "auto"
 SIZES = (131_072, None), (32_768, 2)  # tokens, and heads of k

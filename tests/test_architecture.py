@@ -124,6 +124,8 @@ FACTS = LEAVES | {"call", "expressions"}
 CUDA = {"kernels.cuda.families", "kernels.cuda.jit", "kernels.cuda.plan"}
 LLVM_FACTS = {f"kernels.llvm.{x}" for x in ("params", "sizes", "target", "user_functions")}
 KERNELS = CUDA | LLVM_FACTS | {"kernels.disk_cache", "kernels.llvm"}
+PARTS = {f"distributed.{x}" for x in ("arrays", "layout", "rank_blocks", "visibility")}
+DISTRIBUTED = {f"distributed.{x}" for x in ("call", "comm", "layout", "model", "schedules")}
 MAY_IMPORT: dict[str, set[str]] = {
     "dtypes": set(),
     "errors": set(),
@@ -169,9 +171,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": FACTS
     | {"algorithm", "api", "backends", "differentiation", "kv_cache", "merging", "reference"}
     | {"rotary", "testing"},
-    "jax": FACTS | {"", "backends", "distributed"},
-    "distributed": FACTS | {"", "algorithm", "backends"},
-    "torch": FACTS | {"", "backends", "distributed"},
+    "jax": FACTS | {"", "backends", "distributed", "distributed.layout"},
+    # What a rank has of a call, the messages, and the schedules: none of them knows the model.
+    "distributed.arrays": {"backends"},
+    "distributed.comm": LEAVES | {"distributed.arrays"},
+    "distributed.layout": LEAVES | {"distributed.arrays"},
+    "distributed.visibility": LEAVES | {"algorithm", "distributed.layout"},
+    "distributed.rank_blocks": PARTS - {"distributed.rank_blocks"},
+    "distributed.call": FACTS | PARTS | {"distributed.comm"},
+    "distributed.schedules": FACTS
+    | PARTS
+    | {"", "algorithm", "backends", "distributed.call", "distributed.comm"},
+    "distributed.model": FACTS | PARTS | {"distributed.call", "distributed.schedules"},
+    "distributed": FACTS | PARTS | {"backends"} | DISTRIBUTED,
+    "torch": FACTS | {"", "backends", "distributed"} | DISTRIBUTED,
     "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "testing.selfcheck"},
     "__main__": {"cli"},
 }
@@ -247,7 +260,7 @@ def test_heavy_libraries_are_imported_only_inside_functions() -> None:
 
 def test_only_what_runs_or_loads_kernels_imports_a_library_of_the_gpu() -> None:
     """Planning is pure: elsewhere none is imported, not even in a function."""
-    others = {"testing.selfcheck", "torch.cuda", "distributed.nccl"}
+    others = {"testing.selfcheck", "torch.cuda", "distributed.comm.nccl"}
     found = set()
     for path in MODULES:
         nodes = (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Import | ast.ImportFrom))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from tileattn.distributed.held import CPU, GPU, Device
+from tileattn.distributed.model.memory_plan import CPU, GPU, Device
 
 
 def tireless(device: Device, budget: float = 0.0) -> Device:
@@ -16,8 +16,8 @@ def tireless(device: Device, budget: float = 0.0) -> Device:
 def in_groups(budget: float = 0.0) -> Iterator[None]:
     """Divide passes until they hold no more than a budget, in units of a share."""
     with (
-        patch("tileattn.distributed.held.CPU", tireless(CPU, budget)),
-        patch("tileattn.distributed.held.GPU", tireless(GPU, budget)),
+        patch("tileattn.distributed.model.memory_plan.CPU", tireless(CPU, budget)),
+        patch("tileattn.distributed.model.memory_plan.GPU", tireless(GPU, budget)),
         patch("tileattn.distributed.rank_blocks._ALIGNED", 4),
     ):
         yield

@@ -12,7 +12,7 @@ from tests.distributed.in_groups import in_groups
 from tests.distributed.threads import Rank as Thread
 from tests.distributed.threads import World, on_ranks
 from tileattn.distributed import Layout
-from tileattn.distributed.comm import MPI
+from tileattn.distributed.comm.mpi import MPI
 
 X = np.random.default_rng(0).standard_normal((3, 1, 2, 12, 8))
 Q, K, V = X

@@ -25,7 +25,7 @@ import tileattn.distributed as dist
 from tests.distributed.in_groups import in_groups
 from tileattn import Attention, Gradients, reference
 from tileattn.distributed import Layout
-from tileattn.distributed.comm import communicator
+from tileattn.distributed.comm.connect import communicator
 from tileattn.testing import assert_attention_close, error_bound
 
 SECONDS = 60.0

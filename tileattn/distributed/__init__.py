@@ -4,10 +4,10 @@ Each rank holds a part of the queries and a part of the keys. The options are th
 by the indices of the whole sequence.
 """
 
-from tileattn.distributed.cost import CPU_RATES, GPU_RATES, Cost, Link, PassCost, Rates
 from tileattn.distributed.explain import Prediction, explain, predict
 from tileattn.distributed.functional import backward, forward, vjp
 from tileattn.distributed.layout import Layout
+from tileattn.distributed.model.cost import CPU_RATES, GPU_RATES, Cost, Link, PassCost, Rates
 
 __all__ = [
     "CPU_RATES",

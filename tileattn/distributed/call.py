@@ -1,36 +1,29 @@
 """The part of a call that one rank has, agreed on by all ranks before anything else is sent."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.backends import registry
 from tileattn.call.options import DIFFERENTIABLE
-from tileattn.call.parse import aux_arrays, four_axes, parse
 from tileattn.call.problem import Operands, Problem
-from tileattn.call.window import window_of
-from tileattn.distributed.agreement import (
-    Terms,
-    check_supported,
-    compare,
-    on_all,
-    shown,
-    terms_of,
-)
-from tileattn.distributed.arrays import is_on_gpu, library
-from tileattn.distributed.head_groups import Heads
-from tileattn.distributed.layout import Layout, Segment
+from tileattn.distributed.arrays import is_on_gpu
+from tileattn.distributed.comm.protocol import Communicator
+from tileattn.distributed.layout import Segment
 from tileattn.distributed.rank_blocks import RankBlocks
-from tileattn.distributed.ranks import Communicator, Ranks
-from tileattn.distributed.visibility import Visibility
 
 Array = NDArray[Any]
 
 _COMMON = ("softcap", "causal", "window", "dropout_p", "seed", "score_mod", "mask_mod", "aux")
-_ARRAYS = ("bias", "mask", "alibi_slopes", "sinks")
+
+
+class Heads(NamedTuple):
+    """Heads of queries, and the heads of keys that they read, among those of a rank."""
+
+    queries: slice
+    keys: slice
 
 
 @dataclass(frozen=True)
@@ -177,135 +170,3 @@ def asked(wrt: frozenset[str], options: Mapping[str, Any]) -> tuple[str, ...] | 
     """Name the gradients of a call; None if it has no others, for then it is launched sooner."""
     found = {name for name in DIFFERENTIABLE if name in "qkv" or options.get(name) is not None}
     return None if wrt == found else tuple(sorted(wrt))
-
-
-def agreed(
-    q: Any,
-    k: Any,
-    v: Any,
-    comm: Ranks,
-    layout: Any,
-    layout_k: Any,
-    options: Mapping[str, Any],
-    *,
-    step: str,
-    backend: str,
-    check: Callable[[], Mapping[str, Any]],
-) -> Call:
-    """Validate a call on all ranks: where one refuses it, or they differ, all raise.
-
-    ``check`` validates other arguments, and returns what of them must be the same.
-    """
-    lengths = on_all(comm, step, lambda: _lengths(q, k, v, comm, options))
-    kept: list[tuple[Layout, Layout, Problem, Operands]] = []
-
-    def terms() -> Terms:
-        """Validate this rank's arguments."""
-        queries, keys = map(list, zip(*lengths, strict=True))
-        q_layout = _own_layout("layout", layout, queries, comm.rank)
-        of_keys = ("layout", layout) if layout_k is None else ("layout_k", layout_k)
-        k_layout = _own_layout(*of_keys, keys, comm.rank)
-        problem, operands = _parsed(q, k, v, q_layout.length, k_layout.length, options)
-        _check_backend(backend, problem, q, k, v, options)
-        kept.append((q_layout, k_layout, problem, operands))
-        more = {"layout": q_layout, "layout_k": k_layout, "backend": backend, **check()}
-        found = terms_of(problem, operands, options)
-        return found._replace(facts=found.facts | {name: shown(x) for name, x in more.items()})
-
-    of_bias, of_mask = compare(on_all(comm, step, terms))
-    q_layout, k_layout, problem, operands = kept[0]
-    visibility = Visibility(problem.window, operands.kv_lengths, operands.q_offset)
-    blocks = RankBlocks(visibility, q_layout, k_layout, comm.rank)
-    facts = problem, operands, options, backend, of_bias, of_mask, problem.accum_dtype
-    return Call(comm, blocks, *facts)
-
-
-def _lengths(q: Any, k: Any, v: Any, comm: Ranks, options: Mapping[str, Any]) -> tuple[int, int]:
-    check_supported(options)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, np.ndarray) and not is_on_gpu(x):
-            raise TypeError(f"{name} is {type(x).__name__}; NumPy and CuPy arrays are accepted")
-        if is_on_gpu(x) != is_on_gpu(q):
-            raise TypeError(f"{name} is {type(x).__name__}; it must be of the library of q")
-    if comm.on_gpu is not None and comm.on_gpu != is_on_gpu(q):
-        takes = "CuPy arrays" if comm.on_gpu else "NumPy arrays"
-        raise TypeError(
-            f"q must be of the kind that comm sends, {takes}; got {type(q).__name__} (CuPy arrays "
-            "need a cupy.cuda.nccl.NcclCommunicator, or a torch.distributed.ProcessGroup of NCCL)"
-        )
-    problem, _ = parse(q, k, v, {})
-    return problem.Nq, problem.Nk
-
-
-def _check_backend(
-    backend: str, problem: Problem, q: Any, k: Any, v: Any, options: Mapping[str, Any]
-) -> None:
-    """Raise if there is no backend for the blocks of this rank: other ranks would wait for it."""
-    arrays = {"q": q, "k": k, "v": v} | {name: options.get(name) for name in _ARRAYS}
-    able = registry.candidates(backend, arrays | aux_arrays(options))
-    dtype = problem.dtype if is_on_gpu(q) else problem.accum_dtype
-    registry.supporting(able, replace(problem, dtype=dtype))
-
-
-def layout_of(name: str, layout: Any, lengths: list[int]) -> Layout:
-    """Find out which tokens each rank holds, given how many there are."""
-    if isinstance(layout, Layout):
-        if layout.ranks != len(lengths):
-            raise ValueError(f"{name} is of {layout.ranks} ranks, and there are {len(lengths)}")
-        return layout
-    if layout is None or (isinstance(layout, str) and layout == "contiguous"):
-        return Layout.contiguous(lengths)
-    if isinstance(layout, str) and layout == "zigzag":
-        return Layout.zigzag(sum(lengths), len(lengths))
-    raise (ValueError if isinstance(layout, str) else TypeError)(
-        f"{name} is {layout!r}; 'contiguous', 'zigzag' and a tileattn.distributed.Layout are "
-        "accepted"
-    )
-
-
-def _own_layout(name: str, layout: Any, lengths: list[int], rank: int) -> Layout:
-    """Check the tokens of this rank, too."""
-    found = layout_of(name, layout, lengths)
-    if found.length_of(rank) != lengths[rank]:
-        raise ValueError(
-            f"{name} gives rank {rank} {found.length_of(rank)} tokens, and its arrays have "
-            f"{lengths[rank]}"
-        )
-    return found
-
-
-def parse_with_given_window(
-    q: Array, k: Array, v: Array, options: Mapping[str, Any]
-) -> tuple[Problem, Operands]:
-    """Validate a call, and keep sides of the window that hide no key.
-
-    The queries of a rank are not all: what hides none from them may hide some from others.
-    """
-    problem, x = parse(q, k, v, options)
-    window = window_of(options.get("window"), options.get("causal", False))
-    return replace(problem, window=window), x
-
-
-def _parsed(
-    q: Array, k: Array, v: Array, Nq: int, Nk: int, options: Mapping[str, Any]
-) -> tuple[Problem, Operands]:
-    """Validate this rank's queries with all keys, of which it has some; q_offset is of query 0."""
-    xp = library(q)
-    every_k, every_v = (
-        xp.broadcast_to(xp.zeros((), q.dtype), (*x.shape[:-2], Nk, x.shape[-1])) for x in (k, v)
-    )
-    problem, x = parse_with_given_window(q, every_k, every_v, options)
-    if is_on_gpu(q):
-        _check_on_gpu(x)
-    if options.get("q_offset") is None:
-        x = x._replace(q_offset=x.kv_lengths - Nq)
-    return problem, x._replace(k=four_axes(k), v=four_axes(v))
-
-
-def _check_on_gpu(x: Operands) -> None:
-    """Raise for what the host has to know."""
-    for name, integers in (("kv_lengths", x.kv_lengths), ("q_offset", x.q_offset)):
-        if is_on_gpu(integers):
-            raise TypeError(
-                f"{name} is a CuPy array; integers of the host are accepted, by which keys travel"
-            )

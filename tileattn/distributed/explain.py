@@ -8,14 +8,20 @@ import numpy as np
 
 from tileattn.call.options import Options
 from tileattn.call.problem import Operands, Problem
-from tileattn.distributed.agreement import check_supported
-from tileattn.distributed.call import Call, agreed, layout_of, parse_with_given_window
-from tileattn.distributed.comm import TIMEOUT, check_timeout, communicator
-from tileattn.distributed.cost import CPU_RATES, GPU_RATES, Cost, Rates, cost_of
-from tileattn.distributed.held import Plan, held_by
+from tileattn.distributed.call import Call
+from tileattn.distributed.comm.connect import check_timeout, communicator
+from tileattn.distributed.comm.protocol import TIMEOUT
 from tileattn.distributed.layout import Layout, count
-from tileattn.distributed.schedules import Schedule, every, why_not
-from tileattn.distributed.sent import Rows, Workload
+from tileattn.distributed.model.cost import CPU_RATES, GPU_RATES, Cost, Rates, cost_of
+from tileattn.distributed.model.memory_plan import held_by
+from tileattn.distributed.model.workload import Rows, Workload
+from tileattn.distributed.schedules.names import Plan, Schedule, every, why_not
+from tileattn.distributed.validation import (
+    agreed,
+    check_supported,
+    layout_of,
+    parse_with_given_window,
+)
 from tileattn.distributed.visibility import Visibility
 
 _COLUMNS = ("MB", 13), ("messages", 10), ("ms", 10), ("groups", 8), ("memory", 8)

@@ -8,12 +8,14 @@ import numpy as np
 
 from tileattn.call.options import DIFFERENTIABLE, Options, wanted
 from tileattn.call.parse import check_array, four_axes
-from tileattn.distributed.call import Call, agreed
-from tileattn.distributed.comm import TIMEOUT, check_timeout, communicator
+from tileattn.distributed.call import Call
+from tileattn.distributed.comm.connect import check_timeout, communicator
+from tileattn.distributed.comm.protocol import TIMEOUT
 from tileattn.distributed.explain import choose, plans_of
-from tileattn.distributed.memory import Known, kind_of, recall, remember, with_arrays
-from tileattn.distributed.passes import Passes
-from tileattn.distributed.schedules import Schedule, check, check_known
+from tileattn.distributed.schedules.names import Schedule, check, check_known
+from tileattn.distributed.schedules.passes import Passes
+from tileattn.distributed.validated_calls import Known, kind_of, recall, remember, with_arrays
+from tileattn.distributed.validation import agreed
 from tileattn.expressions.functions import read_valid_functions
 from tileattn.results import Attention, Gradients
 

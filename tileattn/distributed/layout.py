@@ -229,3 +229,27 @@ def _along(x: Any, axis: int, which: slice) -> tuple[slice, ...]:
     index = [slice(None)] * x.ndim
     index[axis] = which
     return tuple(index)
+
+
+def layout_inside(layout: Layout, group: int, n: int) -> Layout:
+    """Give the tokens of each rank of a group, by their indices among those of the group."""
+    parts = layout.parts[group * n : group * n + n]
+    ranges = sorted(x for part in parts for x in part)
+    found, at = dict[tuple[int, int], tuple[int, int]](), 0
+    for start, stop in ranges:
+        found[start, stop] = at, at + stop - start
+        at += stop - start
+    return Layout(tuple(tuple(found[x] for x in part) for part in parts))
+
+
+def layout_across(layout: Layout, n: int) -> Layout:
+    """Give the tokens of each group in their order; ranges that touch are one."""
+    groups = []
+    for first in range(0, layout.ranks, n):
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(x for part in layout.parts[first : first + n] for x in part):
+            if joined and joined[-1][1] == start:
+                start = joined.pop()[0]  # noqa: PLW2901 - of both
+            joined.append((start, stop))
+        groups.append(tuple(joined))
+    return Layout(tuple(groups))

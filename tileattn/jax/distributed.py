@@ -12,7 +12,7 @@ import numpy as np
 from tileattn.call.parse import four_axes
 from tileattn.call.sequences import integers, kv_lengths_of
 from tileattn.call.window import window_of
-from tileattn.distributed.agreement import check_supported
+from tileattn.distributed.validation import check_supported
 from tileattn.expressions.functions import read_functions
 from tileattn.jax.arrays import Arrays, arrays_of
 from tileattn.jax.call import call_of

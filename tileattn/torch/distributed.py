@@ -8,10 +8,11 @@ from torch.autograd.function import once_differentiable
 
 import tileattn.distributed as ranks
 from tileattn.call.parse import aux_arrays, check_names
-from tileattn.distributed.agreement import on_all, same
-from tileattn.distributed.comm import TIMEOUT, communicator
-from tileattn.distributed.ranks import Ranks
-from tileattn.distributed.schedules import Schedule
+from tileattn.distributed.comm.agreement import on_all, same
+from tileattn.distributed.comm.connect import communicator
+from tileattn.distributed.comm.failures import CheckedComm
+from tileattn.distributed.comm.protocol import TIMEOUT
+from tileattn.distributed.schedules.names import Schedule
 from tileattn.expressions.aux_arrays import AuxArrays, check_kind
 from tileattn.results import Attention
 from tileattn.torch.functional import refuse_gradients
@@ -161,7 +162,7 @@ Inputs = list[tuple[str, torch.Tensor]]
 
 
 def _agreed(
-    comm: Ranks, given: Mapping[str, Any], return_lse: bool, device: torch.device
+    comm: CheckedComm, given: Mapping[str, Any], return_lse: bool, device: torch.device
 ) -> tuple[Inputs, dict[str, Any]]:
     """Give the tensors that have a gradient, by name, and the library's options.
 

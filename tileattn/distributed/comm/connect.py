@@ -1,0 +1,58 @@
+"""What travels between ranks: MPI behind the protocol of communicators, and what uses it."""
+
+import math
+import numbers
+import sys
+from typing import Any
+
+from tileattn.distributed.arrays import is_on_gpu
+from tileattn.distributed.comm.failures import CheckedComm, state_of
+from tileattn.distributed.comm.mpi import MPI
+from tileattn.distributed.comm.protocol import TIMEOUT, Communicator
+
+
+def communicator(comm: Any, timeout: float = TIMEOUT, like: Any = None) -> CheckedComm:
+    """Find out what to send messages with, which are arrays of one kind.
+
+    Raise RuntimeError if an earlier call has failed between its messages. A timeout that
+    `check_timeout` refuses counts as the default, so that this rank can tell the others.
+    """
+    link = comm if isinstance(comm, CheckedComm) else _linked(comm, timeout, like)
+    link.ensure_usable()
+    return link
+
+
+def check_timeout(timeout: Any) -> None:
+    """Raise if a timeout is no positive number of seconds."""
+    must = "must be a positive, finite number of seconds"
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout {must}; got {timeout!r}")
+    if not 0.0 < float(timeout) < math.inf:
+        raise ValueError(f"timeout {must}; got {timeout!r}")
+
+
+def _linked(comm: Any, timeout: Any, like: Any) -> CheckedComm:
+    try:
+        check_timeout(timeout)
+    except (TypeError, ValueError):
+        timeout = TIMEOUT
+    if isinstance(comm, Communicator):
+        return CheckedComm(comm, state_of(comm))
+    torch = sys.modules.get("torch.distributed")  # loaded where there is a process group
+    of_torch = isinstance(comm, getattr(torch, "ProcessGroup", ()))
+    if hasattr(comm, "Isend") and hasattr(comm, "allgather"):
+        return CheckedComm(MPI(comm, timeout), state_of(comm))
+    if of_torch and not is_on_gpu(like):
+        from tileattn.distributed.comm.process_group import ProcessGroup
+
+        return CheckedComm(ProcessGroup(comm, timeout), state_of(comm))
+    if of_torch or all(hasattr(comm, name) for name in ("rank_id", "recv", "allGather")):
+        from tileattn.distributed.comm import nccl
+
+        ranks = nccl.of_torch(comm, timeout) if of_torch else nccl.of_cupy(comm, timeout)
+        return CheckedComm(ranks, state_of(ranks))
+    raise TypeError(
+        f"comm is {type(comm).__name__}; an mpi4py communicator is accepted, as MPI.COMM_WORLD "
+        "(pip install mpi4py mpich), a torch.distributed.ProcessGroup, as group.WORLD, and for "
+        "CuPy arrays a cupy.cuda.nccl.NcclCommunicator"
+    )

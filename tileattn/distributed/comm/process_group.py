@@ -1,0 +1,106 @@
+"""A process group of PyTorch behind the protocol of communicators: gloo, on the CPU."""
+
+import pickle
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from tileattn.distributed.comm.failures import wait
+from tileattn.distributed.comm.protocol import Array, Transfer, as_bytes, pickled, too_long
+
+_GATHERED = 1 << 30  # tag of what all ranks get: above those of the schedules
+
+
+class ProcessGroup:
+    """A process group of PyTorch.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        Its ranks; all of them take part in each call.
+    timeout : float
+        Seconds after which a rank that waits for another gives up.
+
+    Raises
+    ------
+    ValueError
+        If the group does not send tensors on the CPU by gloo.
+    """
+
+    on_gpu = False
+
+    def __init__(self, group: Any, timeout: float) -> None:
+        import torch
+
+        self._torch, self._group, self._timeout = torch, group, timeout
+        self._check_gloo()
+        self.rank, self.size = int(group.rank()), int(group.size())
+
+    def send(self, x: Array, to: int, tag: int) -> Transfer:
+        """Begin to send."""
+        x = x if x.flags.writeable else x.copy()  # no tensor is read-only
+        tensor = self._torch.from_numpy(as_bytes(x))
+        work = self._torch.distributed.isend(tensor, group=self._group, group_dst=to, tag=tag)
+        return _Work(work, tensor, f"rank {to} to receive", self._timeout)
+
+    def receive(self, x: Array, source: int, tag: int) -> Transfer:
+        """Begin to receive."""
+        tensor = self._torch.from_numpy(as_bytes(x))
+        work = self._torch.distributed.irecv(tensor, group=self._group, group_src=source, tag=tag)
+        return _Work(work, tensor, f"rank {source} to send", self._timeout)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Begin messages one by one: none waits for another."""
+        return nullcontext()
+
+    def gather(self, x: Any) -> list[Any]:
+        """Gather pickled objects; by messages, for a collective that is late cannot be ended."""
+        own = pickled(x)
+        sizes = self._exchanged(np.array([own.size]), [1] * self.size)
+        every = self._exchanged(own, [int(size[0]) for size in sizes])
+        return [pickle.loads(part.tobytes()) for part in every]
+
+    def _exchanged(self, own: Array, sizes: list[int]) -> list[Array]:
+        """Send an array to all ranks; return theirs, which have so many elements."""
+        every = [np.empty(size, own.dtype) for size in sizes]
+        every[self.rank] = own
+        others = [n for n in range(self.size) if n != self.rank]
+        wait(
+            [self.receive(every[n], n, _GATHERED) for n in others]
+            + [self.send(own, n, _GATHERED) for n in others]
+        )
+        return every
+
+    def _check_gloo(self) -> None:
+        torch = self._torch
+        try:
+            name = self._group._get_backend(torch.device("cpu")).name()
+        except RuntimeError:  # it has none for the CPU
+            name = torch.distributed.get_backend(self._group)
+        if name != "gloo":
+            raise ValueError(
+                f"comm is a process group of {name}; one of gloo is accepted, which sends arrays "
+                "of the CPU (torch.distributed.new_group(backend='gloo') makes one)"
+            )
+
+
+class _Work:
+    """A message under way, with its tensor; gloo ends a connection whose message is too late."""
+
+    def __init__(self, work: Any, tensor: Any, what: str, timeout: float) -> None:
+        self._work, self._tensor, self._what, self._timeout = work, tensor, what, timeout
+
+    def wait(self) -> None:
+        milliseconds = min(max(1.0, 1e3 * self._timeout), 1e12)  # 0 would be without end
+        try:
+            self._work.wait(timedelta(milliseconds=milliseconds))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                raise too_long(self._what, self._timeout) from error
+            raise RuntimeError(f"waited for {self._what}, and it has ended: {error}") from error
+
+    def cancel(self) -> bool:
+        """Say whether it is over: gloo cancels nothing."""
+        return bool(self._work.is_completed())

@@ -1,0 +1,253 @@
+"""How long a schedule takes: an alpha-beta model of links, and a FLOP rate.
+
+References
+----------
+Hockney, The communication challenge for MPP, Parallel Computing 20, 1994.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.distributed.layout import Layout, layout_across
+from tileattn.distributed.model.memory_plan import Held, held_by
+from tileattn.distributed.model.message_counts import (
+    Sent,
+    attending_ranks,
+    exchanged,
+    gathered,
+    passed_on,
+)
+from tileattn.distributed.model.workload import Workload, flops_of
+from tileattn.distributed.schedules.names import Schedule, group_size
+from tileattn.distributed.visibility import Blocks
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Link:
+    """How fast a rank sends.
+
+    Parameters
+    ----------
+    latency : float
+        Seconds for each message.
+    bandwidth : float
+        Bytes in a second.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast ranks compute and send; the defaults are ranks with eight cores of one server.
+
+    ``CPU_RATES`` and ``GPU_RATES`` have the cost of a block, too; ``schedule="auto"`` goes by them.
+
+    Parameters
+    ----------
+    flops : float
+        FLOPs in a second that attention reaches on a rank.
+    link : Link
+        Of a rank to any other.
+    host_link : Link or None
+        Of a rank to those of its host, where that is faster.
+    ranks_per_host : int
+        Consecutive ranks of one host, which ``host_link`` joins.
+    block : Link
+        Seconds that a call of a block takes beside its FLOPs, and bytes in a second at which its
+        results are added to those of others; free by default.
+    on_gpu : bool
+        Whether ranks have a GPU each: then heads are grouped so that a group fills it.
+
+    Examples
+    --------
+    Hosts with eight GPUs, joined by NVLink and by InfiniBand of 400 Gbit/s for each GPU:
+
+    >>> from tileattn.distributed import Link, Rates
+    >>> rates = Rates(5e14, Link(1e-5, 4e10), host_link=Link(5e-6, 3e11), ranks_per_host=8)
+    """
+
+    flops: float = 2e11
+    link: Link = Link(2e-5, 5e9)
+    host_link: Link | None = None
+    ranks_per_host: int = 1
+    block: Link = Link(0.0, float("inf"))
+    on_gpu: bool = False
+
+    def __post_init__(self) -> None:
+        links = [x for x in (self.link, self.host_link, self.block) if x is not None]
+        for name, x in (("flops", self.flops), *(("bandwidth", x.bandwidth) for x in links)):
+            if not x > 0:
+                raise ValueError(f"{name} is {x}; more than 0 is accepted")
+        for link in links:
+            if not link.latency >= 0:
+                raise ValueError(f"latency is {link.latency}; 0 or more is accepted")
+        if self.ranks_per_host < 1:
+            raise ValueError(f"ranks_per_host is {self.ranks_per_host}; 1 or more is accepted")
+
+    def between(self, *, on_host: bool) -> Link:
+        """Give the link of ranks that are, or are not, all on one host."""
+        return self.host_link if on_host and self.host_link is not None else self.link
+
+
+# Ranks with eight cores of one server, and with a Hopper GPU of a host with NVLink.
+CPU_RATES = Rates(block=Link(5e-5, 4e9))
+GPU_RATES = Rates(
+    *(6.3e14, Link(5e-5, 4e10), Link(2e-5, 2.3e11), 8), block=Link(2e-5, 7e11), on_gpu=True
+)
+
+
+class PassCost(NamedTuple):
+    """What one pass costs.
+
+    Parameters
+    ----------
+    messages, nbytes : int
+        What a rank sends at most.
+    seconds : float
+        Predicted time of the slowest rank.
+    groups : int
+        Groups of heads that a rank computes one after the other.
+    held : int
+        Bytes of the inputs, results and buffers of a rank at most, ``bias`` and ``mask`` aside.
+    share : float
+        The same over what one call holds, divided by the number of ranks.
+    """
+
+    messages: int
+    nbytes: int
+    seconds: float
+    groups: int
+    held: int
+    share: float
+
+
+class Cost(NamedTuple):
+    """What a schedule costs.
+
+    Parameters
+    ----------
+    schedule : str or (str, int)
+        As ``tileattn.distributed.forward`` takes it.
+    forward, backward : PassCost
+        Of each pass; backward, of all gradients.
+    """
+
+    schedule: Schedule
+    forward: PassCost
+    backward: PassCost
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of both passes."""
+        return self.forward.seconds + self.backward.seconds
+
+
+def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -> Cost:
+    """Predict both passes of a schedule that goes with the call."""
+    n, held = group_size(schedule, work.ranks), held_by(work, schedule, on_gpu=on_gpu)
+    plans = [x.plan for x in held]
+    matmuls = _computing(work, schedule, rates, held)
+    whole = rates.between(on_host=work.ranks <= rates.ranks_per_host)
+    if schedule == "gather":
+        keys, gradients = gathered(work)
+        returned = Sent(*map(np.zeros_like, gradients)), gradients
+        sent, seconds = [], []
+        for plan, whole_back, own in zip(plans, returned, matmuls, strict=True):
+            there, back = keys.in_groups(plan.groups), whole_back.in_groups(plan.groups)
+            sent.append(there.plus(back))
+            travel = _seconds(there, whole)
+            first = travel / plan.groups if plan.ahead else travel
+            seconds.append(first + max(own, travel - first) + _seconds(back, whole))
+    else:
+        inside = rates.between(
+            on_host=work.ranks <= rates.ranks_per_host or rates.ranks_per_host % n == 0
+        )
+        groups = [plan.groups for plan in plans]
+        heads, ring = exchanged(work, n, groups), passed_on(work, n, groups)
+        sent = [x.plus(y) for x, y in zip(heads, ring, strict=True)]
+        # Keys travel while a rank computes; exchanges do not.
+        seconds = [
+            _seconds(x, inside) + max(_seconds(y, whole), own)
+            for x, y, own in zip(heads, ring, matmuls, strict=True)
+        ]
+    costs = (
+        PassCost(
+            *(int(x.messages.max()), int(x.nbytes.max()), float(time), plan.groups),
+            *((nbytes := one.of(plan)), nbytes / one.share if one.share else 1.0),
+        )
+        for x, time, plan, one in zip(sent, seconds, plans, held, strict=True)
+    )
+    return Cost(schedule, *costs)
+
+
+def _seconds(sent: Sent, link: Link) -> float:
+    """Give the time of the rank that sends for longest."""
+    return float(np.max(sent.messages * link.latency + sent.nbytes / link.bandwidth))
+
+
+def _computing(work: Workload, schedule: Schedule, rates: Rates, held: tuple[Held, Held]) -> Array:
+    """Give the time of both passes on the rank that computes for longest.
+
+    Each block is as many calls as a pass has groups of heads, and pieces of these and of queries.
+    """
+    P, n, plans = work.problem, group_size(schedule, work.ranks), [x.plan for x in held]
+    pairs = work.visibility.pairs(work.q_layout).reshape(-1, n).sum(axis=1)
+    filled = [x.filled(plan) if rates.on_gpu else 1.0 for x, plan in zip(held, plans, strict=True)]
+    matmuls = np.array([[flops_of(P, backward=x > 0) / y] for x, y in enumerate(filled)])
+    flops = pairs * (P.Hq // n) * matmuls
+    gathers, lengths = schedule == "gather", _lengths(work, n)
+    blocks = _blocks(work, n, lengths, gathers=gathers)
+    # What is summed over blocks: out; gradients of queries, keys and values. On a GPU the first
+    # results of a query are in their place, and copies take as long.
+    queries, of_keys = (P.B * heads // n * P.accum_dtype.itemsize for heads in (P.Hq, P.Hkv))
+    added = blocks.queries - rates.on_gpu * lengths[0]
+    out = added * (queries * P.Dv)
+    gradients = added * (queries * P.D) + blocks.keys * (of_keys * (P.D + P.Dv))
+    moved = np.stack([out, gradients])
+    if rates.on_gpu:
+        moved = moved + _copied(work, n, lengths, gathers=gathers)
+    calls = [x.calls(plan) for x, plan in zip(held, plans, strict=True)]
+    starts = np.stack([blocks.number * number for number in calls]) * rates.block.latency
+    slowest: Array = (flops / rates.flops + starts + moved / rates.block.bandwidth).max(axis=1)
+    return slowest
+
+
+def _copied(work: Workload, n: int, lengths: tuple[Array, Array], *, gathers: bool) -> Array:
+    """Count the bytes that a rank copies where they belong: all keys; heads of all tokens."""
+    P, (queries, keys) = work.problem, lengths
+    each = P.B * (P.D + P.Dv) * P.dtype.itemsize
+    if gathers:
+        return np.full(2, keys.sum() * P.Hkv * each)[:, np.newaxis]
+    if n == 1:
+        return np.zeros((2, 1))
+    of_heads = (queries * (P.Hq // n) + keys * (P.Hkv // n)) * each
+    return np.stack([of_heads, 2 * of_heads])
+
+
+def _blocks(work: Workload, n: int, lengths: tuple[Array, Array], *, gathers: bool) -> Blocks:
+    """Count the blocks of each rank: one for each rank whose keys come by, or for each segment."""
+    queries, keys = layout_across(work.q_layout, n), layout_across(work.k_layout, n)
+    if gathers or not work.only_order:
+        whole = Layout.contiguous([keys.length]) if gathers else keys
+        return work.visibility.blocks(queries, whole)
+    number, attended = np.zeros((2, queries.ranks))
+    for ranks, length in zip(attending_ranks(work, queries, keys), lengths[1], strict=True):
+        number += ranks
+        attended += ranks * length
+    return Blocks(number, number * lengths[0], attended)
+
+
+def _lengths(work: Workload, n: int) -> tuple[Array, Array]:
+    """Count the queries and the keys of each group of n ranks."""
+    queries, keys = (
+        np.array([x.length_of(rank) for rank in range(x.ranks)], np.float64).reshape(-1, n)
+        for x in (work.q_layout, work.k_layout)
+    )
+    return queries.sum(axis=1), keys.sum(axis=1)

@@ -1,0 +1,132 @@
+"""What ranks send one another by each schedule: messages and bytes, counted without sending them.
+
+Of P ranks it takes O(P * P / 64) steps at most. What all ranks gather is not counted: their
+arguments, and the sums of gradients that they share; nor is the second forward pass that
+``backward`` runs where scores are large.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tileattn.distributed.layout import Layout, layout_across
+from tileattn.distributed.model.workload import Workload
+from tileattn.distributed.visibility import reach
+
+Array = NDArray[Any]
+
+
+class Sent(NamedTuple):
+    """What each rank sends in a pass.
+
+    Parameters
+    ----------
+    messages, nbytes : array, shape (P,)
+        Of each of P ranks.
+    """
+
+    messages: Array
+    nbytes: Array
+
+    def plus(self, other: "Sent") -> "Sent":
+        """Send something else, too."""
+        return Sent(self.messages + other.messages, self.nbytes + other.nbytes)
+
+    def in_groups(self, count: int) -> "Sent":
+        """Send it in as many messages of a part of the heads each."""
+        return self._replace(messages=count * self.messages)
+
+
+def exchanged(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
+    """Count what ranks exchange inside groups of n, in both passes: tokens for heads, and back.
+
+    A pass is divided into ``groups`` of heads.
+    """
+    P, item, wide = work.problem, work.problem.dtype.itemsize, work.problem.accum_dtype.itemsize
+    # Bytes of one token that one rank sends another.
+    q, out = (P.B * P.Hq // n * columns * item for columns in (P.D, P.Dv))
+    k, v = (P.B * P.Hkv // n * columns * item for columns in (P.D, P.Dv))
+    lse = P.B * P.Hq // n * wide
+    of_heads, shared = list[tuple[int, bool]](), list[tuple[int, bool]]()
+    for x in work.rows:
+        each = x.batch * x.keys * x.itemsize
+        if x.heads == 1:
+            shared.append((each, x.gradient))
+        else:
+            of_heads.append((x.heads // n * each, x.gradient))
+    rows, once = [size for size, _ in of_heads], [size for size, _ in shared]
+    dbias, dshared = ([size for size, x in sizes if x] for sizes in (of_heads, shared))
+    # Of queries in each group, of keys, and of what heads share: to heads, and back.
+    passes: tuple[tuple[list[int], ...], ...] = (
+        ([q, *rows], [k, v], once, [out, lse], [], []),
+        ([q, out, out, lse, *rows], [k, v], once, [q, *dbias], [k, v], dshared),
+    )
+    own = [_lengths(x) for x in (work.q_layout, work.k_layout)]
+    others = [np.repeat(x.reshape(-1, n).sum(axis=1), n) - x for x in own]
+    (q_own, k_own), (q_others, k_others) = [(n - 1) * x for x in own], others
+    tokens = q_own, k_own, q_own, q_others, k_others, q_others
+    found = []
+    for count, sizes in zip(groups, passes, strict=True):
+        times = count, min(count, max(1, P.Hkv // n)), 1
+        messages = sum(m * len(x) for m, x in zip((*times, *times), sizes, strict=True))
+        nbytes = sum((x * sum(y) for x, y in zip(tokens, sizes, strict=True)), np.zeros(work.ranks))
+        found.append(Sent(np.full(work.ranks, (n - 1) * messages), nbytes))
+    return found
+
+
+def passed_on(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
+    """Count what ranks of a ring over groups of n pass on, in both passes."""
+    queries, keys = (layout_across(x, n) for x in (work.q_layout, work.k_layout))
+    P, size = work.problem, keys.ranks
+    steps = np.array(reach(work.visibility.attending(queries, keys)))
+    some = (steps > 0).astype(np.float64)
+    elements = _lengths(keys) * (P.B * P.Hkv // n * (P.D + P.Dv))
+    last = (np.arange(size) + steps) % size  # it returns the gradients
+    item, wide = P.dtype.itemsize, P.accum_dtype.itemsize
+    found = []
+    for sizes in (np.ones(size), elements):
+        of_keys = _sums_on_the_way(steps, sizes)
+        returned = np.bincount(last, some * sizes, size)
+        found.append((of_keys, of_keys - some * sizes + returned))
+    (parts, back), (of_keys, gradients) = found
+    forward = Sent(2 * parts * groups[0], of_keys * item)
+    backward = Sent(2 * (parts + back) * groups[1], of_keys * item + gradients * wide)
+    return [Sent(*(np.repeat(x, n) for x in sent)) for sent in (forward, backward)]
+
+
+def _sums_on_the_way(steps: Array, sizes: Array) -> Array:
+    """Sum the sizes of the parts that each rank of a ring sends on, its own first."""
+    ranks = np.arange(len(steps))
+    changes = np.zeros(2 * len(steps))
+    np.add.at(changes, ranks, sizes)
+    np.add.at(changes, ranks + steps, -sizes)
+    under_way: Array = changes.cumsum().reshape(2, -1).sum(axis=0)  # behind the last comes rank 0
+    return under_way
+
+
+def gathered(work: Workload) -> tuple[Sent, Sent]:
+    """Count what ranks send to those that attend to their keys, and gradients back; one group."""
+    P, size = work.problem, work.ranks
+    elements = _lengths(work.k_layout) * (P.B * P.Hkv * (P.D + P.Dv))
+    sent, back = (Sent(np.zeros(size), np.zeros(size)) for _ in range(2))
+    for rank, others in enumerate(attending_ranks(work, work.q_layout, work.k_layout)):
+        others[rank] = False
+        sent.messages[rank] = 2 * others.sum()
+        back.messages[others] += 2
+        back.nbytes[others] += elements[rank]
+    sent = sent._replace(nbytes=sent.messages / 2 * elements * P.dtype.itemsize)
+    return sent, back._replace(nbytes=back.nbytes * P.accum_dtype.itemsize)
+
+
+def attending_ranks(work: Workload, queries: Layout, keys: Layout) -> Iterator[Array]:
+    """Yield for each rank which ones attend to some of its keys."""
+    size = queries.ranks
+    for ranks in work.visibility.attending(queries, keys):
+        bits = np.frombuffer(ranks.to_bytes(size // 8 + 1, "little"), np.uint8)
+        yield np.unpackbits(bits, count=size, bitorder="little").astype(bool)
+
+
+def _lengths(layout: Layout) -> Array:
+    return np.array([layout.length_of(rank) for rank in range(layout.ranks)], np.float64)

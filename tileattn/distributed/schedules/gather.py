@@ -1,0 +1,158 @@
+"""All-gather: every rank gets the keys and values that its queries attend to, all at once.
+
+Few messages, and blocks as long as the sequence; but each rank has room for all keys of a group of
+heads. They travel to ranks that attend to some of them, and to no others; where there is room,
+those of a group do while a rank computes the one before. In the backward pass each rank sends
+gradients back to the ranks that hold the keys, which sum them in the order of the ranks.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
+
+from tileattn.distributed.arrays import library
+from tileattn.distributed.call import Call
+from tileattn.distributed.comm.failures import wait
+from tileattn.distributed.comm.protocol import Transfer
+from tileattn.distributed.schedules.blocks import Pair, Sums, attend
+from tileattn.distributed.schedules.parts import GradientPart, RowPart
+
+Array = NDArray[Any]
+
+_KEYS, _GRADIENTS = 0, 2  # kinds of messages, of k and of v each
+
+Part = TypeVar("Part", RowPart, GradientPart)
+
+
+def forward(parts: Iterable[RowPart], *, ahead: bool) -> None:
+    """Compute the rows of this rank's queries."""
+    for part, keys in _arriving(parts, ahead=ahead):
+        to = part.room()
+        attend(_whole(part.call), keys.arrived(), to)
+        part.finish(to)
+        del to
+
+
+def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
+    """Compute the gradients of this rank's arrays, and its part of those that all ranks share."""
+    for part, keys in _arriving(parts, ahead=ahead):
+        call, dq = part.call, part.room()
+        sums = Sums(_whole(call), part.upstream, part.wrt, dq, part.parameters)
+        for source, pair in keys.arrived():
+            found = sums.of_keys(source, *pair, partial(_zeros, call))
+            del pair
+        sums.finish()
+        own = _scattered(call, found)
+        del sums, call, found
+        part.finish_rows(dq)
+        part.finish_keys(*own)
+        del dq, own
+
+
+def _whole(call: Call) -> Call:
+    """Let one part hold all keys, in their order."""
+    return replace(call, blocks=call.blocks.of_all_keys)
+
+
+class _Keys:
+    """All keys and values of some heads, on their way."""
+
+    def __init__(self, call: Call) -> None:
+        P, comm, blocks, x = call.problem, call.comm, call.blocks, call.operands
+        xp, self._layout, self._under_way = library(x.k), blocks.k_layout, list[Transfer]()
+        own = xp.ascontiguousarray(x.k), xp.ascontiguousarray(x.v)
+        self._parts = [{comm.rank: a} for a in own]
+        with comm.together():
+            for n in _others(call):
+                rows = self._layout.length_of(n)
+                if blocks.needs(comm.rank, n):
+                    for m, columns in enumerate((P.D, P.Dv)):
+                        part = xp.empty((P.B, P.Hkv, rows, columns), P.dtype)
+                        self._under_way.append(comm.receive(part, n, _KEYS + m))
+                        self._parts[m][n] = part
+                if blocks.needs(n, comm.rank):
+                    self._under_way += [comm.send(a, n, _KEYS + m) for m, a in enumerate(own)]
+
+    def wait(self) -> None:
+        """Wait until they have arrived."""
+        wait(self._under_way)
+        self._under_way = []
+
+    def arrived(self) -> Iterator[tuple[int, Pair]]:
+        """Yield them as the one part that there is; zeros where no query attends to them."""
+        self.wait()
+        k, v = (self._joined(parts) for parts in self._parts)
+        pair = k, v
+        del k, v
+        yield 0, pair
+
+    def _joined(self, parts: dict[int, Array]) -> Array:
+        x = next(iter(parts.values()))
+        make = library(x).empty if len(parts) == self._layout.ranks else library(x).zeros
+        joined: Array = make((*x.shape[:2], self._layout.length, x.shape[3]), x.dtype)
+        del x
+        while parts:
+            rank, part = parts.popitem()
+            for start, stop, rows in self._layout.segments(rank):
+                joined[:, :, start:stop] = part[:, :, rows]
+        return joined
+
+
+def _arriving(parts: Iterable[Part], *, ahead: bool) -> Iterator[tuple[Part, _Keys]]:
+    """Yield each group with its keys: these arrive while the group before is computed, or not."""
+    before = None
+    for part in parts:
+        if before is not None:
+            before[1].wait()  # with no messages under way others begin before a kernel
+        following = part, _Keys(part.call)
+        if not ahead:
+            yield following
+            continue
+        if before is not None:
+            yield before
+        before = following
+    if before is not None:
+        yield before
+
+
+def _scattered(call: Call, found: Pair) -> Pair:
+    """Sum the gradients of this rank's keys and values over the ranks, in their order."""
+    comm, blocks, xp = call.comm, call.blocks, library(found[0])
+    parts = {comm.rank: _of_rank(call, found, comm.rank)}
+    under_way: list[Transfer] = []
+    with comm.together():
+        for n in _others(call):
+            if blocks.needs(n, comm.rank):
+                dk, dv = parts[n] = tuple(map(xp.empty_like, parts[comm.rank]))
+                under_way += [comm.receive(x, n, _GRADIENTS + m) for m, x in enumerate((dk, dv))]
+            if blocks.needs(comm.rank, n):
+                sent = _of_rank(call, found, n)
+                under_way += [comm.send(x, n, _GRADIENTS + m) for m, x in enumerate(sent)]
+    wait(under_way)
+    (dk, dv), *others = (parts[n] for n in sorted(parts))
+    for other_dk, other_dv in others:
+        dk += other_dk
+        dv += other_dv
+    return dk, dv
+
+
+def _of_rank(call: Call, pair: Pair, rank: int) -> Pair:
+    dk, dv = (call.blocks.k_layout.take(x, rank, axis=2) for x in pair)
+    return dk, dv
+
+
+def _zeros(call: Call) -> Pair:
+    """Give sums for all keys."""
+    P, length = call.problem, call.blocks.k_layout.length
+    dk, dv = (
+        library(call.operands.k).zeros((P.B, P.Hkv, length, columns), call.sums)
+        for columns in (P.D, P.Dv)
+    )
+    return dk, dv
+
+
+def _others(call: Call) -> list[int]:
+    return [n for n in range(call.comm.size) if n != call.comm.rank]

@@ -1,0 +1,184 @@
+"""Ring attention: keys and values travel from rank to rank, and every rank keeps its queries.
+
+At step t rank r has the keys of rank ``r - t``; while it computes with them, they travel on to rank
+``r + 1``. What a rank sends and receives in a step begins together. Keys go as far as the last rank
+that attends to them, and no further. In the backward pass the gradients of keys and values follow
+them, from the second rank on, and are summed on the way, in one order. They return to the rank that
+holds the keys, which adds its own.
+
+References
+----------
+Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, arXiv:2310.01889.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from tileattn.distributed.arrays import add_narrow, library
+from tileattn.distributed.call import Call
+from tileattn.distributed.comm.failures import wait
+from tileattn.distributed.comm.protocol import Transfer
+from tileattn.distributed.schedules.blocks import Pair, Sums, attend
+from tileattn.distributed.schedules.parts import GradientPart, RowPart
+
+_KEYS, _GRADIENTS, _RETURNED = 0, 2, 4  # kinds of messages: of k and v each, their gradients
+_KINDS = 6
+
+
+def forward(parts: Iterable[RowPart]) -> None:
+    """Compute the rows of this rank's queries."""
+    for part in parts:
+        to = part.room()
+        attend(part.call, _arriving(part.call), to)
+        part.finish(to)
+        del to
+
+
+def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
+    """Compute the gradients of this rank's arrays, and its part of those that all ranks share.
+
+    Those of its keys return while the next group is computed, or before.
+    """
+    returned: Callable[[], None] | None = None
+    for part in parts:
+        returned = _backward(part, returned)
+        if not ahead:
+            returned()
+            returned = None
+    if returned is not None:
+        returned()
+
+
+def _backward(part: GradientPart, earlier: Callable[[], None] | None) -> Callable[[], None]:
+    """Sum the gradients of some heads; return what waits for those of this rank's keys.
+
+    ``earlier`` is that of the heads before, called when the first step has been computed.
+    """
+    call, dq = part.call, part.room()
+    sums = Sums(call, part.upstream, part.wrt, dq, part.parameters)
+    gradients = _Gradients(call)
+    for step, source, pair in _steps(call):
+        arrived = partial(gradients.arrived, source)
+        found = None if pair is None else sums.of_keys(source, *pair, arrived)
+        del pair
+        if step == 0 and earlier is not None:
+            earlier()
+        gradients.pass_on(step, source, found)
+        del found
+    sums.finish()
+    own, others, under_way = gradients.own, gradients.others, gradients.under_way
+    if own is None:
+        raise RuntimeError("a rank has no gradients of its own keys")
+    del call, sums, gradients, arrived
+    part.finish_rows(dq)
+
+    def returned() -> None:
+        wait(under_way)
+        under_way.clear()  # what has been sent is free
+        for total, x in zip(own, others or (), strict=False):
+            add_narrow(total, x)
+        part.finish_keys(*own)
+
+    return returned
+
+
+class _Gradients:
+    """Gradients of keys and values, which follow these and are summed on the way."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._earlier: Pair | None = None  # of the ranks before, for the keys of a step
+        self.own: Pair | None = None  # of this rank, for its keys
+        self.others: Pair | None = None  # of all others, for this rank's keys
+        self.under_way: list[Transfer] = []
+
+    def arrived(self, source: int) -> Pair:
+        """Give the sums of the ranks before, when they have arrived; else zeros."""
+        self._wait()
+        found, self._earlier = self._earlier, None
+        if found is None:
+            x, n = self._call.operands, self._call.blocks.k_layout.length_of(source)
+            dk, dv = (
+                library(a).zeros((*a.shape[:2], n, a.shape[3]), self._call.sums) for a in (x.k, x.v)
+            )
+            found = dk, dv
+        return found
+
+    def pass_on(self, step: int, source: int, found: Pair | None) -> None:
+        """Send what a step has summed, and begin to receive the sums for the next one."""
+        if step == 0:
+            self.own = found
+            return
+        self._wait()
+        comm, reach = self._call.comm, self._call.blocks.reach
+        rank, size = comm.rank, comm.size
+        upcoming = (source - 1) % size
+        with comm.together():
+            if found is not None and step < reach[source]:
+                self._send(found, source, (rank + 1) % size, _GRADIENTS)
+            elif found is not None:
+                self._send(found, source, source, _RETURNED)
+            if step < reach[upcoming]:
+                self._earlier = self._receive(upcoming, (rank - 1) % size, _GRADIENTS)
+            if step == reach[rank]:
+                self.others = self._receive(rank, (rank + step) % size, _RETURNED)
+
+    def _wait(self) -> None:
+        """Wait for what is under way: what has been sent is free."""
+        wait(self.under_way)
+        self.under_way = []
+
+    def _send(self, pair: Pair, source: int, to: int, kind: int) -> None:
+        self.under_way += _send(self._call, pair, source, to, kind)
+
+    def _receive(self, source: int, sender: int, kind: int) -> Pair:
+        found, arriving = _receive(self._call, source, sender, kind)
+        self.under_way += arriving
+        return found
+
+
+def _arriving(call: Call) -> Iterator[tuple[int, Pair]]:
+    """Yield the keys and values of each rank that come by, this one's first."""
+    for _, source, pair in _steps(call):
+        if pair is not None:
+            yield source, pair
+        del pair
+
+
+def _steps(call: Call) -> Iterator[tuple[int, int, Pair | None]]:
+    """Yield each step, whose keys and values there are, and these where they come so far.
+
+    While a rank computes with them, they are sent on, and the next ones are received: two buffers.
+    """
+    rank, size, reach = call.comm.rank, call.comm.size, call.blocks.reach
+    xp, x = library(call.operands.k), call.operands
+    pair: Pair | None = (xp.ascontiguousarray(x.k), xp.ascontiguousarray(x.v))
+    under_way: list[Transfer] = []
+    for step in range(size):
+        source, upcoming = (rank - step) % size, (rank - step - 1) % size
+        wait(under_way)
+        following: Pair | None = None
+        under_way = []
+        with call.comm.together():
+            if pair is not None and step < reach[source]:
+                under_way += _send(call, pair, source, (rank + 1) % size, _KEYS)
+            if step < reach[upcoming]:
+                following, arriving = _receive(call, upcoming, (rank - 1) % size, _KEYS)
+                under_way += arriving
+        yield step, source, pair
+        pair = following
+    wait(under_way)
+
+
+def _send(call: Call, pair: Pair, source: int, to: int, kind: int) -> list[Transfer]:
+    return [call.comm.send(x, to, source * _KINDS + kind + n) for n, x in enumerate(pair)]
+
+
+def _receive(call: Call, source: int, sender: int, kind: int) -> tuple[Pair, list[Transfer]]:
+    """Begin to receive what belongs to the keys of a rank."""
+    P, n = call.problem, call.blocks.k_layout.length_of(source)
+    dtype = P.dtype if kind == _KEYS else call.sums
+    xp = library(call.operands.k)
+    k, v = (xp.empty((P.B, P.Hkv, n, columns), dtype) for columns in (P.D, P.Dv))
+    tags = (source * _KINDS + kind + m for m in range(2))
+    return (k, v), [call.comm.receive(x, sender, tag) for x, tag in zip((k, v), tags, strict=True)]

@@ -1,0 +1,51 @@
+"""Ulysses: one call for each group of heads, over all tokens."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import tileattn
+from tileattn.distributed.arrays import add_narrow
+from tileattn.distributed.call import Call, asked
+from tileattn.distributed.layout import Segment
+from tileattn.distributed.schedules.parts import GradientPart, RowPart
+
+
+def forward(parts: Iterable[RowPart]) -> None:
+    """Compute all rows."""
+    for part in parts:
+        x = part.call.operands
+        found = tileattn.forward(x.q, x.k, x.v, **_options(part.call))
+        del x  # nothing outlives what uses it: the next group takes its place
+        part.finish(found)
+        del found
+
+
+def backward(parts: Iterable[GradientPart]) -> None:
+    """Compute all gradients."""
+    for part in parts:
+        x, given, (dbias, dsinks, daux) = part.call.operands, part.upstream, part.parameters
+        options = _options(part.call)
+        grads = tileattn.backward(
+            *(given.dout, x.q, x.k, x.v, given.out, given.lse),
+            dlse=given.dlse,
+            wrt=asked(part.wrt, options),
+            deterministic=part.call.deterministic,
+            **options,
+        )
+        del x, given, options
+        of_parameters = (dbias, grads.dbias), (dsinks, grads.dsinks)
+        for total, found in (*of_parameters, *zip(daux, grads.daux or (), strict=False)):
+            if total is not None and found is not None:
+                add_narrow(total, found)
+        dq, dk, dv = grads[:3]
+        del grads
+        part.finish_rows(dq)
+        del dq
+        part.finish_keys(dk, dv)
+        del dk, dv
+
+
+def _options(call: Call) -> dict[str, Any]:
+    lengths = call.blocks.q_layout.length, call.blocks.k_layout.length
+    whole = (Segment(0, n, slice(0, n)) for n in lengths)
+    return call.block(*whole) | {"sinks": call.operands.sinks}
