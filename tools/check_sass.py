@@ -37,7 +37,7 @@ DTYPES = ("float16", "bfloat16")
 PAIRS = (*product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS), (48, 112), (80, 80), (112, 48))
 OPTIONS: tuple[tuple[str, ...], ...] = (
     *((), ("softcap",), ("alibi_slopes",), ("block_mask",)),
-    *(("cu_seqlens_q",), ("kv_lengths",)),  # the latter of many rows, over pieces of the keys
+    *(("cu_seqlens_q",), ("kv_lengths",)),  # the latter of many rows, over splits of the keys
 )
 
 _BY_STORES = "threads write it, for whom an arrival releases what came before, loads included"
@@ -48,7 +48,7 @@ ALLOWED = {
     **{(HOPPER, f"{x}_empty", "work_tiles"): "work tiles are freed by q_empty" for x in "kv"},
     (HOPPER, "q_empty", "work_tiles"): _BY_STORES + "; q is read by GEMMs alone",
     (HOPPER, "pass_done", "work_tiles"): _BY_STORES,
-    **{(HOPPER, f"{x}_empty", "any_unfinished"): _NO_STAGE for x in "qkv"},
+    **{(HOPPER, f"{x}_empty", "any_redo"): _NO_STAGE for x in "qkv"},
     **{(x, "k_empty", "work_tile"): _BY_STORES for x in HOPPER_BACKWARDS},
     (HOPPER_BACKWARD, "q_empty", "lse_log2"): "of the next tile; q_empty frees the stage of dK",
     (HOPPER_WIDE, "dout_empty", "p"): "frees dout and delta; " + _BY_STORES,

@@ -141,7 +141,7 @@ def test_claimed_work_tiles(D: int, Dv: int, request: pytest.FixtureRequest) -> 
         alone.append(bits(forward(q, k, v, causal=True)))
     request.getfixturevalue("few_sms")
     few = plan_forward(problem, layout, describe.device_of(0))
-    assert ["claims" in x.workspace.starts for x in (plan, few)] == [False, True]
+    assert ["next_tiles" in x.workspace.starts for x in (plan, few)] == [False, True]
     for value, expected in zip((0, math.inf, math.nan), alone, strict=True):
         v[0, 1, [77, 500], 3] = value
         assert bits(forward(q, k, v, causal=True)) == expected

@@ -92,7 +92,7 @@ def test_several_key_heads() -> None:
     check(q, c, kv_lengths=np.array([700, 0, 65]), causal=True)
 
 
-@pytest.mark.parametrize("Hq", [5, 40], ids=["several pieces", "one piece"])
+@pytest.mark.parametrize("Hq", [5, 40], ids=["several splits", "one split"])
 def test_what_is_not_finite(Hq: int) -> None:
     """Masked out it changes nothing; attended to it propagates, in its rows alone."""
     q, c = drawn(Hq, 3)

@@ -78,7 +78,7 @@ def test_both_passes(dtype: Any, D: int, options: dict[str, Any], origin: Any) -
 
 @pytest.mark.parametrize("Nq", [1, 40])
 def test_few_queries_over_many_keys(Nq: int) -> None:
-    """Keys are cut into pieces."""
+    """Keys are cut into splits."""
     q, k, v, _ = arrays(BF16, 64, Nq, 3000)
     options: dict[str, Any] = FUNCTIONS | {"origin": ANY, "kv_lengths": [3000, 1234]}
     found = host(tileattn.forward(*map(sent, (q, k, v)), **on_gpu(options)))

@@ -1,4 +1,4 @@
-"""Many queries over keys in pages: the Hopper kernel, beside the one that cuts keys into pieces."""
+"""Many queries over keys in pages: the Hopper kernel, beside the one that cuts keys into splits."""
 
 from itertools import pairwise
 from typing import Any

@@ -175,7 +175,7 @@ def test_pages_have_the_bits_of_a_contiguous_cache(dtype: Any, page: int, there:
 @pytest.mark.parametrize("options", [{}, {"window": (9000, 0)}], ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=lambda x: x.__name__)
 def test_the_room_of_a_cache_does_not_matter(dtype: Any, options: dict[str, Any]) -> None:
-    """Nor whether a warp or a thread block joins the pieces of a query: 16, or some more."""
+    """Nor whether a warp or a thread block joins the splits of a query: 16, or some more."""
     size, lengths = np.dtype(dtype).itemsize, np.array([16000, 0, 5000])
     room = 16 * 2048 // size
     q, k, v = drawn(8, 2, 2, 128, 128, dtype, capacity=room + 1000)

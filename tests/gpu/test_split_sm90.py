@@ -1,4 +1,4 @@
-"""Many rows that share keys, over pieces of them: forward_sm90 and forward_combine."""
+"""Many rows that share keys, over splits of them: forward_sm90 and forward_combine."""
 
 from typing import Any
 
@@ -111,7 +111,7 @@ def test_the_same_bits_in_any_batch(rows: tuple[int, int, int]) -> None:
         n = int(lengths[b])
         alone = tileattn.forward(*(x[b : b + 1] for x in (q, k, v)), kv_lengths=[n], causal=True)
         assert bits([x[b : b + 1] for x in batch]) == bits(alone)
-        place = rng.permutation(np.array([b] * 50 + [0] * 30 + [2] * 20))  # several pieces an SM
+        place = rng.permutation(np.array([b] * 50 + [0] * 30 + [2] * 20))  # several splits an SM
         others = np.where(place == b, n, rng.integers(0, 5000, place.size))
         among = tileattn.forward(*(x[place] for x in (q, k, v)), kv_lengths=others, causal=True)
         for at in np.flatnonzero(place == b)[[0, -1]]:

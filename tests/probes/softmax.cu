@@ -33,7 +33,7 @@ extern "C" __global__ void updated(const Accum* products, i64 tiles, Accum softm
             for (int half = 0; half < 2; ++half) {
                 const i64 at = (tile * BLOCK_Q + 16 * i + lane.row(2 * half)) * 4 + lane.t;
                 m[at] =
-                    state.m[i][half] * (state.is_large(i, half) ? softmax_scale_log2 : Accum(1));
+                    state.m[i][half] * (state.needs_max_first(i, half) ? softmax_scale_log2 : Accum(1));
                 rescale[at] = factor[i][half];
             }
     }

@@ -36,7 +36,7 @@ def on_arrays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 PARTS = (
     *("lse", "delta", "lse_log2", "row_max", "dq_accum", "head_flags"),
-    *("row_counter", "tile_counter", "dq_semaphore", "dq_counter", "block_order", "claims"),
+    *("row_counter", "tile_counter", "dq_semaphore", "dq_counter", "block_order", "next_tiles"),
 )
 
 

@@ -15,7 +15,7 @@ from tileattn.kernels.cuda.plan.params import POINTERS
 
 B, HQ, HKV, D, T, NK, PAGES, PAGE = 3, 6, 2, 64, 90, 3000, 7, 16
 INTEGERS = ("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table")
-WORKSPACE = ("block_order", "claims", "tile_counter", "partial_out", "partial_sums")
+WORKSPACE = ("block_order", "next_tiles", "tile_counter", "partial_out", "partial_sums")
 
 Made = tuple[tuple[Any, Any, Any], dict[str, Any]]
 

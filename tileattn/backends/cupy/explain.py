@@ -26,7 +26,7 @@ from tileattn.traffic import explained
 _BLIND = "mask_mod: tiles are counted whatever aux holds; the GPU, which reads it, skips more"
 _UNCOUNTED = "mask_mod: its tiles are too many to count here"
 _COUNTED = 1 << 28  # pairs of a mask_mod up to which tiles are listed, which takes a second
-_SUMS = "the sums of the pieces take {:,.2f} MB besides the results"
+_SUMS = "the sums of the splits take {:,.2f} MB besides the results"
 _ASSIGNED = "query blocks are assigned in advance, the longest first"
 _CLAIMED = "query blocks are claimed one by one, head by head"
 

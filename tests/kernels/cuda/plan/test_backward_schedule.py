@@ -125,10 +125,10 @@ def test_heads_begin_apart(changed: dict[str, Any], apart: int) -> None:
     for deterministic in (True, False):
         launches = backward_launches(P, ON_HOPPER, deterministic=deterministic, sinks=False)
         found = schedule_of(P, contiguous_inputs(P), launches, CACHE)
-        assert found.claims_apart == (apart if deterministic else 0)
-        if found.claims_apart:
+        assert found.stagger == (apart if deterministic else 0)
+        if found.stagger:
             assert found.head_groups == -(-P.B * P.Hkv // apart)
-            assert found.inverse_apart * apart % -(-P.Nk // 128) == (P.Nk > 128)
+            assert found.inverse_stagger * apart % -(-P.Nk // 128) == (P.Nk > 128)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_heads_that_share_keys_come_one_after_the_other_in_a_window(D: int) -> N
             backward_launches(P, ON_HOPPER, deterministic=x, sinks=False) for x in (False, True)
         )
         kernels = HOPPER_BACKWARDS
-        return {x.key.heads_apart for made in made for x in made if x.key.kernel in kernels}
+        return {x.key.head_major for made in made for x in made if x.key.kernel in kernels}
 
     assert apart(window=(70, 0)) == apart(window=(70, None)) == {True}
     assert apart(window=(700, 665)) == {True}

@@ -19,7 +19,7 @@ from tileattn.dtypes import NAMED
 from tileattn.kernels.cuda.families import hopper
 from tileattn.kernels.cuda.families.context import (
     FAILED,
-    LARGE,
+    LARGE_SCORES,
     NON_FINITE,
 )
 from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
@@ -153,7 +153,7 @@ def test_what_the_backward_pass_launches(keys: int, blocks: int) -> None:
     _, own, finish, maxima, safe, finish_safe, *repairs = launches
     twice = [HOPPER_BACKWARD, HOPPER_DQ_CONVERT]
     assert [x.key.kernel for x in launches] == [ROWS, *twice, MAXIMA, *twice, *REPAIRS]
-    assert (maxima.key.head_flags, maxima.grid) == (LARGE, 2 * 6 * 3)
+    assert (maxima.key.head_flags, maxima.grid) == (LARGE_SCORES, 2 * 6 * 3)
     assert (own.key.add_dq, own.key.head_flags, own.grid) == (True, 0, blocks)
     # Where something is not finite the same kernel, but for stages, does it.
     key = replace(own.key, head_flags=NON_FINITE, stages=1, smem_bytes=safe.shared_bytes)
@@ -169,7 +169,7 @@ def test_what_the_backward_pass_launches(keys: int, blocks: int) -> None:
     for launch in (finish, finish_safe, *repairs):
         assert (launch.key.producer_warps, launch.tensor_maps) == (0, ())
         assert not launch.key.add_dq
-    assert {launch.key.head_flags for launch in repairs} == {LARGE | FAILED}
+    assert {launch.key.head_flags for launch in repairs} == {LARGE_SCORES | FAILED}
     # The generic kernels compute the other heads again, as many at a time as the GPU runs.
     context = ON_HOPPER._replace(tensor_maps=False)
     same, *generic = backward_launches(problem, context, deterministic=True, sinks=False)[1:]
@@ -177,7 +177,7 @@ def test_what_the_backward_pass_launches(keys: int, blocks: int) -> None:
     for launch, like in zip(repairs, generic, strict=True):
         assert launch.why.startswith("for heads with large scores or with something not finite")
         few = min(like.grid, 132 * like.key.min_blocks_per_sm)
-        key = replace(like.key, head_flags=LARGE | FAILED)
+        key = replace(like.key, head_flags=LARGE_SCORES | FAILED)
         assert launch == like._replace(key=key, grid=few, why=launch.why)
     # A fixed order of the sums is the same kernel in another order.
     fixed = hopper_launches(problem, deterministic=True)
@@ -197,7 +197,7 @@ def test_what_the_backward_pass_launches_for_wide_heads() -> None:
     assert dq.tensor_maps == own.tensor_maps
     assert (dq.key.tile, dq.key.head_dim, dq.key.value_dim) == ((128, 64), 256, 128)
     assert not any(launch.key.add_dq for launch in launches)
-    assert {launch.key.head_flags for launch in repairs} == {NON_FINITE | LARGE | FAILED}
+    assert {launch.key.head_flags for launch in repairs} == {NON_FINITE | LARGE_SCORES | FAILED}
     assert hopper_launches(problem, deterministic=True) == launches
 
 
@@ -241,7 +241,7 @@ def test_what_repairs_elsewhere() -> None:
             found = [x.key.kernel for x in launches]
             assert found == [x for x in GENERIC if not (fixed and "convert" in x)]
             flagged = {x.key.kernel: x.key.head_flags for x in launches if x.key.head_flags}
-            assert flagged == {"backward_large_scores": LARGE, **flags}
+            assert flagged == {"backward_large_scores": LARGE_SCORES, **flags}
 
 
 # --- tensor maps --------------------------------------------------------------------------------

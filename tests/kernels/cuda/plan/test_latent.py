@@ -49,25 +49,25 @@ def test_a_plan(Hq: int, page: int | None) -> None:
     assert kernels(made) == [LATENT, COMBINE]
     first, join = made.launches
     blocks = -(-P.group * P.Nq // 64)
-    assert first.grid == made.fields["pieces"] * P.B * blocks
+    assert first.grid == made.fields["splits"] * P.B * blocks
     assert join.grid == P.B * P.Hq * P.Nq
     assert join.key.value_dim == first.key.value_dim == 512
     ((one,),) = made.tensor_maps.values()
     assert (one.name, one.sizes[0], one.box) == ("k", 576, (64, min(page or 64, 64), 1, 1))
-    rows = P.B * Hq * P.Nq * made.fields["pieces"]
+    rows = P.B * Hq * P.Nq * made.fields["splits"]
     assert made.workspace.nbytes >= rows * 514 * 4
 
 
 def test_pieces_depend_on_the_rows_that_share_keys_alone() -> None:
-    pieces = {
-        (Hq, Nk, B): plan(latent(Hq=Hq, Nk=Nk, B=B, Nq=1)).fields["piece"]
+    splits = {
+        (Hq, Nk, B): plan(latent(Hq=Hq, Nk=Nk, B=B, Nq=1)).fields["split_keys"]
         for Hq in (16, 32, 128)
         for Nk in (600, 8192)
         for B in (1, 7)
     }
-    assert {Hq: piece for (Hq, _, _), piece in pieces.items()} == {16: 1024, 32: 2048, 128: 8192}
-    assert len({(Hq, piece) for (Hq, _, _), piece in pieces.items()}) == 3
-    assert all(piece % 64 == 0 for piece in pieces.values())
+    assert {Hq: split for (Hq, _, _), split in splits.items()} == {16: 1024, 32: 2048, 128: 8192}
+    assert len({(Hq, split) for (Hq, _, _), split in splits.items()}) == 3
+    assert all(split % 64 == 0 for split in splits.values())
 
 
 def test_one_piece_is_not_joined() -> None:

@@ -120,7 +120,7 @@ def test_both_kernels_of_wide_heads_have_an_order() -> None:
     starts = plan.workspace.starts
     end = min(x for x in starts.values() if x > starts["block_order"])
     assert end - starts["block_order"] >= (TK // 64 + S) * 48
-    assert "claims" not in starts
+    assert "next_tiles" not in starts
 
 
 def test_offsets_on_the_host_are_uploaded() -> None:

@@ -44,8 +44,8 @@ def test_packed_sequences_of_few_queries_have_a_kernel_of_their_own() -> None:
     made = plan(16, {"cu_seqlens_q"}, B=1)
     assert kernels(made) == [ORDERS_QUERIES, HOPPER, SPLIT]
     assert all(launch.key.paged and launch.key.packed for launch in made.launches)
-    assert made.fields["few_rows"] == FEW_ROWS
-    assert made.fields["pieces"] == 1
+    assert made.fields["max_split_rows"] == FEW_ROWS
+    assert made.fields["splits"] == 1
 
 
 @pytest.mark.parametrize("page", [16, 50])
@@ -71,7 +71,7 @@ def test_tiles_of_packed_sequences_do_not_depend_on_how_many_there_are(page: int
 def test_what_the_hopper_kernel_does_not_take(page: int, changed: Any, why: str) -> None:
     made = plan(page, {"cu_seqlens_q"}, **changed)
     assert kernels(made) == [SPLIT]
-    assert made.fields["few_rows"] == MOST_ROWS
+    assert made.fields["max_split_rows"] == MOST_ROWS
     assert why in made.launches[0].why
 
 
@@ -80,4 +80,4 @@ def test_few_queries_are_cut_into_pieces(Nq: int, first: str) -> None:
     """Of many rows that share keys by the Hopper kernel, which joins no rows of 33 queries."""
     made = plan(16, Nq=Nq, Nk=1 << 16)
     assert kernels(made) == [first, COMBINE]
-    assert made.launches[0].key.in_pieces == (first == HOPPER)
+    assert made.launches[0].key.split_kv == (first == HOPPER)

@@ -4,10 +4,10 @@ import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200, asked, backward, forward
 from tileattn.call.problem import Problem
-from tileattn.kernels.cuda.families.context import FAILED, LARGE, NON_FINITE
+from tileattn.kernels.cuda.families.context import FAILED, LARGE_SCORES, NON_FINITE
 from tileattn.kernels.cuda.plan.device import Device, device_of_arch
 
-LEFT = NON_FINITE | LARGE | FAILED  # heads that pairs leave to others
+LEFT = NON_FINITE | LARGE_SCORES | FAILED  # heads that pairs leave to others
 
 
 def wide(**changed: int) -> Problem:
@@ -31,7 +31,7 @@ def test_flagged_heads_of_the_backward_pass(*, deterministic: bool) -> None:
         if kernel == "backward_dkdv" or deterministic:
             assert (pairs, flags) == ([True, False], [0, LEFT])
         else:  # the other kernel adds dq
-            assert (pairs, flags) == ([False], [NON_FINITE | LARGE])
+            assert (pairs, flags) == ([False], [NON_FINITE | LARGE_SCORES])
     assert all(x.grid % 2 == 0 for x in launches if x.key.pair)
 
 

@@ -141,14 +141,17 @@ def test_the_table_of_any_problem(drawn: tuple[Problem, Any, Any], sm_count: int
     left, right = problem.window
     alike = len(set(lengths.tolist())) == len(set(offsets.tolist())) == 1
     is_claimed = alike and several and left is None and right is not None and workers < len(costs)
-    assert found.claims == (len(costs) if is_claimed else 0)
+    assert found.dynamic_tiles == (len(costs) if is_claimed else 0)
     differ = bool(costs.min() < costs.max())
     wanted = not is_claimed and several and differ and workers < len(costs) <= 64 * workers
     assert (found.assignment is not None) == wanted
     if found.assignment is not None:
         loads = loads_of(found.assignment, costs)
         assert len(loads) == launch.workers == workers
-        assert loads.max() * workers <= loads.sum() + (workers - 1) * costs.max()
+        # The groups of a thread block go in step: each step takes as long as its longest tile.
+        steps = np.append(costs, 0)[found.assignment].reshape(-1, sm_count, launch.key.groups)
+        ends = steps.max(2).sum(0)
+        assert ends.max() * sm_count <= ends.sum() + (sm_count - 1) * costs.max()
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

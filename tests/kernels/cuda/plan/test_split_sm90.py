@@ -1,4 +1,4 @@
-"""Which rows that share keys the Hopper kernel takes, and how it is launched over pieces."""
+"""Which rows that share keys the Hopper kernel takes, and how it is launched over splits."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,12 +26,12 @@ def test_it_is_launched_over_pieces() -> None:
     plan = forward(wide(), H200)
     assert kernels(plan) == [HOPPER, split.COMBINE]
     first, join = plan.launches
-    assert first.key.in_pieces
+    assert first.key.split_kv
     assert first.key.tile == (128, 128)
-    assert first.grid == 3 * 2 * 10  # heads, and pieces of 1,024 keys
+    assert first.grid == 3 * 2 * 10  # heads, and splits of 1,024 keys
     assert forward(wide(B=30), H200).launches[0].grid == H200.sm_count
     assert join.grid == 3 * 128 * 2 // 8  # a warp for each query
-    assert (plan.fields["piece"], plan.fields["pieces"]) == (1024, 10)
+    assert (plan.fields["split_keys"], plan.fields["splits"]) == (1024, 10)
     assert plan.workspace.nbytes >= sum(split.partial_bytes(wide()).values())
     assert "assignment" not in plan.constants
     assert [x.name for x in plan.tensor_maps[first.tensor_maps]] == ["q", "k", "v"]
@@ -63,7 +63,7 @@ def test_a_warp_or_a_thread_block_joins_the_pieces_of_a_query(
         (wide(["mask"]), "mask is in use"),
         (wide(["tree_mask"], mask_mod=TREE), "tree_mask is in use"),
         (wide(["mask_mod"], mask_mod=TREE), "mask_mod is in use"),
-        (wide(Nk=1024), "there is one piece"),
+        (wide(Nk=1024), "there is one split"),
         (wide(Dv=124), "the head dimension of v is no multiple of 8"),
     ],
 )
@@ -85,7 +85,7 @@ def test_few_rows_and_other_gpus() -> None:
 @pytest.mark.parametrize("value", HEAD_DIM_BUCKETS)
 def test_a_tile_divides_a_piece_and_fits(dim: int, value: int) -> None:
     problem = wide(D=dim, Dv=value)
-    assert split.piece_of(problem) % tile_of(problem).block_k == 0
+    assert split.keys_per_split(problem) % tile_of(problem).block_k == 0
     assert tile_of(problem) == tile_of(replace(problem, B=1, Nk=1 << 20, Nq=1))
     assert forward(problem, H200).launches[0].shared_bytes <= H200.shared_limit - 2048
 
@@ -93,8 +93,8 @@ def test_a_tile_divides_a_piece_and_fits(dim: int, value: int) -> None:
 @pytest.mark.parametrize("dim", range(8, 257, 8))
 def test_pieces_are_joined_as_they_lie(dim: int) -> None:
     for problem in (wide(D=dim, Dv=dim), wide(D=64, Dv=dim), wide(D=dim, Dv=64)):
-        pieces, join = forward(problem, H200).launches
-        assert pieces.key.in_pieces
-        assert pieces.key.value_dim == join.key.value_dim
-        rows = problem.B * problem.Hq * problem.Nq * split.pieces_of(problem)
+        splits, join = forward(problem, H200).launches
+        assert splits.key.split_kv
+        assert splits.key.value_dim == join.key.value_dim
+        rows = problem.B * problem.Hq * problem.Nq * split.split_count(problem)
         assert split.partial_bytes(problem)["partial_out"] == rows * join.key.value_dim * 4

@@ -351,7 +351,7 @@ def kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
         f"using Accum = {accum};",
         "constexpr bool IS_16_BIT = false, HAS_MASK = false, HAS_BLOCK_MASK = false;",
         f"constexpr bool HAS_MASK_MOD = {int(key.mask_mod)};",
-        f"constexpr bool PACKED = {int(key.packed)}, PAGED = {int(key.paged)}, IN_PIECES = false;",
+        f"constexpr bool PACKED = {int(key.packed)}, PAGED = {int(key.paged)}, SPLIT_KV = false;",
         f"constexpr int BLOCK_Q = {key.block_q}, BLOCK_K = {key.block_k};",
         f"constexpr int THREADS = {threads};",
         f"constexpr int FUNCTIONS = {len(key.functions)};",

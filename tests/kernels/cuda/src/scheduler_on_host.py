@@ -23,8 +23,8 @@ def scheduler_texts(key: KernelKey) -> dict[str, str]:
     """Give the texts of Hopper's tile scheduler, and its configuration."""
     texts = kernel_texts(replace(key, kernel="scheduler"), 1, "float32")
     texts["config.cuh"] += _SCHEDULER + f"constexpr int GROUPS = {key.groups};\n"
-    texts["config.cuh"] += f"constexpr bool HEADS_APART = {int(key.heads_apart)};\n"
-    texts["pieces.cuh"] = "#pragma once\n"
+    texts["config.cuh"] += f"constexpr bool HEAD_MAJOR = {int(key.head_major)};\n"
+    texts["splits.cuh"] = "#pragma once\n"
     for name in ("tile_scheduler.cuh", "tile_scheduler_sm90.cuh"):
         texts[name] = (SOURCES / name).read_text(encoding="utf-8")
     return texts

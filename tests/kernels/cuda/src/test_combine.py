@@ -1,4 +1,4 @@
-"""``forward_combine`` on the CPU: sums of all pieces of a row are joined, whichever is largest."""
+"""``forward_combine`` on the CPU: sums of all splits of a row are joined, whichever is largest."""
 
 from pathlib import Path
 
@@ -14,27 +14,27 @@ SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "Nq": 3, "D": 32, "Dv": 32}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("pieces", [2, 9])
-def test_each_piece_may_be_the_largest(pieces: int, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("splits", [2, 9])
+def test_each_piece_may_be_the_largest(splits: int, dtype: str, tmp_path: Path) -> None:
     """Its sums are far above those of others, which would overflow if it were left out."""
     problem = asked(dtype, {"kv_lengths"}, **SIZES, Nk=1 << 20)
     problem = asked(
-        dtype, {"kv_lengths"}, **SIZES, Nk=forward(problem, H200).fields["piece"] * pieces
+        dtype, {"kv_lengths"}, **SIZES, Nk=forward(problem, H200).fields["split_keys"] * splits
     )
     plan = forward(problem, H200)
     join = plan.launches[-1].key
     assert (join.kernel, join.warps_m, join.warps_n) == (COMBINE, 8, 1)
-    assert plan.fields["pieces"] == pieces
+    assert plan.fields["splits"] == splits
     rows = problem.B * problem.Hq * problem.Nq
-    rng = np.random.default_rng(pieces)
-    s = rng.standard_normal((rows, pieces, 8)) * 3  # scores with their scale, in units of log 2
-    s[np.arange(rows), np.arange(rows) % pieces] += 140
-    v = rng.standard_normal((rows, pieces, 8, 32))
+    rng = np.random.default_rng(splits)
+    s = rng.standard_normal((rows, splits, 8)) * 3  # scores with their scale, in units of log 2
+    s[np.arange(rows), np.arange(rows) % splits] += 140
+    v = rng.standard_normal((rows, splits, 8, 32))
     m = s.max(2)
     p = np.exp2(s - m[..., None])
     power = 2.0**11 if dtype == "float16" else 1.0  # FORWARD_P_LOG2
     total_of, acc = p.sum(2) * power, np.einsum("rpk,rpkd->rpd", p, v) * power
-    large = rng.random((rows, pieces)) < 0.5  # whose maxima are in units of scores
+    large = rng.random((rows, splits)) < 0.5  # whose maxima are in units of scores
     sums = np.stack(
         [np.where(large, m / (problem.scale * LOG2_E), m), np.where(large, -total_of, total_of)], 2
     )

@@ -175,7 +175,7 @@ def test_the_kernels_for_hopper(kernel: str, dims: set[int], rows: set[int]) -> 
     assert {key.head_dim for key in keys} == dims
     assert {key.block_q for key in keys} == rows
     apart = kernel in HOPPER_BACKWARDS
-    assert {key.heads_apart for key in keys} == ({False, True} if apart else {False})
+    assert {key.head_major for key in keys} == ({False, True} if apart else {False})
     for option in ("softcap", "alibi", "fold_scale"):
         used = {False} if kernel == HOPPER_HALVES and option != "fold_scale" else {False, True}
         assert {getattr(key, option) for key in keys} == used, option

@@ -35,7 +35,7 @@ KEYS = [
 
 
 def name_of(key: KernelKey) -> str:
-    kind = "-packed" * key.packed + "-pieces" * key.in_pieces
+    kind = "-packed" * key.packed + "-pieces" * key.split_kv
     return f"{key.kernel}-{key.head_dim}-{key.block_k}{kind}"
 
 

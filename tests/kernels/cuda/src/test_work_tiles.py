@@ -185,7 +185,7 @@ def test_a_key_block_waits_for_those_that_were_claimed_before(
     # Those of a work tile begin at the last query, or else at the first.
     for x, y in pairwise(found):
         assert x.claim < y.claim or (x.claim == y.claim and (x.tile < y.tile) == last_first)
-    if apart := plan.fields["claims_apart"]:
+    if apart := plan.fields["stagger"]:
         heads_before = {x: (x.b * problem.Hkv + x.kv) * -(-Nk // key.block_k) for x in found}
         assert all(x.claim == before + x.block * apart for x, before in heads_before.items())
 

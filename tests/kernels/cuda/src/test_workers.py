@@ -59,8 +59,8 @@ def taken(folder: Path, plan: LaunchPlan, **integers: Array) -> Array:
     most = P.B * P.Hq * (P.Nq // launch.key.block_q + 1 + (P.sequences or 0))
     if P.sequences is not None:
         arrays["block_order"] = ordered(folder, plan, **integers)
-    if "claims" in plan.workspace.starts:
-        arrays |= {"claims": np.empty(most, np.int32), "tile_counter": np.zeros(1, np.uint32)}
+    if "next_tiles" in plan.workspace.starts:
+        arrays |= {"next_tiles": np.empty(most, np.int32), "tile_counter": np.zeros(1, np.uint32)}
     for name, x in arrays.items():
         block[places[name]] = x.ctypes.data
     texts = scheduler_texts(launch.key) | {"workers.cpp": _WORKERS}

@@ -9,7 +9,7 @@ from tileattn.kernels.cuda.families.key import KernelKey
 
 WARP = 32
 ROW_WARPS = 4  # of a thread block, in kernels in which each warp takes rows
-NON_FINITE, LARGE, FAILED = 1, 2, 4  # flags of heads, as in src/head_flags.cuh
+NON_FINITE, LARGE_SCORES, FAILED = 1, 2, 4  # flags of heads, as in src/head_flags.cuh
 _CLUSTERS = 90  # from this compute capability on, times ten
 _ROW_PAD = 128  # no query block is longer, and all but one divide it
 _TALL = 80  # queries of that one, which packed sequences do not use

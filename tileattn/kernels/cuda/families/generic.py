@@ -10,7 +10,7 @@ from tileattn.call.problem import Problem
 from tileattn.dtypes import NAMED
 from tileattn.kernels.cuda.families.context import (
     FAILED,
-    LARGE,
+    LARGE_SCORES,
     NON_FINITE,
     ROW_WARPS,
     KernelLaunch,
@@ -82,7 +82,7 @@ def backward(
     others = dq_launch(P, context)
     if not dkdv.key.add_dq:
         return *own, *_with_repairs(dq_launch(P, context, pair=True), others, context)
-    return *own, _dq_convert(P, dkdv.key), repairing(others, context, NON_FINITE | LARGE)
+    return *own, _dq_convert(P, dkdv.key), repairing(others, context, NON_FINITE | LARGE_SCORES)
 
 
 def dkdv_launch(
@@ -121,7 +121,7 @@ def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunc
     key, shared_bytes, _ = configure("backward_large_scores", P, context)
     grid = P.B * P.Hq * block_count(P, P.Nq, key.block_q)
     key = replace(key, dropout=False, origin=False)
-    return repairing(KernelLaunch(key, grid, shared_bytes), context, LARGE)
+    return repairing(KernelLaunch(key, grid, shared_bytes), context, LARGE_SCORES)
 
 
 def _with_repairs(
@@ -130,7 +130,7 @@ def _with_repairs(
     """Let ``others`` compute the heads that pairs of thread blocks leave to them."""
     if not launch.key.pair:
         return (launch,)
-    return launch, repairing(others, context, NON_FINITE | LARGE | FAILED)
+    return launch, repairing(others, context, NON_FINITE | LARGE_SCORES | FAILED)
 
 
 def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> KernelLaunch:

@@ -8,7 +8,7 @@ from tileattn.dtypes import NAMED
 from tileattn.kernels.cuda.families import generic
 from tileattn.kernels.cuda.families.context import (
     FAILED,
-    LARGE,
+    LARGE_SCORES,
     NON_FINITE,
     ROW_WARPS,
     KernelLaunch,
@@ -112,7 +112,7 @@ def forward(
 ) -> KernelLaunch:
     """Launch the forward pass, with the first of some tiles or with those that suit the problem.
 
-    Some tiles are for pieces of keys, which a generic kernel joins: it has that family's buckets.
+    Some tiles are for splits of keys, which a generic kernel joins: it has that family's buckets.
     """
     P, tile = problem, (tiles or _forward_tiles(problem, context))[0]
     dim, value = (bucket(n) if tiles else _forward_bucket(n) for n in (P.D, P.Dv))
@@ -202,7 +202,7 @@ def backward(
         <= HOPPER_LIMIT - HOPPER_STATIC
     )
     key = _key(kernel, P, context, dim, value, tile, shared)
-    key = replace(key, add_dq=not is_wide, heads_apart=_takes_heads_apart(P))
+    key = replace(key, add_dq=not is_wide, head_major=_takes_head_major(P))
     # The kernel is persistent: a thread block takes one key block after the other.
     grid = min(context.sm_count, P.B * P.Hkv * block_count(P, P.Nk, key.block_k))
     maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
@@ -211,7 +211,7 @@ def backward(
     # Scores, where they are flat, mask a gradient of NaN: the NaN-safe kernel does not know of it.
     # Nor is there room for a bias in it.
     has_safe = not (is_wide or key.softcap or key.score_mod or key.bias)
-    left = LARGE | FAILED | (0 if has_safe else NON_FINITE)
+    left = LARGE_SCORES | FAILED | (0 if has_safe else NON_FINITE)
     dq = _wide_dq(P, context, dim, value) if is_wide else _dq_convert(P, key)
     safe = (_nan_safe(own), generic.repairing(dq, context, NON_FINITE)) if has_safe else ()
     context = context._replace(dbias=False)  # a kernel of its own computes it for all heads
@@ -220,7 +220,7 @@ def backward(
     return own, dq, *safe, *repairs
 
 
-def _takes_heads_apart(problem: Problem) -> bool:
+def _takes_head_major(problem: Problem) -> bool:
     """Whether a key block takes query heads that share its keys one after the other.
 
     In a window key blocks that run together are at a query tile each, and one comes to a tile a

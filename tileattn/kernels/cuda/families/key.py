@@ -31,10 +31,10 @@ class KernelKey:
     origin: bool = False  # from which dropout counts
     packed: bool = False  # sequences lie one behind the other in one batch entry
     paged: bool = False  # keys are in pages, which a block table says
-    in_pieces: bool = False  # of Hopper's forward kernel: as `forward_split`, of many rows
+    split_kv: bool = False  # of Hopper's forward kernel: as `forward_split`, of many rows
     fold_scale: bool = False  # the exponential applies the scale, which no modifier follows
     add_dq: bool = False  # the kernel over key blocks also adds its part of dq
-    heads_apart: bool = False  # and takes query heads that share keys one after the other
+    head_major: bool = False  # and takes query heads that share keys one after the other
     write_dbias: bool = False  # and writes dbias, where the bias is not broadcast
     mask_vector_width: int = 1  # neighbouring keys of the mask that are read at once: 1, 2 or 16
     bias_alignment_bytes: int = 0  # of one copy of the bias; 0 where elements are read one by one

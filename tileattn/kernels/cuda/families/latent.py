@@ -1,6 +1,6 @@
 """The Hopper kernel for latent attention (MLA): values are the first columns of the keys.
 
-Each key is loaded once. Keys are cut into pieces as for other calls of few queries.
+Each key is loaded once. Keys are cut into splits as for other calls of few queries.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tileattn.kernels.cuda.families.context import (
 )
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import latent_bytes
-from tileattn.kernels.cuda.families.split import LATENT, LATENT_VALUE_DIM, pieces_of
+from tileattn.kernels.cuda.families.split import LATENT, LATENT_VALUE_DIM, split_count
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, TileSize
 
 LATENT_HEAD_DIM = 576
@@ -83,8 +83,8 @@ def _why_not_problem(problem: Problem) -> str | None:
 
 
 def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-    """Launch the kernel over pieces, and what joins them where there are several."""
-    P, pieces, shared = problem, pieces_of(problem), latent_bytes(_TILE, LATENT_HEAD_DIM)
+    """Launch the kernel over splits, and what joins them where there are several."""
+    P, splits, shared = problem, split_count(problem), latent_bytes(_TILE, LATENT_HEAD_DIM)
     key = KernelKey(
         *(LATENT, P.dtype.name, LATENT_HEAD_DIM, LATENT_VALUE_DIM, *_TILE[:6]),
         alignment_bytes=context.alignment_bytes,
@@ -93,7 +93,7 @@ def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
         smem_bytes=shared,
         **option_fields(P, ""),
     )
-    grid = pieces * P.B * P.Hkv * -(-P.group * P.Nq // key.block_q)
+    grid = splits * P.B * P.Hkv * -(-P.group * P.Nq // key.block_q)
     box = key.block_k if P.page is None else min(P.page, key.block_k)
     latent = KernelLaunch(key, grid, shared, _LATENT, (("k", box),))
     return split.joined(P, latent)

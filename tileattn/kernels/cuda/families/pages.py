@@ -1,4 +1,4 @@
-"""Keys in pages: the Hopper kernel takes sequences of many queries, others are cut into pieces."""
+"""Keys in pages: the Hopper kernel takes sequences of many queries, others are cut into splits."""
 
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families import hopper, split, split_sm90
@@ -10,7 +10,7 @@ _FEW = "sequences of which {} rows or fewer share keys"
 
 
 def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-    """Launch the Hopper kernel, what cuts keys into pieces, or both where sequences are packed.
+    """Launch the Hopper kernel, what cuts keys into splits, or both where sequences are packed.
 
     Which of them takes a sequence depends on its own queries alone, and so do its bits.
     """

@@ -59,7 +59,7 @@ def generic_static_bytes(kernel: str, tile: TileSize, size: int) -> int:
 
 
 def split_bytes(tile: TileSize, dim: int, value: int, size: int) -> int:
-    """Count the dynamic shared memory of the kernel over pieces of the keys.
+    """Count the dynamic shared memory of the kernel over splits of the keys.
 
     It has the queries, and for each slice of warps its stages; in the end the sums of the slices.
     """

@@ -1,4 +1,4 @@
-"""The kernels for few queries over many keys, which cut the keys into pieces (Flash-Decoding).
+"""The kernels for few queries over many keys, which cut the keys into splits (Flash-Decoding).
 
 How keys are cut depends on head dimensions and dtype alone, so that a row has the same bits in any
 batch.
@@ -25,13 +25,13 @@ _REFUSED = frozenset({"block_mask", "dropout_p"})
 _FEW_QUERIES = 64
 FEW_ROWS = 128  # that share keys, at most: queries of all query heads of a key head
 MOST_ROWS = 1 << 30  # counted in 32 bits
-_PIECE_BYTES = 1 << 19  # of keys and values, in a piece (measured)
+_SPLIT_BYTES = 1 << 19  # of keys and values, in a split (measured)
 _LEAST_KEYS = 64
 _ALL = 1 << 30  # keys
-_SHARES = 8  # of the pieces of a row, by their index, each of which one warp takes, or one warp all
-_WARP_PIECES = 16  # that one warp loads in two rounds; of more, a warp each share
+_SHARES = 8  # of the splits of a row, by their index, each of which one warp takes, or one warp all
+_WARP_SPLITS = 16  # that one warp loads in two rounds; of more, a warp each share
 _WARP_BYTES = 512  # of a row of sums, so that a warp's registers hold those of all shares
-_LATENT_KEYS_OF_A_ROW = 64  # of a piece, so that its sums have a small share of the bytes
+_LATENT_KEYS_OF_A_ROW = 64  # of a split, so that its sums have a small share of the bytes
 
 # By the rows that share keys: warps_m take 16 of them each, and warps_n keys of their own.
 _NARROW = (
@@ -45,8 +45,8 @@ _WIDEST = (TileSize(128, 32, 8, 1, 4), *_WIDE)
 
 _FEW = "few queries over many keys"
 _PAGED = "keys are in pages"
-_CUT = "one thread block for each piece of {:,} keys"
-_JOIN = "one {} for each query, which joins up to {:,} pieces"
+_CUT = "one thread block for each split of {:,} keys"
+_JOIN = "one {} for each query, which joins up to {:,} splits"
 
 
 def why_not(problem: Problem, context: LaunchContext) -> str | None:
@@ -62,7 +62,7 @@ def why_not(problem: Problem, context: LaunchContext) -> str | None:
         return "there are no keys"
     if P.page is None and (P.Nq > _FEW_QUERIES or P.group * P.Nq > FEW_ROWS):
         return f"there are more than {_FEW_QUERIES} queries, or {FEW_ROWS} that share keys"
-    if P.page is None and "kv_lengths" not in P.features and P.Nk <= piece_of(P):
+    if P.page is None and "kv_lengths" not in P.features and P.Nk <= keys_per_split(P):
         return "there are few keys"
     if _tile(P, context) is None:
         return "no tile fits in shared memory"
@@ -81,8 +81,8 @@ def why_not_paged(problem: Problem) -> str | None:
     return None
 
 
-def piece_of(problem: Problem) -> int:
-    """Keys of a piece: a power of two, or all where many rows share them, or may.
+def keys_per_split(problem: Problem) -> int:
+    """Keys of a split: a power of two, or all where many rows share them, or may.
 
     Those of wide heads are for latent attention.
     """
@@ -92,45 +92,45 @@ def piece_of(problem: Problem) -> int:
     if shared > FEW_ROWS or P.sequences is not None:
         return _ALL
     row = (bucket(P.D) + bucket(P.Dv)) * P.dtype.itemsize
-    return max(_LEAST_KEYS, 1 << (_PIECE_BYTES // row).bit_length() - 1)
+    return max(_LEAST_KEYS, 1 << (_SPLIT_BYTES // row).bit_length() - 1)
 
 
-def pieces_of(problem: Problem) -> int:
-    """Count the pieces of a sequence as long as the arrays have room for."""
-    return -(-problem.Nk // piece_of(problem))
+def split_count(problem: Problem) -> int:
+    """Count the splits of a sequence as long as the arrays have room for."""
+    return -(-problem.Nk // keys_per_split(problem))
 
 
 def partial_bytes(problem: Problem) -> dict[str, int]:
-    """Count the bytes of the sums that pieces leave: none where each sequence is one piece."""
-    P, pieces = problem, pieces_of(problem)
-    rows = P.B * P.Hq * P.Nq * pieces if pieces > 1 else 0
+    """Count the bytes of the sums that splits leave: none where each sequence is one split."""
+    P, splits = problem, split_count(problem)
+    rows = P.B * P.Hq * P.Nq * splits if splits > 1 else 0
     value_dim = bucket(P.Dv) if max(P.D, P.Dv) <= MAX_HEAD_DIM else LATENT_VALUE_DIM
     numbers = {"partial_out": value_dim, "partial_sums": 2}
     return {name: rows * n * P.accum_dtype.itemsize for name, n in numbers.items()}
 
 
 def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-    """Launch the kernel over pieces, and what joins them where there are several."""
+    """Launch the kernel over splits, and what joins them where there are several."""
     P, tile = problem, _tile(problem, context)
     if tile is None:
         return ()
     key = _key(P, context, tile)
     shared = _bytes(P, tile)
-    pieces = pieces_of(P)
-    grid = pieces * P.B * P.Hkv * block_count(P, P.group * P.Nq, key.block_q)
+    splits = split_count(P)
+    grid = splits * P.B * P.Hkv * block_count(P, P.group * P.Nq, key.block_q)
     return joined(P, KernelLaunch(key, grid, shared, _FEW if P.page is None else _PAGED))
 
 
 def joined(problem: Problem, split: KernelLaunch) -> tuple[KernelLaunch, ...]:
-    """Launch a kernel over pieces, and what joins them where there are several."""
-    P, key, pieces = problem, split.key, pieces_of(problem)
-    if pieces == 1:
+    """Launch a kernel over splits, and what joins them where there are several."""
+    P, key, splits = problem, split.key, split_count(problem)
+    if splits == 1:
         return (split,)
-    split = split._replace(why=f"{split.why}: {_CUT.format(piece_of(P))}")
+    split = split._replace(why=f"{split.why}: {_CUT.format(keys_per_split(P))}")
     row_bytes = key.value_dim * P.accum_dtype.itemsize
-    by_warp = pieces <= _WARP_PIECES and row_bytes <= _WARP_BYTES
+    by_warp = splits <= _WARP_SPLITS and row_bytes <= _WARP_BYTES
     rows, warps = (_SHARES, 1) if by_warp else (1, _SHARES)
-    why = _JOIN.format("warp" if by_warp else "thread block", pieces)
+    why = _JOIN.format("warp" if by_warp else "thread block", splits)
     join = KernelKey(
         *(COMBINE, key.dtype),
         value_dim=key.value_dim,
@@ -145,8 +145,8 @@ def joined(problem: Problem, split: KernelLaunch) -> tuple[KernelLaunch, ...]:
 
 
 def cuts_keys(key: KernelKey) -> bool:
-    """Whether a kernel takes the rows that share keys together, over pieces of the keys."""
-    return key.kernel in (SPLIT, LATENT) or key.in_pieces
+    """Whether a kernel takes the rows that share keys together, over splits of the keys."""
+    return key.kernel in (SPLIT, LATENT) or key.split_kv
 
 
 def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:

@@ -8,7 +8,7 @@ import numpy as np
 from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
 from tileattn.kernels.cuda.families.context import folds_scale, padded_rows
-from tileattn.kernels.cuda.families.split import FEW_ROWS, MOST_ROWS, piece_of, pieces_of
+from tileattn.kernels.cuda.families.split import FEW_ROWS, MOST_ROWS, keys_per_split, split_count
 from tileattn.kernels.cuda.plan.layout import INTEGERS, ArrayLayout, CallLayout
 from tileattn.kernels.cuda.plan.layout import ROWS as ROW_ARRAYS
 
@@ -20,7 +20,14 @@ POINTERS = (
     *("q", "k", "v", "out", "lse"),
     *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table"),
     *("alibi_slopes", "sinks"),
-    *("tile_counter", "block_order", "claims", "paces", "partial_out", "partial_sums"),
+    *(
+        "tile_counter",
+        "block_order",
+        "next_tiles",
+        "lockstep_counters",
+        "partial_out",
+        "partial_sums",
+    ),
     *("dout", "dlse", "delta", "lse_log2", "row_max"),
     *("dq", "dk", "dv", "dq_accum", "head_flags", "row_counter", "dq_semaphore", "dq_counter"),
     *("bias", "dbias", "mask", "dsinks", "block_kinds", "block_bits"),
@@ -36,12 +43,12 @@ _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 _PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_kinds", "tile_list")
 _SIZES = (
     *("alibi_slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows"),
-    *("single_heads", "head_groups", "turn_rows", "turn_heads", "in_order"),
-    *("last_keys_first", "run_keys", "claims_apart", "inverse_apart", "pace_steps"),
+    *("single_heads", "head_groups", "swizzle_rows", "swizzle_heads", "in_order"),
+    *("last_keys_first", "run_keys", "stagger", "inverse_stagger", "lockstep_steps"),
     *("bias_B", "bias_H", "bias_Nq", "bias_Nk"),
     *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
     *("length", "offset", "left", "right", "entries"),
-    *("pages_total", "page", "table_width", "piece", "pieces", "few_rows"),
+    *("pages_total", "page", "table_width", "split_keys", "splits", "max_split_rows"),
     *(f"{name}_bytes" for name in INTEGERS),
 )
 
@@ -121,7 +128,7 @@ def fields(
     return values
 
 
-def piece_fields(
+def split_fields(
     problem: Problem, arrays: Mapping[str, ArrayLayout], *, takes_all: bool
 ) -> dict[str, int]:
     """Fill in how keys are cut into pieces, and their pages.
@@ -129,9 +136,9 @@ def piece_fields(
     ``takes_all`` says whether packed sequences of many rows are cut, too.
     """
     values = {
-        "piece": piece_of(problem),
-        "pieces": pieces_of(problem),
-        "few_rows": MOST_ROWS if takes_all else FEW_ROWS,
+        "split_keys": keys_per_split(problem),
+        "splits": split_count(problem),
+        "max_split_rows": MOST_ROWS if takes_all else FEW_ROWS,
     }
     table, k = arrays.get("block_table"), arrays["k"]
     if problem.page is not None and table is not None:

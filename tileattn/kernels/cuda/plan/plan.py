@@ -128,7 +128,7 @@ def _piece_fields(
     if P.page is None and not _is_split(launches):
         return {}
     takes_all = all(launch.key.kernel != HOPPER for launch in launches)
-    return params.piece_fields(P, arrays, takes_all=takes_all)
+    return params.split_fields(P, arrays, takes_all=takes_all)
 
 
 def _is_split(launches: Sequence[KernelLaunch]) -> bool:

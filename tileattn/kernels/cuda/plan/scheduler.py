@@ -62,32 +62,35 @@ class Schedule(NamedTuple):
     last_keys_first: bool = False
     run_keys: int = 0
     # Of successive key blocks of a head, if heads begin apart; and modulo the blocks of a head.
-    claims_apart: int = 0
-    inverse_apart: int = 0
+    stagger: int = 0
+    inverse_stagger: int = 0
     # Of packed sequences, key heads whose blocks take turns: rows that they may have, and how many.
-    turn_rows: int = 0
-    turn_heads: int = 1
+    swizzle_rows: int = 0
+    swizzle_heads: int = 1
     # Counters by which thread blocks keep pace, as in `Pace` in CUDA; none where they do not.
-    pace_steps: int = 0
+    lockstep_steps: int = 0
     # Work tiles that workers claim, if they do; heads that come one by one, before all groups.
-    claims: int = 0
+    dynamic_tiles: int = 0
     single_heads: int = 0
 
     @property
     def fields(self) -> dict[str, int]:
         """Those of the parameter block."""
-        of_host = {"assignment", "claims"}
+        of_host = {"assignment", "dynamic_tiles"}
         return {name: x for name, x in self._asdict().items() if name not in of_host}
 
     @property
     def parts(self) -> dict[str, int]:
         """Bytes of a workspace that thread blocks write for each other."""
-        return {"claims": 4 * self.claims} if self.claims else {}
+        return {"next_tiles": 4 * self.dynamic_tiles} if self.dynamic_tiles else {}
 
     @property
     def zeros(self) -> dict[str, int]:
         """Bytes of the counters that they find at zero."""
-        counts = {"tile_counter": int(self.claims > 0), "paces": self.pace_steps}
+        counts = {
+            "tile_counter": int(self.dynamic_tiles > 0),
+            "lockstep_counters": self.lockstep_steps,
+        }
         return {name: 4 * count for name, count in counts.items() if count}
 
 
@@ -117,9 +120,9 @@ def schedule_of(
     if P.sequences is not None:
         row = (P.D + P.Dv) * P.dtype.itemsize
         workers = next(launch.workers for launch in launches if launch.key.kernel == HOPPER)
-        return Schedule(1, turn_rows=l2_bytes // 2 // row, turn_heads=workers)
+        return Schedule(1, swizzle_rows=l2_bytes // 2 // row, swizzle_heads=workers)
     # Pieces of keys are as long as each other.
-    if launches[0].key.in_pieces:
+    if launches[0].key.split_kv:
         return Schedule(groups)
     (launch,) = launches
     if _are_claimed(P, layout, launch):
@@ -128,12 +131,12 @@ def schedule_of(
     blocks, tiles = -(-P.Nq // key.block_q), -(-P.Nk // key.block_k)
     # Without a mask all work tiles are as long as each other, and begin together.
     drifts = _is_triangle(P) and P.Nk * (P.D + P.Dv) * P.dtype.itemsize > PACED * l2_bytes
-    pace_steps = _pace_steps(P, P.B * P.Hq * blocks, tiles, launch.workers) if drifts else 0
+    lockstep_steps = _lockstep_steps(P, P.B * P.Hq * blocks, tiles, launch.workers) if drifts else 0
     # A late thread block has one group, and none waits for it to keep pace.
     is_tall = key.block_q >= TALL and key.groups == 1 and max(P.D, P.Dv) <= LATE_DIM
-    late_share = LATE if is_tall and P.Nk >= LATE_KEYS and not pace_steps else 0
+    late_share = LATE if is_tall and P.Nk >= LATE_KEYS and not lockstep_steps else 0
     assignment = _assignment(P, layout, launch, groups, late_share)
-    return Schedule(groups, assignment, pace_steps=pace_steps)
+    return Schedule(groups, assignment, lockstep_steps=lockstep_steps)
 
 
 def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Schedule:
@@ -148,7 +151,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
     if P.sequences is not None:
         rows = FAR if in_order and is_causal else l2_bytes // 2 // row
         turn = max(1, _in_flight(launch) if in_order else grid)
-        return Schedule(1, None, in_order, turn_rows=rows, turn_heads=turn)
+        return Schedule(1, None, in_order, swizzle_rows=rows, swizzle_heads=turn)
     alternate = not in_order and _alternate(P, key)
     in_step = _goes_in_step(P, key) and (in_order or not is_causal)
     heads, blocks = P.B * P.Hkv, -(-P.Nk // key.block_k)
@@ -157,7 +160,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
         size = 2 * grid // blocks
     elif alternate:
         size = round(2 * grid / blocks)
-    elif key.heads_apart and _spans_much(P):
+    elif key.head_major and _spans_much(P):
         size = 4 * grid // blocks
     elif not in_order:
         size = _heads_in_cache(P, launch, row, l2_bytes)
@@ -175,9 +178,9 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Sched
         in_order=in_order,
         last_keys_first=in_step and is_causal,
         run_keys=_run_keys(P.Nk) if alternate else 0,
-        claims_apart=apart,
-        inverse_apart=inverse,
-        pace_steps=_pace_steps(P, heads * blocks, tiles, launch.workers) if drifts else 0,
+        stagger=apart,
+        inverse_stagger=inverse,
+        lockstep_steps=_lockstep_steps(P, heads * blocks, tiles, launch.workers) if drifts else 0,
     )
 
 
@@ -255,10 +258,10 @@ def _claimed(P: Problem, launch: KernelLaunch) -> Schedule:
     """
     blocks, heads = -(-P.Nq // launch.key.block_q), P.B * P.Hq
     last = -(-launch.workers // blocks)
-    return Schedule(1, claims=blocks * heads, single_heads=max(0, heads - last))
+    return Schedule(1, dynamic_tiles=blocks * heads, single_heads=max(0, heads - last))
 
 
-def _pace_steps(P: Problem, count: int, tiles: int, workers: int) -> int:
+def _lockstep_steps(P: Problem, count: int, tiles: int, workers: int) -> int:
     """Count the steps of the worker that has most, of work tiles of so many tiles at most.
 
     It is 0 where workers do not keep pace: in windows, and under other masks, their work tiles have

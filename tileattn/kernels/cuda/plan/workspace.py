@@ -53,7 +53,7 @@ def workspace_of(
         if key.kernel in (ORDERS_QUERIES, ORDERS_KEYS):
             parts["block_order"] = max(order_bytes(P, key), parts.get("block_order", 0))
         if key.kernel == ORDERS_QUERIES and is_forward:
-            parts |= {"tile_counter": _COUNT, "claims": heads * ordered_blocks(P, key) * _COUNT}
+            parts |= {"tile_counter": _COUNT, "next_tiles": heads * ordered_blocks(P, key) * _COUNT}
         if key.kernel == COMBINE:
             parts |= partial_bytes(P)
         if key.kernel == HOPPER_WIDE:

@@ -222,7 +222,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             auto recompute_p = [&] {
                 tile.recompute_p(
                     head.score_mod, bias, head.attn_mask, head.dropout, past_end ? PARTIAL : kind,
-                    NAN_SAFE && head.is_large(),
+                    NAN_SAFE && head.needs_max_first(),
                     [&](int, int n, int e) { return head.row_max()[q0 + query(n, e)]; },
                     [&](int, int n, int e) { return lse_log2[now][query(n, e)]; });
             };

@@ -90,7 +90,7 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
         auto recompute_p = [&] {
             tile.recompute_p(
                 head.score_mod, bias, head.attn_mask, head.dropout, kind,
-                NAN_SAFE && head.is_large(),
+                NAN_SAFE && head.needs_max_first(),
                 [&](int m, int, int e) { return head.row_max()[q0 + row0 + 16 * m + lane.row(e)]; },
                 [&](int m, int, int e) { return lse_log2[m][e / 2]; });
         };

@@ -12,7 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     for (i64 b = 0; b < p.entries; ++b) {
         const Sequence sequence(p, b);
         const i64 first = sequence.padded_row(p, h);
-        const bool large = head_flags(p, b, h / p.group) & LARGE;
+        const bool large = head_flags(p, b, h / p.group) & LARGE_SCORES;
         for (i64 row = first + threadIdx.x; row < first + sequence.Nq; row += THREADS) {
             const Accum row_max = large ? static_cast<const Accum*>(p.row_max)[row] : Accum(0);
             const Accum above = sink_above(sink, row_max,

@@ -24,7 +24,7 @@ __device__ inline void renormalise(const Params& p, int index) {
     const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), coord.head, coord.block);
     const int q0 = at.block * BLOCK_Q;
     const Head head(p, at.b, at.h);
-    if (!head.is_large() || (PACKED && q0 >= head.Nq())) return;
+    if (!head.needs_max_first() || (PACKED && q0 >= head.Nq())) return;
     const RowGroup group(16 * MT);
     const int row0 = group.row0, rows = int(head.Nq()) - q0;
 

@@ -34,7 +34,7 @@ struct BlockRank {
     // are about as long have as many. What is no block comes last.
     __device__ BlockRank(const Params& p, const Sequence& sequence, int rows, int rank, bool exists)
         : rank(rank) {
-        const int fit = max(1, min(int(p.turn_rows) / max(rows, 1), int(p.turn_heads)));
+        const int fit = max(1, min(int(p.swizzle_rows) / max(rows, 1), int(p.swizzle_heads)));
         const int Hkv = int(p.Hkv), sequences = fit < Hkv ? 1 : fit / Hkv;
         turn = exists ? (i64(rows) + 1 << 32) - int(sequence.b) / sequences : 0;
         heads = min(fit, Hkv);
@@ -53,7 +53,7 @@ struct QueryRanks {
         };
         const int last = max(0, (window.Nq - 1) / BLOCK_Q * BLOCK_Q);
         const int rows = max(keys(0), keys(last)) * BLOCK_K;
-        const bool few = PAGED && sequence.Nq * p.group <= p.few_rows;
+        const bool few = PAGED && sequence.Nq * p.group <= p.max_split_rows;
         return BlockRank(p, sequence, rows, -keys(q0), q0 < window.Nq && !few);
     }
 };

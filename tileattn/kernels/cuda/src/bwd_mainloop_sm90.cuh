@@ -4,7 +4,7 @@
 
 #include "bwd_scores_sm90.cuh"
 #include "dq_counter.cuh"
-#include "pace.cuh"
+#include "lockstep.cuh"
 #include "row_counter.cuh"
 
 // Registers of a thread: the producer warpgroup gives its own to the consumers.
@@ -27,7 +27,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     PipelineState<Q_STAGES> q_pipe;
     PipelineState<DOUT_STAGES> dout_pipe;
     WorkTile work{};
-    Pace pace;
+    Lockstep lockstep;
     auto load_q = [&](int h, int q0, const float* lse_log2) {
         const Barrier full = smem.q_full(q_pipe.stage);
         smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
@@ -64,7 +64,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         if (work.k0 >= work.Nk(p)) continue;
         wait_for_rows(p, i64(work.b) * p.Hkv + work.kv);
         // All work tiles of a head are skipped or none: these flags stay while this kernel runs.
-        // LARGE heads, alone or with NON_FINITE, go to the generic kernels.
+        // LARGE_SCORES heads, alone or with NON_FINITE, go to the generic kernels.
         if ((head_flags(p, work.b, work.kv) & KNOWN) != FLAGGED_HEADS) continue;
         if (work.tiles.is_empty()) {
             publish_work(false);
@@ -94,11 +94,11 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                     v_pipe.advance();
                     publish_work(true);
                 }
-                if (!PACKED) pace.advance(p);
+                if (!PACKED) lockstep.advance(p);
             }
         });
     }
-    pace.end(p);
+    lockstep.end(p);
     work.is_end = true;
     publish_work(false);
 }

@@ -45,10 +45,10 @@ constexpr bool HAS_DROPOUT = KEY_DROPOUT;
 constexpr bool HAS_ORIGIN = KEY_ORIGIN;  // from which dropout counts
 constexpr bool PACKED = KEY_PACKED;  // sequences lie one behind the other in one batch entry
 constexpr bool PAGED = KEY_PAGED;    // keys are in pages, which a block table says
-constexpr bool IN_PIECES = KEY_IN_PIECES;  // keys are cut, and all rows that share them are one tile
+constexpr bool SPLIT_KV = KEY_SPLIT_KV;  // keys are cut, and all rows that share them are one tile
 constexpr bool FOLD = KEY_FOLD_SCALE;
 constexpr bool ADD_DQ = KEY_ADD_DQ;
-constexpr bool HEADS_APART = KEY_HEADS_APART;  // query heads that share keys come one after the other
+constexpr bool HEAD_MAJOR = KEY_HEAD_MAJOR;  // query heads that share keys come one after the other
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
 constexpr u32 FLAGGED_HEADS = KEY_HEAD_FLAGS;  // heads with one of these flags; 0 for all
 constexpr bool ONLY_FLAGGED = FLAGGED_HEADS != 0;
@@ -84,7 +84,7 @@ constexpr bool HAS_ANY_SCORES = HAS_BIAS || HAS_SCORE_MOD;
 constexpr bool HAS_SCORE_GRAD = HAS_SOFTCAP || HAS_SCORE_MOD;
 // Rows that may have scores of any size are taken as large from the beginning. Hopper's kernels take
 // them as bounded, and come back to those that are not.
-constexpr bool ALL_ROWS_LARGE = HAS_ANY_SCORES && PRODUCER_WARPS == 0;
+constexpr bool ALL_ROWS_MAX_FIRST = HAS_ANY_SCORES && PRODUCER_WARPS == 0;
 
 // Lazy rescaling of Hopper's forward kernel: row maxima may lag by so many powers of two before O is
 // rescaled. P in 16 bits has room for it, and the result depends on it by rounding alone.

@@ -85,7 +85,7 @@ __device__ inline void for_each_ds(const Params& p, Steps step, char* memory, Su
         const Accum* const row_max = static_cast<const Accum*>(p.row_max) + step.row();
         tile.recompute_p(
             score_mod, bias, attn_mask, dropout, step.kind,
-            head_flags(p, step.b.at, step.key_head) & LARGE,
+            head_flags(p, step.b.at, step.key_head) & LARGE_SCORES,
             [&](int m, int, int e) { return row_max[row(m, e)]; },
             [&](int m, int, int e) { return statistic[m][e / 2]; });
 

@@ -130,7 +130,7 @@ struct DsConsumer {
             __syncwarp();  // the bias has landed
             tile.recompute_p(
                 ScoreMod(p, b, h), bias, attn_mask, Dropout(p, b, h), step.kind,
-                head_flags(p, b, step.key_head) & LARGE,
+                head_flags(p, b, step.key_head) & LARGE_SCORES,
                 [&](int, int, int e) { return statistic(p.row_max, e); },
                 [&](int, int, int e) { return lse_log2[e / 2]; });
             step.next();

@@ -1,7 +1,7 @@
-// Join the sums that forward_split left of the pieces of each row. Of the pieces, by their index, a
+// Join the sums that forward_split left of the splits of each row. Of the splits, by their index, a
 // share takes every eighth: the order of the sums depends on nothing else. A row has WARPS_N warps:
 // one that takes all shares, or one for each.
-#include "pieces.cuh"
+#include "splits.cuh"
 
 constexpr int SHARES = 8, OWN = SHARES / WARPS_N;  // shares of a warp
 constexpr int COLUMNS = VALUE_DIM / WARP;          // of a lane, some of which are neighbours
@@ -23,7 +23,7 @@ __device__ inline int column_of(int n, int lane) {
     return (n / VECTOR * WARP + lane) * VECTOR + n % VECTOR;
 }
 
-// Columns of one piece, and what its shift and its denominator are.
+// Columns of one split, and what its shift and its denominator are.
 struct Part {
     RowSum sum;
     Neighbours columns[COLUMNS / VECTOR];
@@ -48,18 +48,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const SharedRow row(p, kv, r);
     const Sequence sequence(p, b);
     const Range keys = SlidingWindow(p, sequence).key_range(row.i, row.i + 1);
-    const int begin = keys.lo / int(p.piece), end = (keys.hi + int(p.piece) - 1) / int(p.piece);
+    const int begin = keys.lo / int(p.split_keys), end = (keys.hi + int(p.split_keys) - 1) / int(p.split_keys);
     const i64 first = partial_index(p, b, kv, r, 0);
     const Accum softmax_scale_log2 = ScoreMod(p, b, row.h).softmax_scale_log2();
 
     RowSum total;
-    for (int piece = begin + lane; piece < end; piece += WARP)
-        total.raise(sum_of(p, first + piece), softmax_scale_log2);
+    for (int split = begin + lane; split < end; split += WARP)
+        total.raise(sum_of(p, first + split), softmax_scale_log2);
 #pragma unroll
     for (int step = 1; step < WARP; step *= 2) {
         RowSum other;
         other.m = __shfl_xor_sync(~0u, total.m, step), other.l = __shfl_xor_sync(~0u, total.l, step);
-        other.large = __shfl_xor_sync(~0u, int(total.large), step);
+        other.max_first = __shfl_xor_sync(~0u, int(total.max_first), step);
         // Both lanes are to keep the same one, where shifts are equal, too.
         if (lane & step) {
             const RowSum mine = total;

@@ -1,5 +1,5 @@
 // Forward pass of latent attention (MLA) on Hopper, absorbed: values are the first columns of the
-// keys, so that each key is loaded once. A CTA for a piece of the keys of a key head, and for 64 of
+// keys, so that each key is loaded once. A CTA for a split of the keys of a key head, and for 64 of
 // the rows that share them; a row is a query of one head. A producer warp loads keys. The score
 // warpgroup computes S and P of all rows, and the first half of the columns of O; the value
 // warpgroup, which gets P through shared memory, the second half.
@@ -16,9 +16,9 @@ struct Maps {
     TensorMap k;
 };
 
-// The piece of this CTA, and its rows. Blocks of rows that share a piece run side by side.
+// The split of this CTA, and its rows. Blocks of rows that share a split run side by side.
 struct Piece {
-    int b, kv, row0, row_end, piece, first_query, query_end, end;
+    int b, kv, row0, row_end, split, first_query, query_end, end;
     Sequence sequence;
     SlidingWindow window;
     Range keys;  // that any of the rows attends to
@@ -28,14 +28,14 @@ struct Piece {
           kv(head(p) % int(p.Hkv)),
           row0(int(blockIdx.x) % blocks(p) * BLOCK_Q),
           row_end(min(row0 + BLOCK_Q, int(p.group * p.Nq))),
-          piece(head(p) / int(p.B * p.Hkv)),
+          split(head(p) / int(p.B * p.Hkv)),
           first_query(SharedRow(p, kv, row0).i),
           query_end(SharedRow(p, kv, row_end - 1).i + 1),
           sequence(p, b),
           window(p, sequence),
           keys(window.key_range(first_query, query_end)) {
-        const int start = piece * int(p.piece);
-        keys.lo = max(keys.lo, start), keys.hi = min(keys.hi, start + int(p.piece));
+        const int start = split * int(p.split_keys);
+        keys.lo = max(keys.lo, start), keys.hi = min(keys.hi, start + int(p.split_keys));
         keys.hi = max(keys.lo, keys.hi);
         end = (keys.hi + BLOCK_K - 1) / BLOCK_K;
         if (is_empty()) end = begin();
@@ -227,7 +227,7 @@ __device__ __forceinline__ void compute_scores(const Params& p, const Smem& smem
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         RowSum own;
-        own.m = state.m[0][half], own.l = state.l[0][half], own.large = state.is_large(0, half);
+        own.m = state.m[0][half], own.l = state.l[0][half], own.max_first = state.needs_max_first(0, half);
         if (Lane().t == 0) own.store(smem.storage.row_sums[row_of(half)]);
     }
 }
@@ -258,7 +258,7 @@ __device__ __forceinline__ void multiply_values(const Smem& smem, const Piece& w
     }
 }
 
-// Where the sums of a row go: where there are other pieces, to partial_out as they are; else, what
+// Where the sums of a row go: where there are other splits, to partial_out as they are; else, what
 // normalises them applied, to out.
 struct RowTarget {
     Accum* partial = nullptr;
@@ -270,8 +270,8 @@ struct RowTarget {
     __device__ RowTarget(const Params& p, const Piece& work, int r, const RowSum& sum, bool writes)
         : columns(int(p.Dv)) {
         const SharedRow row(p, work.kv, work.row0 + r);
-        if (p.pieces > 1) {
-            const i64 index = partial_index(p, work.b, work.kv, work.row0 + r, work.piece);
+        if (p.splits > 1) {
+            const i64 index = partial_index(p, work.b, work.kv, work.row0 + r, work.split);
             partial = static_cast<Accum*>(p.partial_out) + index * VALUE_DIM;
             if (writes) sum.store(static_cast<Accum*>(p.partial_sums) + 2 * index);
         } else {
@@ -350,7 +350,7 @@ __device__ inline RowSum sum_row(const Params& p, const Piece& work, const Share
         return score_mod.score(warp_sum(product), row.i, j, Accum(0), dsoftcap, dfunction);
     };
     RowSum sum;
-    sum.large = true;
+    sum.max_first = true;
 #pragma unroll 1
     for (int j = keys.lo; j < keys.hi; ++j) sum.m = fmax(sum.m, score(key_row(j), j));
     sum.m = clip_finite(sum.m);
@@ -418,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     wait_for_prerequisites();
     const Piece work(p);
-    if (work.is_empty() && p.pieces > 1) return;  // nobody reads these sums
+    if (work.is_empty() && p.splits > 1) return;  // nobody reads these sums
     if (threadIdx.x == 0) smem.init();
     if (threadIdx.x < BLOCK_Q) {
         storage.bad[threadIdx.x] = 0;

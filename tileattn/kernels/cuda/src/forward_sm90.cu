@@ -4,7 +4,7 @@
 // persistent. Mirrors forward_block in spec.py. Shah et al., FlashAttention-3,
 // arXiv:2407.08608.
 //
-// With IN_PIECES the rows are queries of all heads that share a key head, a work tile has a piece of
+// With SPLIT_KV the rows are queries of all heads that share a key head, a work tile has a split of
 // the keys, and the results are sums, which forward_combine joins: as in forward_split.
 //
 // Each group goes through its work tiles up to three times:
@@ -176,7 +176,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             list = KeyTileList(p, work);
             next_entry = list.entry(tile);
         }
-        if constexpr (IN_PIECES) {
+        if constexpr (SPLIT_KV) {
             if (!work.is_end) load_shared_rows(p, work, smem.q(q_pipe.stage));
             named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
         }
@@ -304,15 +304,15 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     fetch_work();
     start_work();
     while (!work.is_end) {
-        state = RowState<1>(NAN_SAFE && work.all_large);
+        state = RowState<1>(NAN_SAFE && work.all_max_first);
         acc.clear();
         warpgroup_wait<0>(s);
         const bool empty = tile == work.tiles.end;
         if constexpr (NAN_SAFE) {
             if (!empty) nan_safe_loop();
             // Before the arrive on q_empty, which publishes it to the producer.
-            if (__any_sync(~0u, !work.all_large && state.below(-LARGE_ROW_MAX)))
-                smem.mark_unfinished(1, work.iteration);
+            if (__any_sync(~0u, !work.all_max_first && state.below(-LARGE_ROW_MAX)))
+                smem.mark_redo(1, work.iteration);
         } else if (!empty) {
             const int end = work.tiles.end - (HAS_HALVES && work.tiles.ends_in_half);
 #pragma unroll 1
@@ -390,6 +390,6 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, 1)
         named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
         if (threadIdx.x % WARPGROUP == 0) smem.pass_done().arrive();
         smem.pass_done().wait(0);
-        if (__any_sync(~0u, smem.any_unfinished(0))) consume<true>(p, smem, warpgroup, read);
+        if (__any_sync(~0u, smem.any_redo(0))) consume<true>(p, smem, warpgroup, read);
     }
 }

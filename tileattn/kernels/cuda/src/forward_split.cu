@@ -1,8 +1,8 @@
-// Forward pass of few queries: a CTA for a piece of the keys of a key head, and for a block of the
+// Forward pass of few queries: a CTA for a split of the keys of a key head, and for a block of the
 // rows that share them. A row is a query of one head. Each slice of warps takes every WARPS_N-th tile
 // of keys, with stages and sums of its own: slices meet in the end. Which keys a slice takes depends
 // on their indices alone, and so do the bits of a row.
-#include "pieces.cuh"
+#include "splits.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M), NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 constexpr int SLICE_THREADS = WARP * WARPS_M;
@@ -49,18 +49,18 @@ __device__ inline void zero_non_finite(const ValueTile& v, int slice_thread) {
 }
 
 struct Piece {
-    int b, kv, row0, piece;
+    int b, kv, row0, split;
 
     __device__ explicit Piece(const Params& p) {
         const int blocks = block_count<BLOCK_Q>(p, p.group * p.Nq), heads = int(p.B * p.Hkv);
         const int head = int(blockIdx.x) / blocks;
         const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hkv), head % heads,
                                     int(blockIdx.x) % blocks, int(p.group));
-        b = at.b, kv = at.h, row0 = at.block * BLOCK_Q, piece = head / heads;
+        b = at.b, kv = at.h, row0 = at.block * BLOCK_Q, split = head / heads;
     }
 };
 
-// The sums of one row over keys of a piece, by one warp and without mma: what is masked out is left
+// The sums of one row over keys of a split, by one warp and without mma: what is masked out is left
 // out, whatever it is. Each lane has a column of 32, and the sums of all columns are stored.
 __device__ __noinline__ RowSum sum_row(const Params& p, int b, int kv, const SharedRow& row,
                                        Range keys, int length, Accum* sums) {
@@ -81,7 +81,7 @@ __device__ __noinline__ RowSum sum_row(const Params& p, int b, int kv, const Sha
         return score_mod.score(product, row.i, j, score_mod.bias_of(row.i, j), dsoftcap, dfunction);
     };
     RowSum sum;
-    sum.large = true;
+    sum.max_first = true;
     for (int j0 = keys.lo; j0 < keys.hi; j0 += WARP) sum.m = fmax(sum.m, score(j0 + lane));
     sum.m = clip_finite(warp_maximum(sum.m));
     const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
@@ -116,14 +116,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const Sequence sequence(p, work.b);
     const int rows = int(p.group * sequence.Nq), row_end = min(work.row0 + BLOCK_Q, rows);
     // No block, or another kernel's.
-    if (PACKED && (work.row0 >= rows || rows > int(p.few_rows))) return;
+    if (PACKED && (work.row0 >= rows || rows > int(p.max_split_rows))) return;
     const SlidingWindow window(p, sequence);
     const int first_query = SharedRow(p, work.kv, work.row0).i;
     const int query_end = SharedRow(p, work.kv, row_end - 1).i + 1;
-    const int piece_start = work.piece * int(p.piece);
+    const int piece_start = work.split * int(p.split_keys);
     Range keys = window.key_range(first_query, query_end);
-    keys.lo = max(keys.lo, piece_start), keys.hi = min(keys.hi, piece_start + int(p.piece));
-    if (keys.lo >= keys.hi && p.pieces > 1) return;  // nobody reads these sums
+    keys.lo = max(keys.lo, piece_start), keys.hi = min(keys.hi, piece_start + int(p.split_keys));
+    if (keys.lo >= keys.hi && p.splits > 1) return;  // nobody reads these sums
 
     const int warp = threadIdx.x / WARP, warp_m = warp % WARPS_M, slice = warp / WARPS_M;
     const Lane lane;
@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             RowSum own;
-            own.m = state.m[m][half], own.large = state.is_large(m, half);
+            own.m = state.m[m][half], own.max_first = state.needs_max_first(m, half);
             own.l = good >> (2 * m + half) & 1 ? state.l[m][half] : infinity<Accum>();
             if (lane.t == 0) own.store(row_sums[slice][row0 + 16 * m + lane.row(2 * half)]);
         }
@@ -308,8 +308,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             own.lo = max(own.lo, keys.lo), own.hi = min(own.hi, keys.hi);
             total = sum_row(p, work.b, work.kv, row, own, window.length, sums_of(0, r));
         }
-        const bool whole = p.pieces == 1;
-        const i64 index = partial_index(p, work.b, work.kv, work.row0 + r, work.piece);
+        const bool whole = p.splits == 1;
+        const i64 index = partial_index(p, work.b, work.kv, work.row0 + r, work.split);
         Accum* const partial = static_cast<Accum*>(p.partial_out) + index * VALUE_DIM;
         Element* const out = out_row(p, sequence, row);
         const Accum inverse =

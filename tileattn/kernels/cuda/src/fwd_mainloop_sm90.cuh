@@ -4,17 +4,17 @@
 
 #include "fwd_smem_sm90.cuh"
 #include "nonfinite.cuh"
-#include "pace.cuh"
-#include "pieces.cuh"
+#include "lockstep.cuh"
+#include "splits.cuh"
 #include "softmax.cuh"
 
 constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 
 // Registers of a thread, in units of 8: the producer warpgroup gives its own to the consumers, all
-// but those that it needs. One that counts pieces needs more.
+// but those that it needs. One that counts splits needs more.
 constexpr int WARPGROUPS = GROUPS * CONSUMERS;  // of consumers
 constexpr int ALL_REGISTERS = 65536 / WARPGROUP / (WARPGROUPS + 1) / 8 * 8 * (WARPGROUPS + 1);
-constexpr int NEEDED_REGISTERS = IN_PIECES ? 40 : 24;
+constexpr int NEEDED_REGISTERS = SPLIT_KV ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - NEEDED_REGISTERS) / WARPGROUPS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = ALL_REGISTERS - WARPGROUPS * CONSUMER_REGISTERS;
 
@@ -91,7 +91,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             // In a NaN-safe pass the warpgroups go through the same tiles side by side.
             if (!work.nan_safe) share.tiles = key_tiles(p, work, work.window, share.q0, WARPGROUP_ROWS);
             if (HAS_TILE_LIST) share.tiles.begin = work.begin, share.tiles.end = work.end;
-            if (IN_PIECES)
+            if (SPLIT_KV)
                 full.arrive();  // the warpgroup loads its rows
             else
                 smem.q(q_pipe.stage).load<LOAD_UNROLL>(maps.q, work.q_start + share.q0, work.h,
@@ -100,15 +100,15 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         work_pipe.advance();
     };
     int begun = 0;  // iterations of the first pass
-    Pace pace;
+    Lockstep lockstep;
     auto run_pass = [&](int pass) {
         order.restart();
-        work.nan_safe = pass > 0, work.all_large = pass > 1;
+        work.nan_safe = pass > 0, work.all_max_first = pass > 1;
         auto find = [&] {
 #pragma unroll 1
             while (get_work(p, order, work)) {
                 const bool is_new = pass == 0 || (pass == 1 && work.iteration >= begun);
-                if (is_new || smem.unfinished(pass - 1, work.iteration)) return true;
+                if (is_new || smem.needs_redo(pass - 1, work.iteration)) return true;
             }
             return false;
         };
@@ -128,7 +128,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             // claimed is found as late as loads allow: blocks of a head that are claimed one after the
             // other then begin together, and the L2 cache holds their keys. Where a packed sequence is
             // takes too long to find for that.
-            const bool late = !PACKED && p.claims;
+            const bool late = !PACKED && p.next_tiles;
             const int find_at = late ? max(begin - 1, end - 2) : min(begin, end - 1);
             // Keys are a tile ahead of values. There is one copy of each load: a work tile executes
             // about as many instructions as the caches of an SM hold.
@@ -147,7 +147,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                     load_keys(p, sequence, kv, smem.v(v_pipe.stage), maps.v,
                               list.tile(tile) * BLOCK_K, full);
                     v_pipe.advance();
-                    pace.advance(p);
+                    lockstep.advance(p);
                 } else if (!published) {
                     publish_work();
                 }
@@ -165,14 +165,14 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
         work.is_end = false;
     };
     run_pass(0);
-    pace.end(p);
+    lockstep.end(p);
     publish_end();
     smem.pass_done().wait(0);
-    if (!smem.any_unfinished(0)) return;
+    if (!smem.any_redo(0)) return;
     // To the consumers the NaN-safe passes are one. They mark work tiles before they release q:
     // once all q stages are released, the third pass knows what it has to do.
 #pragma unroll 1
-    for (int pass = 1; pass < 3 && smem.any_unfinished(pass - 1); ++pass) {
+    for (int pass = 1; pass < 3 && smem.any_redo(pass - 1); ++pass) {
         run_pass(pass);
         PipelineState<Q_STAGES> each = q_pipe;
 #pragma unroll 1
@@ -200,7 +200,7 @@ __device__ inline void load_shared_rows(const Params& p, const WorkTile& work,
     fence_async_shared();
 }
 
-// Store the sums of 16 rows of each warp over a piece, from row0 on: as epilogue, without dividing.
+// Store the sums of 16 rows of each warp over a split, from row0 on: as epilogue, without dividing.
 __device__ inline void store_sums(const Params& p, const WorkTile& work, int row0, u32 halves,
                                   const RowState<1>& state, const Fragment<Accum, 1, VT>& acc) {
     const Lane lane;
@@ -208,9 +208,9 @@ __device__ inline void store_sums(const Params& p, const WorkTile& work, int row
     for (int half = 0; half < 2; ++half) {
         const int row = row0 + lane.row(2 * half);
         if (row >= int(p.group * p.Nq) || !(halves >> half & 1)) continue;
-        const i64 index = partial_index(p, work.b, work.h / int(p.group), row, work.piece);
+        const i64 index = partial_index(p, work.b, work.h / int(p.group), row, work.split);
         RowSum sum;
-        sum.m = state.m[0][half], sum.l = state.l[0][half], sum.large = state.is_large(0, half);
+        sum.m = state.m[0][half], sum.l = state.l[0][half], sum.max_first = state.needs_max_first(0, half);
         if (lane.t == 0) sum.store(static_cast<Accum*>(p.partial_sums) + 2 * index);
         Accum* const to =
             static_cast<Accum*>(p.partial_out) + index * VALUE_DIM + lane.column(0);
@@ -266,7 +266,7 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
     u32 halves = 3;
     bool good = true;
     if constexpr (NAN_SAFE) {
-        if (work.all_large)
+        if (work.all_max_first)
             halves = state.below(-LARGE_ROW_MAX - SHIFT_MARGIN,
                                  ScoreMod(p, work.b, work.h).softmax_scale_log2());
     } else {
@@ -274,7 +274,7 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
         // that overflows is one row's.
         good = all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>(acc) & state.all_bounded();
     }
-    if constexpr (IN_PIECES) {
+    if constexpr (SPLIT_KV) {
         state.reduce_sums(RowGroup(16));
         if constexpr (NAN_SAFE) acc.scale(P_DIVISOR);
         store_sums(p, work, row0, halves, state, acc);
@@ -282,5 +282,5 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
         store_normalised<NAN_SAFE>(p, smem, work, row0, halves, state, acc);
     }
     // Last, so that nothing waits for the check.
-    if (!NAN_SAFE && !__all_sync(~0u, good)) smem.mark_unfinished(0, work.iteration);
+    if (!NAN_SAFE && !__all_sync(~0u, good)) smem.mark_redo(0, work.iteration);
 }

@@ -56,7 +56,7 @@ struct SharedStorage {
     WorkTile work_tiles[Q_STAGES];
     struct {
         u32 count, iterations[TRACKED / 32];
-    } unfinished[2];  // after the first pass, after the second
+    } redo[2];  // after the first pass, after the second
 };
 static_assert(GROUPS * sizeof(SharedStorage) <= 2048, "what the tensors leave");
 
@@ -110,17 +110,17 @@ struct Smem {
 
     // Whether a pass left this iteration unfinished, or one that shares its bit; whether any, or
     // many.
-    __device__ bool unfinished(int pass, int iteration) const {
-        return storage.unfinished[pass].iterations[iteration % TRACKED / 32] >> iteration % 32 & 1;
+    __device__ bool needs_redo(int pass, int iteration) const {
+        return storage.redo[pass].iterations[iteration % TRACKED / 32] >> iteration % 32 & 1;
     }
-    __device__ bool any_unfinished(int pass) const { return count(pass) > 0; }
+    __device__ bool any_redo(int pass) const { return count(pass) > 0; }
     __device__ bool many_unfinished(int pass) const { return count(pass) > 1; }
     __device__ u32 count(int pass) const {
-        return *static_cast<volatile u32*>(&storage.unfinished[pass].count);
+        return *static_cast<volatile u32*>(&storage.redo[pass].count);
     }
-    __device__ void mark_unfinished(int pass, int iteration) const {
+    __device__ void mark_redo(int pass, int iteration) const {
         const u32 bit = 1u << iteration % 32;
-        auto& left = storage.unfinished[pass];
+        auto& left = storage.redo[pass];
         if (!(atomicOr(left.iterations + iteration % TRACKED / 32, bit) & bit))
             atomicAdd(&left.count, 1);
     }
@@ -138,7 +138,7 @@ struct Smem {
             v_full(s).init(1), v_empty(s).init(CONSUMERS);
         }
         pass_done().init(CONSUMERS);
-        for (auto& left : storage.unfinished) {
+        for (auto& left : storage.redo) {
             left.count = 0;
             for (u32& bits : left.iterations) bits = 0;
         }

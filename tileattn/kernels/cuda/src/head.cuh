@@ -56,14 +56,14 @@ struct Head {
     __device__ i64 Nq() const { return sequence.Nq; }
     __device__ i64 row(int i) const { return sequence.row(p, h) + i; }
 
-    // Row statistics, from backward_preprocess; of a LARGE head, from backward_large_scores.
+    // Row statistics, from backward_preprocess; of a LARGE_SCORES head, from backward_large_scores.
     __device__ Accum* statistics(void* array) const {
         return static_cast<Accum*>(array) + sequence.padded_row(p, h);
     }
     __device__ Accum* lse_log2() const { return statistics(p.lse_log2); }
     __device__ Accum* delta() const { return statistics(p.delta); }
     __device__ Accum* row_max() const { return statistics(p.row_max); }
-    __device__ bool is_large() const { return head_flags(p, b, int(h) / int(p.group)) & LARGE; }
+    __device__ bool needs_max_first() const { return head_flags(p, b, int(h) / int(p.group)) & LARGE_SCORES; }
 
     __device__ Accum sink() const { return sink_of(p, h); }
 

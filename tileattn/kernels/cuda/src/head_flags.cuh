@@ -6,7 +6,7 @@
 // Flags of a key head of one sequence, which the backward pass sets: something is not finite, or
 // scores are so large that the logsumexp is too coarse. Hopper's kernels skip heads whose flags are
 // known, and leave heads that FAILED to others. Counterparts are in context.py.
-constexpr u32 NON_FINITE = 1, LARGE = 2, KNOWN = NON_FINITE | LARGE, FAILED = 4;
+constexpr u32 NON_FINITE = 1, LARGE_SCORES = 2, KNOWN = NON_FINITE | LARGE_SCORES, FAILED = 4;
 __device__ inline u32& head_flags(const Params& p, i64 b, i64 kv) {
     return p.head_flags[b * p.Hkv + kv];
 }

@@ -4,7 +4,7 @@
 
 #include "gemm_sm90.cuh"
 #include "nonfinite.cuh"
-#include "pieces.cuh"
+#include "splits.cuh"
 
 constexpr int WARPGROUP = 4 * WARP;  // threads
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64 && WARPS_M == 4 && WARPS_N == 2 && STAGES == 2);

@@ -114,7 +114,7 @@ struct AttentionMask {
           group(int(p.group)) {}
 
     // The query of a row of a tile.
-    __device__ int query(int row) const { return IN_PIECES ? row / group : row; }
+    __device__ int query(int row) const { return SPLIT_KV ? row / group : row; }
 
     // Whether query i < Nq attends to key j.
     __device__ bool visible(int i, int j) const {

@@ -34,7 +34,7 @@ __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
     Accum dsoftcap, dfunction;
     Accum s = head.score(i, j, dsoftcap, dfunction);
     if (s == -infinity<Accum>()) return {false, 0, 0, 0};
-    if (head.is_large()) s = difference(s, head.row_max()[i]);
+    if (head.needs_max_first()) s = difference(s, head.row_max()[i]);
     const Accum own = exp2_of(exponent(s, head.score_mod.softmax_scale_log2(), head.lse_log2()[i]));
     const Accum keep =
         HAS_DROPOUT ? (head.dropout.keeps(i, j) ? Accum(p.dropout_scale) : Accum(0)) : Accum(1);

@@ -8,7 +8,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const NaiveRow row(p, true);
     if (!row.is_there) return;
     const Head head(p, row.b, row.h);
-    if (!head.is_large()) return;
+    if (!head.needs_max_first()) return;
     Accum m, l;
     sum_of_row(head, row.i, m, l);
     if (threadIdx.x % WARP == 0) renormalise_row(head, row.i, m, l);

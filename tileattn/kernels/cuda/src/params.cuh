@@ -24,9 +24,9 @@ struct Fields {
     const void *alibi_slopes, *sinks;
     u32* tile_counter;         // work tiles claimed in Hopper's kernels
     PackedBlock* block_order;  // the work tiles of a head, for Hopper's kernels
-    int* claims;               // behind each work tile the next that its CTA has claimed
-    u32* paces;                // how many CTAs have come so far, by steps
-    void *partial_out, *partial_sums;  // of each row and piece of the keys, as in pieces.cuh
+    int* next_tiles;               // behind each work tile the next that its CTA has claimed
+    u32* lockstep_counters;                // how many CTAs have come so far, by steps
+    void *partial_out, *partial_sums;  // of each row and split of the keys, as in splits.cuh
     const void* dout;
     const void* dlse;
     void *delta, *lse_log2, *row_max;
@@ -55,12 +55,12 @@ struct Fields {
     // single_heads: heads whose work tiles are scheduled one head after the other, before all others;
     // head_groups: in how many groups these are, one group after the other. in_order: whether
     // key blocks add to dQ in a fixed order. last_keys_first, run_keys: the order of a head's
-    // key blocks and of their query tiles, as in `BwdWorkTile`. claims_apart: of successive blocks of
-    // a head, where heads begin apart; inverse_apart: modulo the blocks of a head. Of packed
-    // sequences, key heads whose blocks take turns go through turn_rows at most, and are turn_heads
-    // at most. pace_steps: of `Pace`; 0 where CTAs do not wait for each other.
-    i64 B, Hq, Hkv, Nq, Nk, D, Dv, group, rows, single_heads, head_groups, turn_rows, turn_heads,
-        in_order, last_keys_first, run_keys, claims_apart, inverse_apart, pace_steps;
+    // key blocks and of their query tiles, as in `BwdWorkTile`. stagger: of successive blocks of
+    // a head, where heads begin apart; inverse_stagger: modulo the blocks of a head. Of packed
+    // sequences, key heads whose blocks take turns go through swizzle_rows at most, and are swizzle_heads
+    // at most. lockstep_steps: of `Lockstep`; 0 where CTAs do not wait for each other.
+    i64 B, Hq, Hkv, Nq, Nk, D, Dv, group, rows, single_heads, head_groups, swizzle_rows, swizzle_heads,
+        in_order, last_keys_first, run_keys, stagger, inverse_stagger, lockstep_steps;
     i64 bias_B, bias_H, bias_Nq, bias_Nk;
     i64 mask_block_q, mask_block_k, kinds_tile_q, kinds_tile_k;
     // Options. length and offset hold where their arrays are null.
@@ -68,9 +68,9 @@ struct Fields {
     // entries: sequences, which are batch entries or packed in one.
     i64 entries;
     // pages_total: of all sequences; page: keys of one; table_width: pages that a sequence may have.
-    // piece: keys of a piece; pieces: of the longest sequence that there is room for.
-    // few_rows: that share keys, at most, of packed sequences that forward_split takes.
-    i64 pages_total, page, table_width, piece, pieces, few_rows;
+    // split: keys of a split; splits: of the longest sequence that there is room for.
+    // max_split_rows: that share keys, at most, of packed sequences that forward_split takes.
+    i64 pages_total, page, table_width, split_keys, splits, max_split_rows;
     // Of the elements of the arrays of integers.
     i64 kv_lengths_bytes, q_offset_bytes, cu_seqlens_q_bytes, cu_seqlens_k_bytes, block_table_bytes;
     // softmax_scale: what the softmax multiplies scores by: the scale where that is folded into the

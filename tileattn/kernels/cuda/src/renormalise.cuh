@@ -1,4 +1,4 @@
-// Layer 3. How the backward pass normalises rows of a LARGE head. A logsumexp of 1e9 is rounded to
+// Layer 3. How the backward pass normalises rows of a LARGE_SCORES head. A logsumexp of 1e9 is rounded to
 // a multiple of 64, and so are the exponents of a P made of it. So the row maximum is subtracted
 // from the scores, and the logarithm of what is left takes the place of the logsumexp.
 #pragma once

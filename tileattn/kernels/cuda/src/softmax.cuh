@@ -80,8 +80,8 @@ __device__ inline Accum shift_of(Accum m) { return m == -infinity<Accum>() ? Acc
 
 // Which rows are taken as large, as told at `RowState`. BOUNDED: none. DETECT: a row from its first
 // tile on whose maximum is beyond LARGE_ROW_MAX, with either sign. DETECT_LATE: a row once its
-// running maximum is above LARGE_ROW_MAX; one far below zero may still rise. LARGE: all.
-enum class RowMaxMode { BOUNDED, DETECT, DETECT_LATE, LARGE };
+// running maximum is above LARGE_ROW_MAX; one far below zero may still rise. LARGE_SCORES: all.
+enum class RowMaxMode { BOUNDED, DETECT, DETECT_LATE, MAX_FIRST };
 
 // The exponent of 2 in all kernels: spelled out as an fma, so that all have the same bits.
 __device__ inline Accum exponent(Accum s, Accum softmax_scale_log2, Accum shift) {
@@ -154,18 +154,18 @@ struct RowState {
     // rows.
     Accum m[MT][2];
     Accum l[MT][2];  // this lane's share of the sum of exp2(score - m + FORWARD_P_LOG2)
-    u32 large;       // a bit for each row
+    u32 max_first;       // a bit for each row
 
     // Where all rows are large from the beginning, maxima are exact at a threshold of 0.
-    __device__ explicit RowState(bool all_large = ALL_ROWS_LARGE) : large(all_large ? ~0u : 0) {
+    __device__ explicit RowState(bool all_max_first = ALL_ROWS_MAX_FIRST) : max_first(all_max_first ? ~0u : 0) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) m[i][half] = -infinity<Accum>(), l[i][half] = 0;
     }
 
-    __device__ bool is_large(int i, int half) const {
-        return ALL_ROWS_LARGE || (large >> (2 * i + half) & 1);
+    __device__ bool needs_max_first(int i, int half) const {
+        return ALL_ROWS_MAX_FIRST || (max_first >> (2 * i + half) & 1);
     }
 
     // Turn the scores of a row into exponentials, with the power of two of P, and return this lane's
@@ -278,7 +278,7 @@ struct RowState {
     // Maxima are rounded up: P of rows wrongly not taken as large is too small, never infinite, and
     // goes away when the maximum rises.
     template <int RESCALE_THRESHOLD = 0,
-              RowMaxMode MODE = ALL_ROWS_LARGE ? RowMaxMode::LARGE : RowMaxMode::DETECT,
+              RowMaxMode MODE = ALL_ROWS_MAX_FIRST ? RowMaxMode::MAX_FIRST : RowMaxMode::DETECT,
               bool BY_SUMS = false, int NT, class Group>
     __device__ void update(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2, const Group& group,
                            Accum (&rescale)[MT][2]) {
@@ -306,7 +306,7 @@ struct RowState {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 old[i][half] = m[i][half];
-                if constexpr (MODE == RowMaxMode::LARGE) continue;
+                if constexpr (MODE == RowMaxMode::MAX_FIRST) continue;
                 Accum candidate = product_up(largest[i][half], softmax_scale_log2);
                 // The lowest numbers are scores, too.
                 if (HAS_ANY_SCORES && largest[i][half] != -infinity<Accum>())
@@ -346,20 +346,20 @@ struct RowState {
                     s.x[i][n][e] = difference(s.x[i][n][e], maximum);
         };
         if (MODE != RowMaxMode::BOUNDED &&
-            (MODE == RowMaxMode::LARGE || __any_sync(~0u, farthest > LARGE_ROW_MAX || large))) {
+            (MODE == RowMaxMode::MAX_FIRST || __any_sync(~0u, farthest > LARGE_ROW_MAX || max_first))) {
             // By now m of a row that was not large is updated as of one that stays so.
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const bool was = MODE == RowMaxMode::LARGE || is_large(i, half);
+                    const bool was = MODE == RowMaxMode::MAX_FIRST || needs_max_first(i, half);
                     const bool attends = largest[i][half] != -infinity<Accum>();
                     if (was || (MODE == RowMaxMode::DETECT_LATE
                                     ? m[i][half] > LARGE_ROW_MAX
                                     : attends && fabs(largest[i][half] * softmax_scale_log2) >
                                                      LARGE_ROW_MAX)) {
                         subtract_max(i, half, was);
-                        large |= 1u << (2 * i + half);
+                        max_first |= 1u << (2 * i + half);
                     }
                 }
         }
@@ -414,7 +414,7 @@ struct RowState {
         Accum& sum = own.l[0][0];
         sum = second ? l[0][1] : l[0][0], sum += __shfl_xor_sync(~0u, other, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        if (second) own.m[0][0] = m[0][1], own.large >>= 1;
+        if (second) own.m[0][0] = m[0][1], own.max_first >>= 1;
         return own;
     }
 
@@ -425,7 +425,7 @@ struct RowState {
     __device__ Accum finalize(int i, int half, Accum sink, Accum dropout_scale, Accum softmax_scale,
                               Accum& lse) {
         const Accum shift = clip_finite(m[i][half]);
-        const bool in_scores = is_large(i, half);
+        const bool in_scores = needs_max_first(i, half);
         // A sum is 1 at least, but for the rounding of exponents, which is coarser with the power of
         // two of P: in the logsumexp of one key near 0 it would show.
         Accum sum = l[i][half] * FORWARD_P_UNIT;

@@ -2,7 +2,7 @@
 // scheduler is static, the backward one dynamic.
 #pragma once
 
-#include "pieces.cuh"
+#include "splits.cuh"
 #include "tile_scheduler.cuh"
 
 // Tiles along the other axis that a block attends to, or is attended by: from begin to end - 1.
@@ -113,9 +113,9 @@ struct WorkSequence<true> {
 // begin and end index it, and are the same for all warpgroups.
 struct FwdWorkTile : WorkSequence<PACKED> {
     int h, q0, iteration;
-    int piece;       // of the keys, where h is the first query head of a key head
+    int split;       // of the keys, where h is the first query head of a key head
     bool nan_safe;   // in a NaN-safe pass
-    bool all_large;  // in the third pass, where all rows count as large
+    bool all_max_first;  // in the third pass, where all rows count as large
     bool is_end;     // no work tile: the first pass has ended, or all have
     int begin, end;  // of the whole block
     TileRange tiles;
@@ -132,14 +132,14 @@ struct alignas(16) WindowedWorkTile : FwdWorkTile {
 // The key tiles of some rows of a work tile, from `row` on.
 __device__ inline TileRange key_tiles(const Params& p, const FwdWorkTile& work,
                                       const SlidingWindow& window, int row, int rows) {
-    const int group = IN_PIECES ? int(p.group) : 1;
+    const int group = SPLIT_KV ? int(p.group) : 1;
     const int q0 = row / group, q1 = (row + rows + group - 1) / group;
     const Range keys = window.key_range(q0, min(q1, window.Nq));
     const Range full = window.full_key_tiles(q0, q1);
     TileRange tiles{keys.lo / BLOCK_K, (keys.hi + BLOCK_K - 1) / BLOCK_K, full.lo, full.hi};
     tiles.ends_in_half = keys.hi <= tiles.end * BLOCK_K - BLOCK_K / 2;
-    if constexpr (IN_PIECES) {
-        const int each = int(p.piece) / BLOCK_K, first = work.piece * each;
+    if constexpr (SPLIT_KV) {
+        const int each = int(p.split_keys) / BLOCK_K, first = work.split * each;
         tiles.begin = max(tiles.begin, first), tiles.end = min(tiles.end, first + each);
         tiles.ends_in_half = false;
     }
@@ -159,14 +159,14 @@ __device__ inline u32 worker_count() { return gridDim.x * GROUPS; }
 __device__ inline u32 worker_of(int group) { return blockIdx.x + gridDim.x * group; }
 
 // The indices of a worker's work tiles, in each pass the same: claimed or assigned.
-template <bool SHARED = IN_PIECES>
+template <bool SHARED = SPLIT_KV>
 struct WorkOrder {
     int group, iteration = -1, index = 0, claimed = 0;
 
     __device__ explicit WorkOrder(const Params&, int group = 0) : group(group) {}
     __device__ int next(const Params& p) {
         ++iteration;
-        return PACKED || p.claims ? next_claimed(p) : next_assigned(p);
+        return PACKED || p.next_tiles ? next_claimed(p) : next_assigned(p);
     }
     __device__ void restart() { iteration = -1; }
 
@@ -177,9 +177,9 @@ struct WorkOrder {
         int successor;
         if (iteration > claimed) {
             successor = int(worker_count() + atomicAdd(p.tile_counter, 1));
-            claimed = iteration, p.claims[index] = successor;
+            claimed = iteration, p.next_tiles[index] = successor;
         } else {
-            successor = p.claims[index];
+            successor = p.next_tiles[index];
         }
         return index = __shfl_sync(1, successor, 0);
     }
@@ -204,21 +204,21 @@ __device__ inline int sum_of_warp(int x) {
 #endif
 }
 
-// Pieces of the keys: lengths are on the device, so each worker counts those of all sequences that have
+// Splits of the keys: lengths are on the device, so each worker counts those of all sequences that have
 // a key, and takes an equal share of them, one behind the other. All lanes of a warp construct it.
 template <>
 struct WorkOrder<true> {
     int iteration = -1, share, first_b = 0, first_place = 0;  // place: among those of a sequence
-    int b = 0, place = 0, kv = 0, piece = 0;
+    int b = 0, place = 0, kv = 0, split = 0;
 
     __device__ explicit WorkOrder(const Params& p, int group = 0) {
         const int lane = threadIdx.x % WARP, B = int(p.B);
-        auto count = [&](int b) { return b < B ? pieces_of(p, b).count * int(p.Hkv) : 0; };
+        auto count = [&](int b) { return b < B ? splits_of(p, b).count * int(p.Hkv) : 0; };
         int total = 0;
         for (int n = lane; n < B; n += WARP) total += count(n);
         total = sum_of_warp(total);
         auto start_of = [&](i64 worker) { return int(worker * total / worker_count()); };
-        int before = start_of(worker_of(group));  // pieces from sequence n on that are not its own
+        int before = start_of(worker_of(group));  // splits from sequence n on that are not its own
         share = start_of(worker_of(group) + 1) - before;
         for (int n = 0; n < B && share > 0; n += WARP) {
             const int own = count(n + lane);
@@ -238,23 +238,23 @@ struct WorkOrder<true> {
         }
     }
 
-    // The pieces of a sequence that some query attends to: those of each key head.
-    struct Pieces {
+    // The splits of a sequence that some query attends to: those of each key head.
+    struct Splits {
         int first, count;
     };
-    __device__ static Pieces pieces_of(const Params& p, int b) {
+    __device__ static Splits splits_of(const Params& p, int b) {
         const SlidingWindow window(p, Sequence(p, b));
         const Range keys = window.key_range(0, window.Nq);
-        const int piece = int(p.piece), first = keys.lo / piece;
-        return {first, (keys.hi + piece - 1) / piece - first};
+        const int split = int(p.split_keys), first = keys.lo / split;
+        return {first, (keys.hi + split - 1) / split - first};
     }
     __device__ bool next(const Params& p) {
         if (++iteration >= share) return false;
         b = iteration ? b : first_b, place = iteration ? place + 1 : first_place;
-        Pieces pieces = pieces_of(p, b);
-        while (place >= pieces.count * int(p.Hkv))
-            place -= pieces.count * int(p.Hkv), pieces = pieces_of(p, ++b);
-        kv = place / pieces.count, piece = pieces.first + place % pieces.count;
+        Splits splits = splits_of(p, b);
+        while (place >= splits.count * int(p.Hkv))
+            place -= splits.count * int(p.Hkv), splits = splits_of(p, ++b);
+        kv = place / splits.count, split = splits.first + place % splits.count;
         return true;
     }
     __device__ void restart() { iteration = -1; }
@@ -301,7 +301,7 @@ template <class Work>
 __device__ inline bool get_work(const Params& p, WorkOrder<true>& order, Work& work) {
     if (!order.next(p)) return false;
     work.b = order.b, work.h = order.kv * int(p.group), work.q0 = 0;
-    work.piece = order.piece, work.iteration = order.iteration;
+    work.split = order.split, work.iteration = order.iteration;
     const SlidingWindow window(p, work.sequence(p));
     work.keep(window);
     work.tiles = key_tiles(p, work, window, 0, BLOCK_Q);
@@ -378,17 +378,17 @@ __device__ inline u32 claim_work(const Params& p) {
 
 // Heads begin evenly apart, so that long blocks run beside short ones: block b of head h has the
 // index h blocks + b apart. Where that is no head, at both ends, there is a block behind the last.
-__device__ inline BlockCoord coord_apart(const Params& p, int blocks, int heads, int index) {
-    const int block = index % blocks * int(p.inverse_apart) % blocks;
-    const int head = (index - block * int(p.claims_apart)) / blocks;
+__device__ inline BlockCoord staggered_coord(const Params& p, int blocks, int heads, int index) {
+    const int block = index % blocks * int(p.inverse_stagger) % blocks;
+    const int head = (index - block * int(p.stagger)) / blocks;
     return u32(head) < u32(heads) ? BlockCoord(block, head) : BlockCoord(blocks, 0);
 }
 
 // The work tile of an index; false behind the last.
 __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile& work) {
     const int blocks = work.blocks<BLOCK_K>(p, p.Nk), heads = int(p.B * p.Hkv);
-    if (index >= u32(blocks * heads + (blocks - 1) * int(p.claims_apart))) return false;
-    const BlockCoord at = !PACKED && p.claims_apart ? coord_apart(p, blocks, heads, int(index))
+    if (index >= u32(blocks * heads + (blocks - 1) * int(p.stagger))) return false;
+    const BlockCoord at = !PACKED && p.stagger ? staggered_coord(p, blocks, heads, int(index))
                                                     : work.coord(p, u32(blocks), u32(heads), index);
     const bool last_first = MAY_BEGIN_LAST && p.last_keys_first;
     const int place = last_first ? blocks - 1 - at.block : at.block;
@@ -424,7 +424,7 @@ __device__ __forceinline__ void for_each_index(const Params& p, const BwdWorkTil
             visit(index, begin, end);
         left_out = 0;
     };
-    if constexpr (HEADS_APART) {
+    if constexpr (HEAD_MAJOR) {
 #pragma unroll 1
         for (int h = first_head; h < end_head; ++h) go(h, h + 1);
     } else {

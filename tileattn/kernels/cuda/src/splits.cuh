@@ -1,5 +1,5 @@
-// Layer 3. Few queries over many keys: the rows that share keys, the pieces that keys are cut into,
-// where keys lie, and how the sums over pieces are joined. Dao et al., Flash-Decoding, 2023.
+// Layer 3. Few queries over many keys: the rows that share keys, the splits that keys are cut into,
+// where keys lie, and how the sums over splits are joined. Dao et al., Flash-Decoding, 2023.
 #pragma once
 
 #include "head.cuh"
@@ -13,9 +13,9 @@ struct SharedRow {
         : i(row / int(p.group)), h(kv * int(p.group) + row % int(p.group)) {}
 };
 
-// Where the sums of a row over a piece lie among those of all. Packed sequences are not cut.
-__device__ inline i64 partial_index(const Params& p, i64 b, i64 kv, int row, int piece) {
-    return ((b * p.Hkv + kv) * p.group * p.Nq + row) * p.pieces + piece;
+// Where the sums of a row over a split lie among those of all. Packed sequences are not cut.
+__device__ inline i64 partial_index(const Params& p, i64 b, i64 kv, int row, int split) {
+    return ((b * p.Hkv + kv) * p.group * p.Nq + row) * p.splits + split;
 }
 
 // Keys of a sequence: in the pages that its table has, or in one batch entry. Of the next keys each
@@ -55,16 +55,16 @@ struct KeyRows {
 // large row, of scores, and the sum. As in RowState.
 struct RowSum {
     Accum m = -infinity<Accum>(), l = 0;
-    bool large = ALL_ROWS_LARGE;
+    bool max_first = ALL_ROWS_MAX_FIRST;
 
     __device__ bool is_empty() const { return l == 0; }
 
     // By how many units of log 2 its shift exceeds another.
     __device__ Accum above(const RowSum& other, Accum softmax_scale_log2) const {
-        if (large != other.large)
-            return large ? fma(m, softmax_scale_log2, -other.m)
+        if (max_first != other.max_first)
+            return max_first ? fma(m, softmax_scale_log2, -other.m)
                          : -fma(other.m, softmax_scale_log2, -m);
-        return large ? difference(m, other.m) * softmax_scale_log2 : difference(m, other.m);
+        return max_first ? difference(m, other.m) * softmax_scale_log2 : difference(m, other.m);
     }
     // The one with the larger shift.
     __device__ void raise(const RowSum& other, Accum softmax_scale_log2) {
@@ -77,10 +77,10 @@ struct RowSum {
     }
 
     // As two numbers: the sum of a large row is negative.
-    __device__ void store(Accum* to) const { to[0] = m, to[1] = large ? -l : l; }
+    __device__ void store(Accum* to) const { to[0] = m, to[1] = max_first ? -l : l; }
     __device__ static RowSum load(const Accum* from) {
         RowSum sum;
-        sum.m = from[0], sum.l = fabs(from[1]), sum.large = ALL_ROWS_LARGE || from[1] < 0;
+        sum.m = from[0], sum.l = fabs(from[1]), sum.max_first = ALL_ROWS_MAX_FIRST || from[1] < 0;
         return sum;
     }
 
@@ -88,7 +88,7 @@ struct RowSum {
     __device__ Accum finish(const Params& p, i64 lse_index, i64 h,
                             bool writes = threadIdx.x % WARP == 0) const {
         RowState<1> state;
-        state.m[0][0] = m, state.l[0][0] = l, state.large = large;
+        state.m[0][0] = m, state.l[0][0] = l, state.max_first = max_first;
         Accum lse;
         const Accum inverse =
             state.finalize(0, 0, sink_of(p, h), Accum(1), Accum(p.softmax_scale), lse);

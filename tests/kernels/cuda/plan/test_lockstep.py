@@ -18,7 +18,9 @@ FEW: dict[str, Any] = {"n": 1 << 20, "window": (None, 4000 - (1 << 19)), "D": 64
 
 
 def test_both_sides_have_steps_of_the_same_length() -> None:
-    assert f"PACE_TILES = {PACE_TILES}," in (SOURCES / "pace.cuh").read_text(encoding="utf-8")
+    assert f"LOCKSTEP_TILES = {PACE_TILES}," in (SOURCES / "lockstep.cuh").read_text(
+        encoding="utf-8"
+    )
 
 
 def problem_of(*, n: int = 1 << 18, **changed: Any) -> Problem:
@@ -47,9 +49,9 @@ def test_there_is_a_counter_for_every_step(changed: dict[str, Any]) -> None:
         order[1::2] = order[1::2, ::-1]
     block, _, _ = work_tiles(blocks, heads, plan.fields["head_groups"])
     tiles = np.append(-(-(blocks - block) * q // k), 0)[np.minimum(order, blocks * heads)]
-    steps = plan.fields["pace_steps"]
+    steps = plan.fields["lockstep_steps"]
     assert tiles.sum(0).max() // PACE_TILES < steps
-    assert plan.workspace.nbytes >= plan.workspace.starts["paces"] + 4 * steps
+    assert plan.workspace.nbytes >= plan.workspace.starts["lockstep_counters"] + 4 * steps
 
 
 @pytest.mark.parametrize(
@@ -64,8 +66,8 @@ def test_there_is_a_counter_for_every_step(changed: dict[str, Any]) -> None:
 )
 def test_calls_that_need_not_keep_pace(changed: dict[str, Any]) -> None:
     plan = planned(**changed)
-    assert plan.fields["pace_steps"] == 0
-    assert "paces" not in plan.workspace.starts
+    assert plan.fields["lockstep_steps"] == 0
+    assert "lockstep_counters" not in plan.workspace.starts
 
 
 @pytest.mark.parametrize("window", [CAUSAL, (None, None)])
@@ -80,10 +82,10 @@ def test_key_blocks_have_a_counter_for_every_step(changed: dict[str, Any], windo
     blocks = -(-P.Nk // k)
     tiles = P.Hq // P.Hkv * -(-P.Nq // q)
     mean = P.B * P.Hkv * blocks * tiles / launch.workers
-    assert (mean + tiles) // PACE_TILES < plan.fields["pace_steps"]
+    assert (mean + tiles) // PACE_TILES < plan.fields["lockstep_steps"]
     starts = plan.workspace.starts
-    assert plan.workspace.nbytes >= starts["paces"] + 4 * plan.fields["pace_steps"]
-    assert starts["paces"] >= plan.workspace.zeros
+    assert plan.workspace.nbytes >= starts["lockstep_counters"] + 4 * plan.fields["lockstep_steps"]
+    assert starts["lockstep_counters"] >= plan.workspace.zeros
 
 
 @pytest.mark.parametrize(
@@ -101,11 +103,11 @@ def test_key_blocks_that_need_not_keep_pace(changed: dict[str, Any]) -> None:
     changed = dict(changed)
     deterministic = changed.pop("deterministic", False)
     plan = backward(problem_of(**changed), H200, deterministic=deterministic)
-    assert plan.fields["pace_steps"] == 0
-    assert "paces" not in plan.workspace.starts
+    assert plan.fields["lockstep_steps"] == 0
+    assert "lockstep_counters" not in plan.workspace.starts
 
 
 @pytest.mark.parametrize("pass_of", [forward, backward])
 def test_counters_do_not_grow_with_the_square_of_a_length(pass_of: Any) -> None:
-    steps = [pass_of(problem_of(n=1 << n), H200).fields["pace_steps"] for n in (20, 24, 26)]
+    steps = [pass_of(problem_of(n=1 << n), H200).fields["lockstep_steps"] for n in (20, 24, 26)]
     assert steps[0] < steps[1] == steps[2] == PACE_STEPS

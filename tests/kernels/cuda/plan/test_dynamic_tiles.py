@@ -34,7 +34,7 @@ def test_short_triangles_are_claimed(changed: dict[str, Any], claimed: bool) -> 
     problem = replace(SMALL, **changed)
     found = schedule(problem)
     tiles = problem.B * problem.Hq * -(-problem.Nq // 128)
-    assert found.claims == (tiles if claimed else 0)
+    assert found.dynamic_tiles == (tiles if claimed else 0)
     assert (found.assignment is not None) <= (not claimed)
 
 
@@ -45,7 +45,7 @@ def test_the_last_heads_have_a_work_tile_for_each_worker(dim: int, B: int) -> No
     launch, found = launch_of(problem), schedule(problem)
     last = problem.B * problem.Hq - found.single_heads
     assert found.head_groups == 1
-    if found.claims:
+    if found.dynamic_tiles:
         most = last * 6  # all there are, or not a head too many
         assert found.single_heads == 0 or most - 6 < launch.workers <= most
 
@@ -53,11 +53,11 @@ def test_the_last_heads_have_a_work_tile_for_each_worker(dim: int, B: int) -> No
 def test_lengths_that_differ_are_assigned() -> None:
     """Those that the host knows: on the GPU they are guessed to be equal."""
     equal, different = (np.array([600] * 4 + [n]) for n in (600, 500))
-    assert schedule(SMALL, equal).claims
-    assert schedule(SMALL, ON_GPU).claims
-    assert not schedule(SMALL, different).claims
+    assert schedule(SMALL, equal).dynamic_tiles
+    assert schedule(SMALL, ON_GPU).dynamic_tiles
+    assert not schedule(SMALL, different).dynamic_tiles
     assert schedule(SMALL, different).assignment is not None
-    assert not schedule(SMALL, equal, different).claims
+    assert not schedule(SMALL, equal, different).dynamic_tiles
 
 
 @pytest.mark.parametrize("Nk", [2048, 2049])
@@ -66,7 +66,7 @@ def test_the_workspace_holds_claims(Nk: int) -> None:
     plan = forward(replace(SMALL, Nk=Nk), H200)
     starts, zeros = plan.workspace.starts, plan.workspace.zeros
     if Nk > 2048:
-        assert {"claims", "tile_counter"}.isdisjoint(starts)
+        assert {"next_tiles", "tile_counter"}.isdisjoint(starts)
         return
     assert plan.workspace.nbytes - starts["tile_counter"] == 4
-    assert starts["tile_counter"] == zeros >= starts["claims"] + 4 * 5 * 24 * 6
+    assert starts["tile_counter"] == zeros >= starts["next_tiles"] + 4 * 5 * 24 * 6
