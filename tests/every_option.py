@@ -82,6 +82,9 @@ VALUES: dict[str, Value] = {
         _PAGES | {"block_table": np.array([[0, 1, 2], [3, 4, 5]])},
     ),
     "tree_mask": Value({"tree_mask": np.eye(NQ, dtype=bool)[None]}, {}),
+    "prefix": Value(
+        _CAUSAL | {"prefix": np.array([9, 3]), "q_offset": 0}, _CAUSAL | {"q_offset": 0}
+    ),
     "origin": Value(_DROPOUT | {"origin": (1, 2, 30, 40)}, _DROPOUT),
     "sinks": Value({"sinks": np.linspace(-1, 2, HQ, dtype=DTYPE)}, {}),
     "dropout_p": Value(_DROPOUT, {}),

@@ -104,6 +104,9 @@ def forward(
         the nodes of a tree in speculative decoding do: ``tree_mask[b, i, n]`` is of query i and key
         ``kv_length - Nq + n``. The other masks still hold for these keys, and they alone for
         earlier ones. It does not go with packed sequences.
+    prefix : int, array or sequence of int of shape (B,), or None
+        With ``causal``: every query also attends to the keys ``j < prefix``, as in a prefix
+        language model. The other masks, and the left side of ``window``, still hold for them.
     origin : sequence or array of int, shape (4,) or (B, 4), or None
         Where the call starts in a larger one, by batch entry, query head, query and key: what is
         added to the indices of dropout and of the functions below. With it the calls of a problem
@@ -307,8 +310,9 @@ def backward(
     result = call.backward(
         operands, dout, Attention(out, lse), dlse, bool(deterministic), workspace
     )
-    # Behind the caller's arrays there are those of a tree mask.
-    daux = (result.daux or ())[: len(aux_arrays(options))] or None
+    callers = aux_arrays(options)  # functions may read others, of no gradient
+    by_name = dict(zip(problem.aux_names, result.daux or (), strict=False))
+    daux = tuple(by_name[name] for name in callers if name in by_name) or None
     found = result._asdict() | {"daux": daux}
     kept = {name: x if operands.wants(name[1:]) else None for name, x in found.items()}
     if kept["dbias"] is not None:

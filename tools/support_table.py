@@ -69,6 +69,7 @@ def representative() -> dict[str, Problem]:
         "`cu_seqlens_q`": make(B=1, cu_seqlens_q=[0, 9, Nq], cu_seqlens_k=[0, 20, Nk]),
         "`block_table`": paged(),
         "`tree_mask`": make(tree_mask=np.ones((1, Nq, Nq), bool)),
+        "`prefix`": make(prefix=3, causal=True),
         "`origin`": make(origin=(0, 0, 16, 32), dropout_p=0.5),
         "`sinks`": make(sinks=np.zeros(Hq, np.float32)),
         "`dropout_p`": make(dropout_p=0.1, seed=1),

@@ -232,6 +232,7 @@ VALUES: dict[str, list[Any]] = {
     "sinks": [np.ones(2), np.zeros(2), np.ones(2, np.float16), np.ones(4)[::2], np.ones((1, 2))],
     "block_mask": [MASK, BlockMask(np.ones((1, 1), bool), (8, 8)), MASK.kinds, None],
     "tree_mask": [TREE, ~TREE, PAIRS, TREE[..., ::-1], TREE.swapaxes(1, 2), TREE * 1, None],
+    "prefix": INTEGERS,
     "unknown": [1],
 }
 

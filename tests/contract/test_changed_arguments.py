@@ -27,6 +27,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Any], Any]] = {
     "seed": ({"dropout_p": 0.5}, lambda: np.array(5), 3),
     "bias": ({}, lambda: np.zeros((N, N), np.float32), 0.3 * np.arange(N)),
     "mask": ({}, lambda: np.tri(N, dtype=bool), np.eye(N) > 0),
+    "prefix": ({"causal": True}, lambda: np.array([0, 5]), [3, 2]),
     "tree_mask": ({}, np.tri(N, dtype=bool)[None].copy, np.eye(N) > 0),
     "sinks": ({}, ONES.copy, 3),
     "alibi_slopes": ({}, ONES.copy, 3),

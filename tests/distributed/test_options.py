@@ -51,6 +51,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "aux": {"aux": (RNG.standard_normal((HQ, NK)),), "score_mod": learned},
     "block_mask": {"block_mask": BlockMask(np.eye(2, 3, dtype=bool), block_size=(16, 8))},
     "tree_mask": {"tree_mask": np.tril(np.ones((1, NQ, NQ), bool))},
+    "prefix": {"prefix": 9, "causal": True},
     "block_table": {"block_table": np.zeros((B, 1), np.int64)},
     "cu_seqlens_q": {"cu_seqlens_q": np.array([0, NQ])},
     "cu_seqlens_k": {"cu_seqlens_k": np.array([0, NK])},

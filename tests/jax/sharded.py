@@ -277,6 +277,7 @@ def test_keys_travel_as_far_as_the_window_reaches(window: Any, visits: int) -> N
     ("options", "error", "message"),
     [
         ({"tree_mask": np.ones((2, 6, 6), bool)}, UnsupportedError, "tree_mask does not go with"),
+        ({"prefix": 3}, UnsupportedError, "prefix does not go with a sequence"),
         ({"cu_seqlens_q": [0, 12]}, UnsupportedError, "cu_seqlens_q does not go with a sequence"),
         ({"layout": "star"}, ValueError, "layout is 'star'; accepted are 'contiguous', 'zigzag'"),
         ({"axis_name": "y"}, ValueError, "axis_name is 'y', and no axis of this name is mapped"),

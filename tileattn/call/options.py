@@ -85,6 +85,7 @@ OPTIONS: dict[str, Option] = {
     "cu_seqlens_k": Option("integers", "place", ".", shared=False),
     "block_table": Option("integers", "place", "b.", shared=False, revalidated=True),
     "tree_mask": Option("array", "mask", "bi.", packed=False, shared=False, lowered=True),
+    "prefix": Option("integers", "mask", "b", shared=False, revalidated=True, lowered=True),
     "origin": Option("integers", "origin", "b.", revalidated=True, host_only=True, by_index=True),
     "sinks": Option("array", "softmax", "h", gradient=True),
     "dropout_p": Option("number", "dropout", by_index=True),
@@ -113,6 +114,7 @@ class Options(TypedDict, total=False):
     cu_seqlens_k: Any
     block_table: Any
     tree_mask: Any
+    prefix: Any
     origin: Any
     sinks: Any
     dropout_p: float

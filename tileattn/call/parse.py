@@ -7,12 +7,18 @@ import numpy as np
 
 from tileattn.call import hints
 from tileattn.call.block_mask import BlockMask
+from tileattn.call.lowering import (
+    MASKS,
+    aux_names,
+    aux_of,
+    from_origin,
+    lowered_mask,
+    lowered_window,
+)
 from tileattn.call.options import ARRAYS, NUMBERS, OPTIONS, options_with
-from tileattn.call.origin import from_origin, origin_arrays
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.scalars import dropout_of, scale_of, seed_of, softcap_of
 from tileattn.call.sequences import Places, places_of
-from tileattn.call.tree_mask import tree_arrays, with_tree
 from tileattn.call.window import window_of, without_far_sides
 from tileattn.dtypes import DTYPES, one_of
 from tileattn.errors import UnsupportedError
@@ -27,9 +33,6 @@ _PLACES = options_with(role="place")
 """Without any of these each sequence has all keys, and its last query is at the last key."""
 
 _ON_DEVICE = options_with(value="integers", host_only=False)
-_MASK_OPTIONS = options_with(role="mask", value="function") + options_with(
-    role="mask", lowered=True
-)
 
 
 def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, Operands]:
@@ -53,8 +56,11 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
             remedy = "BlockMask.from_mask makes one from a boolean array"
             raise TypeError(must_be("block_mask", "a tileattn.BlockMask", block_mask, remedy))
         block_mask.check(*shape)
-    score_mod, mask_mod = _functions(options, shape)
+    callers = aux_arrays(options)
+    names = aux_names(options, callers)
+    score_mod, mask_mod = _functions(options, shape, callers, names)
     window = window_of(options.get("window"), options.get("causal", False))
+    window = lowered_window(window, options)
     if all(options.get(name) is None for name in _PLACES):
         window = without_far_sides(window, Nq, Nk)
     problem = Problem(
@@ -71,7 +77,8 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
         mask_mod=mask_mod,
         sequences=None if packed is None else entries,
         page=None if paged is None else paged.page,
-        mask_options=tuple(name for name in _MASK_OPTIONS if options.get(name) is not None),
+        aux_names=names,
+        mask_options=tuple(n for n in ("mask_mod", *MASKS) if options.get(n) is not None),
     )
     return problem, operands_of(q, k, v, places, options)
 
@@ -80,8 +87,6 @@ def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, An
     """View the arrays of a valid call with all four axes."""
     get = options.get
     bias, mask, slopes = get("bias"), get("mask"), get("alibi_slopes")
-    tree = tree_arrays(options, places.kv_lengths, q.shape[-2])
-    origin = origin_arrays(places.origin, (get("score_mod"), get("mask_mod")))
     return Operands(
         *(four_axes(q), four_axes(k), four_axes(v), places.kv_lengths, places.q_offset),
         bias=None if bias is None else four_axes(bias),
@@ -89,7 +94,7 @@ def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, An
         block_mask=get("block_mask"),
         alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
         sinks=get("sinks"),
-        aux=(*(get("aux") or ()), *tree, *origin),
+        aux=aux_of(options, places, q.shape[-2]),
         packing=places.packing,
         paging=places.paging,
         origin=places.origin,
@@ -236,27 +241,31 @@ def _broadcastable(
 
 
 def _functions(
-    options: Mapping[str, Any], shape: tuple[int, int, int, int]
+    options: Mapping[str, Any],
+    shape: tuple[int, int, int, int],
+    callers: Mapping[str, Any],
+    names: tuple[str, ...],
 ) -> tuple[Node | None, Node | None]:
-    """Trace the functions of a call, and check the indices into its arrays."""
-    aux = aux_arrays(options)
-    for name, x in aux.items():
+    """Trace the functions of a call, check the indices into its arrays, and lower its options."""
+    for name, x in callers.items():
         require_array(name, x)
         check_kind(called(name), x)
     score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
-    if aux and score_mod is None and mask_mod is None:
-        raise ValueError(f"aux must be empty without score_mod or mask_mod; got {len(aux)} arrays")
-    arrays = tuple(aux.values())
+    if callers and score_mod is None and mask_mod is None:
+        raise ValueError(
+            f"aux must be empty without score_mod or mask_mod; got {len(callers)} arrays"
+        )
+    arrays = tuple(callers.values())
     score = None if score_mod is None else score_expression(score_mod, arrays)
     mask = None if mask_mod is None else mask_expression(mask_mod, arrays)
-    shapes = tuple(x.shape for x in arrays)
-    for name, node in (("score_mod", score), ("mask_mod", mask)):
-        if node is not None and options.get("origin") is None:
-            check_indices(name, node, shapes, shape)
-    count = len(arrays) + 2 * (options.get("tree_mask") is not None)
-    if options.get("origin") is not None:
-        score, mask = (None if node is None else from_origin(node, count) for node in (score, mask))
-    return score, with_tree(mask, options, len(arrays))
+    if options.get("origin") is None:
+        shapes = tuple(x.shape for x in arrays)
+        for name, node in (("score_mod", score), ("mask_mod", mask)):
+            if node is not None:
+                check_indices(name, node, shapes, shape)
+    else:
+        score, mask = (None if node is None else from_origin(node, names) for node in (score, mask))
+    return score, lowered_mask(mask, options, names)
 
 
 def _in_use(name: str, value: Any) -> bool:

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tileattn.call.block_mask import BlockMask
+from tileattn.call.options import options_with
 from tileattn.call.sequences import Packing, Paging
 from tileattn.dtypes import accum_dtype
 from tileattn.expressions.nodes import Node
 
 _OF_ROWS = ("lse", "dlse")
+_LOWERED = options_with(lowered=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,15 @@ class Problem:
     enabled_options : frozenset of str
         Names of the options in use.
     score_mod, mask_mod : Node or None
-        Expressions of the caller's own functions; a tree mask is a part of ``mask_mod``.
+        Expressions of the caller's own functions; ``tree_mask`` and ``prefix`` are parts of
+        ``mask_mod``.
     sequences : int or None
         How many sequences are packed one behind the other, in arrays of one batch entry; None where
         batch entries are the sequences.
     page : int or None
         Keys of a page, where a block table says which pages a sequence has.
+    aux_names : tuple of str
+        Names of the arrays that the functions read, in the order of ``Operands.aux``.
     mask_options : tuple of str
         Names of the options that ``mask_mod`` expresses, for messages.
     """
@@ -68,6 +73,7 @@ class Problem:
     mask_mod: Node | None = None
     sequences: int | None = None
     page: int | None = None
+    aux_names: tuple[str, ...] = ()
     mask_options: tuple[str, ...] = ()
 
     @property
@@ -79,7 +85,7 @@ class Problem:
         """
         functions = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
         traced = {name for name, expression in functions.items() if expression is not None}
-        return self.enabled_options - functions.keys() - {"tree_mask"} | traced
+        return self.enabled_options - functions.keys() - set(_LOWERED) | traced
 
     @property
     def has_bias(self) -> bool:
@@ -194,8 +200,8 @@ class Operands(NamedTuple):
     sinks : array or None, shape (Hq,)
         Logits that join the denominator only.
     aux : sequence of array
-        Arrays that the caller's own functions read, in their own shapes; behind them those of a
-        tree mask, and the origin.
+        Arrays that the functions read, in their own shapes, as ``Problem.aux_names`` names them:
+        the caller's, then the ones that options such as ``tree_mask`` bring.
     wrt : frozenset of str or None
         Names of the arrays whose gradients are asked for; None is all. A backend may compute
         others: they are dropped.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.backends import registry
-from tileattn.call.options import Options
+from tileattn.call.options import Options, options_with
 from tileattn.call.parse import aux_arrays, four_axes, parse
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.window import window_of
@@ -26,7 +26,7 @@ Array = NDArray[Any]
 
 Facts = dict[str, str]
 
-REFUSED = ("block_mask", "tree_mask", "block_table", "cu_seqlens_q", "cu_seqlens_k")
+REFUSED = options_with(shared=False)
 """Options that do not go with parts of a sequence."""
 
 

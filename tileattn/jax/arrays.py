@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tileattn.call.options import INTEGERS, OPTIONS
 from tileattn.call.parse import aux_arrays
 from tileattn.call.sequences import as_integers
 from tileattn.validation import must_be, refuse_masked
@@ -13,12 +14,7 @@ from tileattn.validation import must_be, refuse_masked
 Arrays = dict[str, Any]
 """Arrays by their names; ``aux`` is a tuple of them."""
 
-INTEGERS = frozenset(
-    ("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "origin")
-)
-"""Options that may be integers and sequences of them, too."""
-
-ARRAYS = INTEGERS | {"alibi_slopes", "bias", "mask", "tree_mask", "sinks", "aux"}
+ARRAYS = frozenset(name for name, option in OPTIONS.items() if option.axes) | {"aux"}
 """Options that may be traced."""
 
 _INTEGERS = "an integer, a sequence of integers, or an array of them of JAX or NumPy"

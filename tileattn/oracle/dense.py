@@ -47,6 +47,7 @@ class Options:
     cu_seqlens_k: Any = None
     block_table: Any = None
     tree_mask: Any = None
+    prefix: Any = None
     origin: Any = None
 
 
@@ -178,14 +179,13 @@ def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDA
     j = np.arange(shape[3])
     p = _positions(o, shape)
     visible = np.ones(shape, np.bool_) & (j < _lengths(o, shape))
+    left, right = o.window or (None, None)
     if o.causal:
-        visible = visible & (j <= p)
-    if o.window is not None:
-        left, right = o.window
-        if left is not None:
-            visible = visible & (p - j <= left)
-        if right is not None:
-            visible = visible & (j - p <= right)
+        visible = visible & ((j <= p) | (j < _prefix(o)))
+    if left is not None:
+        visible = visible & (p - j <= left)
+    if right is not None:
+        visible = visible & ((j - p <= right) | (j < _prefix(o)))
     if o.mask is not None:
         visible = visible & o.mask
     if o.block_mask is not None:
@@ -287,6 +287,11 @@ def _sinks(o: Options, dtype: Any) -> Array:
 def _lengths(o: Options, shape: tuple[int, ...]) -> Array:
     lengths = shape[3] if o.kv_lengths is None else o.kv_lengths
     return np.asarray(lengths).reshape(-1, 1, 1, 1)
+
+
+def _prefix(o: Options) -> Array:
+    """Return the keys that every query attends to before each sequence is causal, (B or 1, ...)."""
+    return np.asarray(0 if o.prefix is None else o.prefix).reshape(-1, 1, 1, 1)
 
 
 def _positions(o: Options, shape: tuple[int, ...]) -> Array:

@@ -133,6 +133,13 @@ def _tree_mask(choices: Choices, shape: Shape, _dtype: Any) -> Array:
     return mask
 
 
+def _prefix(choices: Choices, shape: Shape, _dtype: Any) -> Any:
+    B, Nk = shape[0], shape[3]
+    if choices.coin():
+        return choices.integer(0, Nk + 3)
+    return choices.rng.integers(0, Nk + 4, size=B)
+
+
 def _seed(choices: Choices, _shape: Shape, _dtype: Any) -> int:
     return choices.integer(0, 2**64 - 1)
 
@@ -160,6 +167,7 @@ DRAW: dict[str, Draw] = {
     "dropout_p": _one_of(0.1, 0.5, 0.9, 0.0),
     "seed": _seed,
     "tree_mask": _tree_mask,
+    "prefix": _prefix,
     "origin": _origin,
 }
 """By name of the option: the function that draws it."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.call.options import options_with
 from tileattn.dtypes import DTYPES, accum_dtype
 from tileattn.oracle.dense import visibility
 from tileattn.oracle.packed import packed as pack
@@ -18,12 +19,8 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 AXES = ("Nq", "Nk", "B", "Hq", "D", "Dv")
-UNPACKED = (
-    "bias",
-    "mask",
-    "block_mask",
-    "tree_mask",
-)  # options that do not go with packed sequences
+UNPACKED = options_with(packed=False)
+"""Options that do not go with packed sequences."""
 
 
 class AttentionCase(NamedTuple):
@@ -195,6 +192,8 @@ def draw_case(
     shape = (sizes["B"], sizes["Hq"], sizes["Nq"], sizes["Nk"])
     drawn_by = EXTREMES if extremes else DRAW
     options = {name: drawn_by[name](choices, shape, dtype) for name in names}
+    if "prefix" in options:
+        options["causal"] = True  # without it there is nothing to attend to both ways
     if cu_seqlens is not None:
         options |= _pack_options(choices, cu_seqlens, options)
     arrays = _arrays(choices, sizes, dtype, AMPLITUDES if extremes else FILLS)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tileattn.call.options import INTEGERS
 from tileattn.call.parse import aux_arrays, check_names
 from tileattn.call.prepared import CALLS
 from tileattn.call.scalars import dropout_of, scale_of, seed_of, softcap_of
@@ -21,9 +22,7 @@ from tileattn.torch.operators import DIFFERENTIABLE, INPUTS, TENSORS
 from tileattn.torch.tensors import autocast, check_integers, check_tensor
 from tileattn.validation import check_flags
 
-_INTEGERS = (
-    *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table", "origin", "seed"),
-)
+_INTEGERS = (*INTEGERS, "seed")
 _NEVER_NONE = ("causal", "dropout_p", "seed")
 _NUMBERS: dict[str, Callable[[Any], Any]] = {
     "scale": lambda x: scale_of(x, 1),

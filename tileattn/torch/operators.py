@@ -18,7 +18,7 @@ INPUTS = {
     **dict.fromkeys(("q", "k", "v"), "Tensor"),
     **dict.fromkeys(("bias", "sinks", "alibi_slopes", "mask", "kv_lengths", "q_offset"), "Tensor?"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "block_table"), "Tensor?"),
-    **dict.fromkeys(("tree_mask", "origin", "seed"), "Tensor?"),
+    **dict.fromkeys(("tree_mask", "prefix", "origin", "seed"), "Tensor?"),
     **dict.fromkeys(("scale", "softcap"), "float?"),
     "dropout_p": "float",
     **dict.fromkeys(("left", "right"), "SymInt?"),

@@ -28,7 +28,7 @@ _DTYPES = frozenset(  # those that arrays have, too
 _EXPECTED = {
     **dict.fromkeys(("mask", "tree_mask"), "bool"),
     **dict.fromkeys(("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"), "int32 or int64"),
-    **dict.fromkeys(("block_table", "origin", "seed"), "int32 or int64"),
+    **dict.fromkeys(("block_table", "prefix", "origin", "seed"), "int32 or int64"),
     **dict.fromkeys(("attn_mask", "aux"), f"bool, {_FLOATS}"),
 }
 # Where it is defined, and what to do: subclasses that are no tensors for the operators here.

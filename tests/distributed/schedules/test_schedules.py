@@ -12,11 +12,12 @@ from tests.distributed.in_groups import in_groups
 from tests.distributed.threads import on_ranks
 from tileattn import Attention, Gradients, reference
 from tileattn.distributed import Layout
+from tileattn.distributed.validation import REFUSED
 from tileattn.testing import AttentionCase, assert_attention_close, error_bound, problems
 from tileattn.testing.functions import MASKS, SCORES, draw_functions
 from tileattn.testing.options import DRAW, Choices
 
-OPTIONS = tuple(name for name in DRAW if name not in ("block_mask", "tree_mask"))
+OPTIONS = tuple(name for name in DRAW if name not in REFUSED)
 
 
 def layouts(rng: np.random.Generator, length: int, ranks: int) -> Layout:

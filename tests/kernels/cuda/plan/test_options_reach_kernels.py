@@ -151,6 +151,9 @@ def rows(n: Sizes) -> dict[str, Row]:
             lambda *_: {"tree_mask": on_device((1, n.Nq, n.Nq), "bool")},
             by_key("mask_mod", "functions"),
         ),
+        "prefix": Row(
+            lambda *_: {"prefix": length(n), "causal": True}, by_key("mask_mod", "functions")
+        ),
         "origin": Row(
             lambda _, used: {
                 "origin": np.ones((entries(n, used), 4), np.int64),

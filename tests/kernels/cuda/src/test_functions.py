@@ -16,7 +16,7 @@ from tests.expressions.random_functions import AUX, HQ, NK, NQ, B, as_function, 
 from tests.gallery import calls
 from tests.kernels.cuda.src.on_host import quick, run
 from tests.kernels.cuda.src.test_compile import COMPLAINT
-from tileattn.call.origin import from_origin
+from tileattn.call.lowering import from_origin
 from tileattn.call.parse import parse
 from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.derivative import derivatives
@@ -110,7 +110,7 @@ def test_random_functions_count_from_an_origin(tmp_path: Path, data: Any) -> Non
     rows = data.draw(st.lists(st.tuples(*[place] * 4), min_size=B, max_size=B))
     origin = np.array(rows, np.int32 if near else np.int64)
     nodes = score_expression(score, AUX), mask_expression(mask, AUX)
-    new, visible = (from_origin(node, len(AUX)) for node in nodes)
+    new, visible = (from_origin(node, (*map(str, range(len(AUX))), "origin")) for node in nodes)
     s = np.random.default_rng(0).normal(size=SHAPE)
     number = len(AUX) if near else None
     found = run(tmp_path, new, visible, (*AUX, origin), s, PLACES, number)

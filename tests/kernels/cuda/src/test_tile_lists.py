@@ -16,7 +16,7 @@ from tests.kernels.cuda.src.masks_on_host import visible
 from tests.kernels.cuda.src.on_host import launched
 from tileattn.algorithm.function_mask import extrema
 from tileattn.call.block_mask import EMPTY, FULL, PARTIAL
-from tileattn.call.origin import from_origin
+from tileattn.call.lowering import from_origin
 from tileattn.call.problem import Problem
 from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.evaluate import evaluate
@@ -168,7 +168,7 @@ def banded(b: Any, h: Any, i: Any, j: Any) -> Any:
 def test_kinds_from_an_origin(device: Any, near: bool, tmp_path: Path) -> None:
     """Each sequence has its own; bounds of such a mask are exact."""
     origin = np.array([(0, 1, 500, 0), (3, 0, 37, 128)], np.int32 if near else np.int64)
-    node = from_origin(mask_expression(banded, ()), 0)
+    node = from_origin(mask_expression(banded, ()), ("origin",))
     P = replace(asked("float16", enabled_options={"mask_mod"}, D=64, Dv=64, **SIZES), mask_mod=node)
     arrays = {aux_name(0): array_layout(origin, origin.ctypes.data)}
     layout = contiguous_inputs(P).with_arrays(**arrays)
