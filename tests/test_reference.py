@@ -63,6 +63,8 @@ def option_sets() -> dict[str, dict[str, Any]]:
     }
 
 
+# error_bound is made from the oracle, so it cannot judge the oracle. Tolerances here are typed: a
+# few units in the last place of float64, and 1e-6 for central differences.
 OPTION_SETS = option_sets()
 every_option = pytest.mark.parametrize("options", OPTION_SETS.values(), ids=OPTION_SETS.keys())
 

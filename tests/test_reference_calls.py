@@ -1,4 +1,8 @@
-"""What the oracle takes: the calls that the library takes, pages too; it refuses the others."""
+"""The oracle takes the calls that the library takes, pages too, and refuses the others.
+
+The oracle is compared with itself to a few units in the last place of float64: `error_bound` is
+made from the oracle, so it cannot judge it.
+"""
 
 from typing import Any
 

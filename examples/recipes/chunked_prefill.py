@@ -11,4 +11,5 @@ for start in range(0, 300, 128):
     end = min(start + 128, 300)
     piece = tileattn.forward(q[:, :, start:end], k[:, :, :end], v[:, :, :end], causal=True)
     # The last query stands at the last key, so no offset is needed; q_offset=start says the same.
+    # Other tiles: the results differ by roundings of float32.
     np.testing.assert_allclose(piece.out, whole[:, :, start:end], atol=1e-5)

@@ -17,4 +17,5 @@ def same_document(b, h, i, j, document):
 # cu_seqlens_k say the same without a number for each token.
 out, lse = tileattn.forward(q, k, v, mask_mod=same_document, aux=(document,))
 first = [x[:, :, :200] for x in (q, k, v)]
+# Other tiles: the results differ by roundings of float32.
 np.testing.assert_allclose(out[:, :, :200], tileattn.forward(*first, causal=True).out, atol=1e-6)

@@ -22,4 +22,5 @@ gradient = pullback(dout).daux[0]
 moved = table.copy()
 moved[2, 35] += 0.05
 change = tileattn.forward(q, k, v, **options | {"aux": (moved,)}).out - attention.out
+# A difference over 0.05 is the derivative to about 5 %.
 np.testing.assert_allclose((change * dout).sum() / 0.05, gradient[2, 35], rtol=0.05)

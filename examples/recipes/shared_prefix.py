@@ -21,4 +21,5 @@ k, v = (
     np.concatenate([np.broadcast_to(old, (B, *old.shape)), own], axis=2)
     for old, own in ((k_prefix, k_own), (v_prefix, v_own))
 )
+# The results differ by roundings of float32.
 np.testing.assert_allclose(merged.out, tileattn.forward(q, k, v).out, atol=1e-5)

@@ -14,5 +14,6 @@ grads = tileattn.backward(dout, q, k, v, *attention, **options)
 
 without = tileattn.forward(q, k, v, window=(63, 0))
 weight = np.exp(without.lse - attention.lse)  # what the sink leaves to the keys
+# The results differ by roundings of float32.
 np.testing.assert_allclose(attention.out, weight[..., None] * without.out, atol=1e-6)
 assert grads.dsinks.shape == (4,)

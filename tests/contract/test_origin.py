@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
 
 import tileattn
 from tests.conftest import Runner
+from tileattn import Attention, Gradients, reference
+from tileattn.testing import assert_attention_close, error_bound
 
 B, HQ, HKV, NQ, NK, D = 2, 4, 2, 37, 83, 16
 CUTS = (0, 21, 48, NK)
@@ -51,11 +52,18 @@ def test_blocks_join_to_the_whole(runner: Runner, own: bool) -> None:
         operands = dout[rows], q[rows], k[keys], v[keys], whole.out[rows], whole.lse[rows]
         dq += runner.backward(*operands, wrt=("q",), **given).dq
     joined = tileattn.merge(outs, lses)
-    assert_allclose(joined.out, whole.out[rows], rtol=1e-10, atol=1e-13)
-    assert_allclose(joined.lse, whole.lse[rows], rtol=1e-12, atol=1e-13)
-    assert_allclose(dq, grads.dq[rows], rtol=1e-10, atol=1e-12)
+    given = options | {"origin": (1, 2, 13, 0), "q_offset": 53}
+    bounds = error_bound(q[rows], k[1:, 1:], v[1:, 1:], dout[rows], **given)
+    expected = reference.forward(q, k, v, **options)
+    of_rows = Attention(*(x[rows] for x in expected))
+    of_expected = reference.backward(dout, q, k, v, **options).dq[rows]
+    assert_attention_close(joined, of_rows, bounds)
+    for found in (dq, grads.dq[rows]):
+        ours, theirs = (Gradients(x, None, None, None, None) for x in (found, of_expected))
+        assert_attention_close(ours, theirs, bounds, names=("dq",))
     without = runner.forward(q[rows], k[1:, 1:], v[1:, 1:], **options)
-    assert abs(without.out - whole.out[rows]).max() > 0.01  # an origin matters
+    with pytest.raises(AssertionError):  # an origin matters
+        assert_attention_close(without, of_rows, bounds)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def test_plain_attention_and_tileattn_train_alike() -> None:
     assert "The losses agree." in done.stdout
     rows = re.findall(r"^ +\d+ +([\d.]+) +([\d.]+) +([\d.e+-]+)$", done.stdout, re.MULTILINE)
     assert len(rows) == 5
+    # Losses of training, not attention: they are printed to four digits.
     assert all(abs(float(plain) - float(tiled)) < 1e-4 for plain, tiled, _ in rows)
 
 
@@ -137,6 +138,7 @@ def test_the_gradient_of_the_whole_model(char_gpt: ModuleType, core: str) -> Non
             weight[...] = before
             numeric = (ends[0] - ends[1]) / (2 * step)
             analytic = float((gradient * direction).sum())
+            # A central difference is off by about step**2 and eps / step, 1e-10 each.
             assert abs(numeric - analytic) <= 1e-7 * (1 + abs(analytic)), name
 
 
@@ -147,6 +149,7 @@ def test_beside_the_textbook_formula() -> None:
     )
     found = re.search(r"Largest difference: ([\d.e-]+)", done.stdout)
     assert found is not None
+    # A whole program's output in float32, which prints the difference.
     assert float(found[1]) < 1e-4
     memory = [float(x.replace(",", "")) for x in re.findall(r"([\d,]+) MiB", done.stdout)]
     assert memory[1] < memory[0]

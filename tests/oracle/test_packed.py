@@ -1,4 +1,7 @@
-"""Packed sequences in the oracle against a plain loop over them with its dense calls."""
+"""Packed sequences in the oracle against a plain loop over them with its dense calls.
+
+Tolerances are a few units in the last place of float64: `error_bound` is made from the oracle.
+"""
 
 from itertools import pairwise
 from typing import Any

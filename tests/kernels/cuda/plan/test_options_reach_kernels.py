@@ -247,6 +247,33 @@ def test_each_option_is_honoured_or_refused_by_name(sizes: str, device: Device) 
     assert len(planned) > 3
 
 
+# Kernels of each family, forward and backward; a family with one pass leaves the other to these.
+FAMILIES = {
+    "generic": {"forward", "backward_dkdv", "backward_dq"},
+    "naive": {"naive_forward", "naive_dkdv", "naive_dq"},
+    "hopper": {"forward_sm90", "backward_sm90", "backward_halves_sm90", "backward_wide_sm90"},
+    "split": {"forward_split"},
+    "split_sm90": {"forward_sm90 in pieces"},
+    "latent": {LATENT},
+    "pages": {"forward_sm90 over pages"},
+}
+
+
+def kernel_name(key: KernelKey) -> str:
+    return key.kernel + " in pieces" * key.in_pieces + " over pages" * key.paged
+
+
+def test_every_family_is_among_the_sizes() -> None:
+    planned = set()
+    for n, device, dtype in product(SIZES.values(), [A100, H200], ["bfloat16", "float32"]):
+        made = [*plans(*calls((), n, dtype), device)]
+        if n.D <= 256:
+            made += plans(*calls(("block_table",), n, dtype), device)
+        planned |= {kernel_name(launch.key) for plan, _ in made for launch in plan.launches}
+    missing = {family: kernels - planned for family, kernels in FAMILIES.items()}
+    assert missing == {family: set() for family in FAMILIES}
+
+
 def test_latent_attention_evaluates_a_tree_or_leaves_it_to_others() -> None:
     problem, operands = calls(("tree_mask",), SIZES["latent attention"], "bfloat16")
     (plan, _), *_ = plans(problem, operands, H200)
