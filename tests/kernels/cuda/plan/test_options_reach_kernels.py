@@ -253,14 +253,14 @@ FAMILIES = {
     "naive": {"naive_forward", "naive_dkdv", "naive_dq"},
     "hopper": {"forward_sm90", "backward_sm90", "backward_halves_sm90", "backward_wide_sm90"},
     "split": {"forward_split"},
-    "split_sm90": {"forward_sm90 in pieces"},
+    "split_sm90": {"forward_sm90 split"},
     "latent": {LATENT},
     "pages": {"forward_sm90 over pages"},
 }
 
 
 def kernel_name(key: KernelKey) -> str:
-    return key.kernel + " in pieces" * key.in_pieces + " over pages" * key.paged
+    return key.kernel + " split" * key.split_kv + " over pages" * key.paged
 
 
 def test_every_family_is_among_the_sizes() -> None:
