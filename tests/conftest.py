@@ -136,8 +136,8 @@ def runner_of(name: str) -> Runner:
 
 
 def each(names: set[str]) -> list[Any]:
-    """Names as parameters of a fixture; what runs on a GPU is marked."""
-    marks = {"cupy": pytest.mark.gpu}
+    """Make backends the parameters of a fixture; mark what needs a GPU or compiles for long."""
+    marks = {"cupy": pytest.mark.gpu, Decode.name: pytest.mark.slow}
     return [pytest.param(n, marks=marks[n]) if n in marks else n for n in sorted(names)]
 
 

@@ -70,7 +70,9 @@ def test_an_option_counts_in_every_entry(entry: str, option: str) -> None:
     assert holds(entry, [option]) == (option not in REFUSED.get(entry, ()))
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(
+    "entry", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in ENTRIES]
+)
 def test_pairs_of_options_count_in_every_entry(entry: str) -> None:
     entry_of(entry)
 

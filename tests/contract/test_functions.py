@@ -46,7 +46,13 @@ COMBINED = {
 }
 
 
-@pytest.mark.parametrize("more", COMBINED.values(), ids=COMBINED.keys())
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(x, id=n, marks=[pytest.mark.slow] * (n != "causal"))
+        for n, x in COMBINED.items()
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gallery(runner: Runner, name: str, more: dict[str, Any]) -> None:
     options = calls(B, HQ, NQ, NK)[name] | more
@@ -66,7 +72,10 @@ def test_the_gallery_in_less_precision(backend: Runner, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [*(pytest.param(x, marks=pytest.mark.slow) for x in (np.float16, np.float64)), np.float32],
+)
 def test_functions_beyond_the_gallery(runner: Runner, name: str, dtype: Any) -> None:
     options = options_of(name, dtype)
     able(runner, options)
@@ -74,6 +83,7 @@ def test_functions_beyond_the_gallery(runner: Runner, name: str, dtype: Any) -> 
     check(runner, AttentionCase(q, k, v, dout, None, options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [(16, 24), (64, 128), (40, 7)], ids=str)
 @pytest.mark.parametrize("Nq", [NQ, 2])
 def test_a_mask_function_hides_pairs_of_full_blocks(

@@ -63,7 +63,11 @@ def packed(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "dtype",
+    [np.float16, *(pytest.param(x, marks=pytest.mark.slow) for x in (np.float32, np.float64))],
+    ids=lambda x: x.__name__,
+)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_packed_sequences(runner: Runner, options: dict[str, Any], dtype: Any) -> None:
     able(runner, options)
@@ -73,7 +77,9 @@ def test_packed_sequences(runner: Runner, options: dict[str, Any], dtype: Any) -
 
 
 # In parts, for processes that work side by side.
-@pytest.mark.parametrize("_part", range(6))
+@pytest.mark.parametrize(
+    "_part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))]
+)
 @settings(max_examples=10)
 @given(case=problems(packed=True))
 def test_any_packed_sequences(runner: Runner, case: AttentionCase, _part: int) -> None:

@@ -74,13 +74,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "function": {"score_mod": lambda s, b, h, i, j: s - 0.1 * abs(i - j) * h + b},
 }
 LENGTHS = [150, 0, 1, 64, 77]
+SLOW = pytest.mark.slow  # each is another kernel
 
 
 @pytest.mark.parametrize(
-    "dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda x: x.__name__
+    "dtype",
+    [
+        np.float16,
+        *(pytest.param(x, marks=SLOW) for x in (ml_dtypes.bfloat16, np.float32, np.float64)),
+    ],
+    ids=lambda x: x.__name__,
 )
-@pytest.mark.parametrize("Nq", [1, 3, 40])
-@pytest.mark.parametrize("page", [1, 7, 16, 256])
+@pytest.mark.parametrize("Nq", [1, 3, pytest.param(40, marks=SLOW)])
+@pytest.mark.parametrize("page", [1, 7, *(pytest.param(n, marks=SLOW) for n in (16, 256))])
 def test_pages_of_any_size(runner: Runner, page: int, Nq: int, dtype: Any) -> None:
     able(runner)
     rng = np.random.default_rng(page)

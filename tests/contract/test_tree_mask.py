@@ -69,7 +69,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("Nq", [0, 1, 7, 40, 64])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("Nq", [0, *(pytest.param(n, marks=SLOW) for n in (1, 7, 40)), 64])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_trees_with_other_options(runner: Runner, options: dict[str, Any], Nq: int) -> None:
     able(runner)
