@@ -161,30 +161,6 @@ def test_empty_tensors(empty: int) -> None:
     assert not any(x.any() for x in (dq, dk, dv))
 
 
-def test_rows_without_batch_and_gradients_of_lse() -> None:
-    q, k, v, _ = (x.detach()[0] for x in drawn(torch.float64))
-    q.requires_grad_()
-    out, lse = attention(q, k, v, return_lse=True)
-    (dq,) = torch.autograd.grad((out.sum(), lse.sum()), q)
-    scores = q @ k.repeat_interleave(2, 0).mT / 8
-    plain = scores.softmax(-1) @ v.repeat_interleave(2, 0)
-    (expected,) = torch.autograd.grad((plain.sum(), scores.logsumexp(-1).sum()), q)
-    torch.testing.assert_close(out, plain)
-    torch.testing.assert_close(dq, expected)
-
-
-def test_gradients_are_those_of_finite_differences() -> None:
-    shapes = (1, 2, 3, 4), (1, 1, 5, 4), (1, 1, 5, 3), (2, 3, 5), (2,)
-    rng = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(x, generator=rng, dtype=torch.float64).cuda() for x in shapes]
-
-    def f(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
-        options = {"bias": bias, "sinks": sinks, "causal": True, "deterministic": True}
-        return attention(q, k, v, return_lse=True, **options)
-
-    assert torch.autograd.gradcheck(f, tuple(x.requires_grad_() for x in tensors))
-
-
 def test_autocast() -> None:
     q, k, v, _ = drawn(torch.float32)
     with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -204,22 +180,6 @@ def test_sdpa() -> None:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     dq, dk, dv, dbias = torch.autograd.grad(out, (q, k, v, mask), dout)
     hold(given, (out, None), Gradients(dq, dk, dv, dbias, None, None), bias=mask)
-
-
-@pytest.mark.parametrize("kind", ["causal_upper_left", "causal_lower_right"])
-def test_causal_biases(kind: str) -> None:
-    from torch.nn.attention import bias
-
-    q, k, v, dout = given = drawn(torch.float32, (2, 4, 4, 67, 131, 64))
-    with sdpa() as taken:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=getattr(bias, kind)(67, 131)
-        )
-    assert taken.calls == 1
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
-    offset = 0 if kind == "causal_upper_left" else 64
-    grads = Gradients(dq, dk, dv, None, None, None)
-    hold(given, (out, None), grads, causal=True, q_offset=offset)
 
 
 def test_a_graph_that_needs_an_overwritten_cache_says_so() -> None:
