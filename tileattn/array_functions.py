@@ -62,7 +62,7 @@ class ArrayFunctions:
         raise NotImplementedError
 
     def refused(self, what: str) -> TypeError:
-        """Make the error that says what is not supported."""
+        """Return the TypeError for an unsupported operation."""
         raise NotImplementedError
 
     def element(self, tensor: Any, key: Any) -> Any:
@@ -108,7 +108,7 @@ class ArrayFunctions:
     def _method(self, name: str, *given: Any, **options: Any) -> Any:
         if name in _KINDS:
             return self.astype(_KINDS[name])
-        if name == "where":  # of a tensor, whose elements are chosen
+        if name == "where":  # x.where(condition, other)
             return self.called(name, (*given[:1], self, *given[1:]), options)
         return self.called(name, (self, *given), options)
 
@@ -166,7 +166,7 @@ def _flat(values: Any) -> list[Any]:
 
 
 def _to(n: ArrayFunctions, x: Any, *given: Any, **options: Any) -> Any:
-    """Convert to a dtype or to that of a value, among arguments that may be devices and flags."""
+    """Convert to a dtype, or to the dtype of a value; skip devices and flags."""
     for y in (*given, *options.values()):
         dtype = _dtype_of(y)
         if dtype is None and (kind_name(y) or type(y).__name__ == "dtype"):
@@ -180,7 +180,7 @@ def _to(n: ArrayFunctions, x: Any, *given: Any, **options: Any) -> Any:
 
 
 def _dtype_of(x: Any) -> Any:
-    """Return the dtype of a value: bool, int or float of a traced one; None for what has none."""
+    """Return the dtype of a value: bool, int or float if traced; None without a dtype."""
     kind = getattr(getattr(x, "node", None), "kind", None)
     if kind is not None:
         return (bool, int, float)[kind]
@@ -234,7 +234,7 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "ones_like": lambda n, x, **_: _full_like(n, x, 1.0),
     "reciprocal": lambda n, x: n.named("divide", 1.0, x),
     "rsqrt": lambda n, x: n.named("divide", 1.0, n.named("sqrt", x)),
-    # Its slope at 0 is 0, as in PyTorch; that of a maximum of equal numbers is shared.
+    # As in PyTorch, the derivative at 0 is 0; a maximum would share it.
     "relu": lambda n, x: n.named("where", n.named("less_equal", x, 0), 0, x),
     "softplus": lambda n, x: n.named("logaddexp", x, 0.0),
     "log_sigmoid": lambda n, x: n.named(

@@ -1,4 +1,4 @@
-"""What a caller calls an argument: messages of the library have the names that its caller gave."""
+"""Argument names in messages: a bridge's callers see the names of their own arguments."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,13 +8,13 @@ _names: ContextVar[Mapping[str, str] | None] = ContextVar("tileattn_argument_nam
 
 
 def called(name: str) -> str:
-    """Give the caller's name for an argument of the library."""
+    """Return the caller's name for an argument of the library."""
     return (_names.get() or {}).get(name, name)
 
 
 @contextmanager
 def calling(names: Mapping[str, str]) -> Iterator[None]:
-    """Have messages name arguments as a caller does, in a block of this thread."""
+    """Translate argument names in the messages of a ``with`` block, in this thread."""
     token = _names.set({**(_names.get() or {}), **names})
     try:
         yield

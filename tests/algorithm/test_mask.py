@@ -242,7 +242,7 @@ def test_causal_by_hand() -> None:
 
 
 def test_an_unknown_order() -> None:
-    with pytest.raises(ValueError, match=r"^outer_loop is 'rows'; 'q' and 'kv' are accepted$"):
+    with pytest.raises(ValueError, match=r"^outer_loop must be 'q' or 'kv'; got 'rows'$"):
         list(schedule(AttentionMask(SlidingWindow(2, 2, 0, None, None), 2), 1, 1, "rows"))
 
 

@@ -74,7 +74,7 @@ def test_any_block_sizes_and_either_outer_loop(
 
 
 def test_another_outer_loop_is_refused() -> None:
-    with pytest.raises(ValueError, match="outer_loop is 'query'; 'q' and 'kv' are accepted"):
+    with pytest.raises(ValueError, match="outer_loop must be 'q' or 'kv'; got 'query'"):
         forward(EXAMPLE, (2, 2), "query")
 
 

@@ -21,13 +21,13 @@ from tileattn.expressions.quadtree import BlockRuns, find_blocks
 Rectangle = tuple[int, int, int, int, int]
 """Queries from and to, keys from and to, and the kind."""
 
-BLOCK = 128  # queries and keys of a block, within which nothing is known of a mask but its pairs
+BLOCK = 128  # queries and keys of a block; a partial block is evaluated pair by pair
 
 _I, _J = (Node("input", Kind.INTEGER, (), name) for name in "ij")
 
 
 def extrema(visible: Node, aux: Sequence[NDArray[Any]]) -> list[RangeExtrema | None]:
-    """Give the extrema of the arrays that a mask reads."""
+    """Return the extrema of the arrays that a mask reads."""
     read = {node.value for node in elements(visible)}
     return [RangeExtrema(x) if n in read else None for n, x in enumerate(aux)]
 
@@ -40,7 +40,7 @@ class FunctionMask:
     visible : Node
         The expression of the function.
     aux : sequence of array
-        What it reads.
+        Arrays that it reads.
     block : int
         Queries and keys of a block.
     """
@@ -53,7 +53,7 @@ class FunctionMask:
         self._lock = Lock()
 
     def visible(self, *indices: Any) -> NDArray[np.bool_]:
-        """Whether query ``i`` of batch entry ``b`` and head ``h`` attends to key ``j``."""
+        """Return True if query ``i`` of batch entry ``b`` and head ``h`` attends to key ``j``."""
         inputs = dict(zip(INDICES, map(np.asarray, indices), strict=True))
         return evaluate([self._visible], inputs, self._aux, np.dtype(np.float64))[0]
 
@@ -91,7 +91,7 @@ class VisibleBlocks:
         self._listed = sorted(self._rows_of_column)
 
     def key_ranges(self, q0: int, q1: int, k0: int, k1: int, size: int) -> list[tuple[int, int]]:
-        """Cut keys k0 to k1 - 1 at the multiples of a size; leave out what no query sees."""
+        """Cut keys k0 to k1 - 1 at the multiples of a size; skip keys that no query attends to."""
         found: set[int] = set()
         for row in range(q0 // self._block, -(-q1 // self._block)):
             for first, stop, _ in self._rows.get(row, ()):
@@ -113,7 +113,7 @@ class VisibleBlocks:
         return [(max(n * size, q0), min(n * size + size, q1)) for n in sorted(found)]
 
     def kind(self, q0: int, q1: int, k0: int, k1: int) -> int:
-        """Kind of a tile, from those of its blocks."""
+        """Return the kind of a tile, from the kinds of its blocks."""
         parts = list(self.rectangles(q0, q1, k0, k1))
         area = sum((b - a) * (d - c) for a, b, c, d, kind in parts if kind == FULL)
         if area == (q1 - q0) * (k1 - k0):

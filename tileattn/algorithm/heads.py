@@ -62,7 +62,7 @@ class HeadGroup:
         return rows.reshape(self.q.shape[:2] + rows.shape[1:])
 
     def tile_mask(self, tile: Tile) -> TileMask | None:
-        """Return the mask of a tile, by key heads, or None where every pair is visible."""
+        """Return the mask of a tile, by key heads; None if every pair is visible."""
         visible = self.mask.tile_mask(tile)
         if visible is None:
             return None
@@ -71,7 +71,7 @@ class HeadGroup:
         return TileMask(visible.keys, pairs, visible.N)
 
     def keep(self, tile: Tile) -> Array | None:
-        """Return which probabilities of a tile dropout keeps, or None without dropout."""
+        """Return the mask of the probabilities that dropout keeps; None without dropout."""
         if not self.dropout_p:
             return None
         b, h, i, j = self.origin

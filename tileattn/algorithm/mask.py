@@ -24,7 +24,7 @@ TALL = 256  # rows from which it pays to halve a tile that the window's boundary
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """The part of a mask that positions decide: length, causal and window.
+    """The part of a mask that depends on positions only: length, causal and window.
 
     Query ``i`` stands at position ``p = i + offset`` on the key axis and attends to key ``j`` where
     ``p - left <= j <= p + right`` and ``0 <= j < length``. Causal is ``right = 0``.
@@ -37,7 +37,7 @@ class SlidingWindow:
     right: int | None
 
     def visible(self, i: Any, j: Any) -> Any:
-        """Whether query ``i`` attends to key ``j`` (integers or broadcastable integer arrays)."""
+        """Return True if query ``i`` attends to key ``j`` (integers or broadcastable arrays)."""
         p = i + self.offset
         visible = (j >= 0) & (j < self.length)
         if self.left is not None:
@@ -55,7 +55,7 @@ class SlidingWindow:
         return (lo, hi) if q0 < q1 and lo < hi else (0, 0)
 
     def full_key_range(self, q0: int, q1: int) -> tuple[int, int]:
-        """Range ``[lo, hi)`` of the keys that every one of queries q0 to q1 - 1 attends to."""
+        """Range ``[lo, hi)`` of the keys that all queries q0 to q1 - 1 attend to."""
         lo = 0 if self.left is None else max(0, q1 - 1 + self.offset - self.left)
         hi = self.length
         if self.right is not None:
@@ -72,7 +72,7 @@ class SlidingWindow:
         return (lo, hi) if k0 < k1 and lo < hi else (0, 0)
 
     def kind(self, q0: int, q1: int, k0: int, k1: int) -> int:
-        """Kind of the tile of queries q0 to q1 - 1 and keys k0 to k1 - 1."""
+        """Return the kind of the tile of queries q0 to q1 - 1 and keys k0 to k1 - 1."""
         lo, hi = self.key_range(q0, q1)
         if max(lo, k0) >= min(hi, k1):
             return EMPTY
@@ -106,11 +106,11 @@ class AttentionMask:
 
     @property
     def is_window(self) -> bool:
-        """Whether positions alone decide."""
+        """True if the mask depends on positions only."""
         return self.dense is None and self.block_mask is None and self.function is None
 
     def tile_mask(self, tile: Tile) -> TileMask | None:
-        """Return the mask of a tile, or None where every pair is visible."""
+        """Return the mask of a tile; None if every pair is visible."""
         if tile.kind == FULL:
             return None
         k0, k1 = tile.k0, tile.k1
@@ -124,7 +124,7 @@ class AttentionMask:
         return TileMask(slice(k0 - tile.k0, k1 - tile.k0), pairs, tile.k1 - tile.k0)
 
     def visible(self, tile: Tile) -> NDArray[np.bool_]:
-        """Whether each query of a tile attends to each key: (heads or 1, queries, keys)."""
+        """Return the visible pairs of a tile: (heads or 1, queries, keys)."""
         window = self.window
         length, offset = window.length - tile.k0, window.offset + tile.q0 - tile.k0
         rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
@@ -140,9 +140,9 @@ class AttentionMask:
         return visible
 
     def kind(self, q0: int, q1: int, k0: int, k1: int) -> int:
-        """Kind of a tile for all the heads together, without looking into the dense mask.
+        """Return the kind of a tile for all heads together; the dense mask counts as partial.
 
-        ``EMPTY`` only where no pair is visible, ``FULL`` only where every pair is.
+        ``EMPTY`` only if no pair is visible, ``FULL`` only if every pair is.
         """
         kind = self._kind(q0, q1, k0, k1)
         if kind != EMPTY and self.function is not None:
@@ -150,7 +150,7 @@ class AttentionMask:
         return kind
 
     def _kind(self, q0: int, q1: int, k0: int, k1: int) -> int:
-        """Kind of a tile for all masks but the user's function."""
+        """Return the kind of a tile for all masks but the user's function."""
         kind = self.window.kind(q0, q1, k0, k1)
         if kind != EMPTY and self.block_mask is not None:
             kind = min(kind, self.block_mask.kind(self.batch, self.heads, q0, q1, k0, k1))
@@ -229,4 +229,4 @@ def schedule(
         for k0, k1 in cut(mask.Nk, block_k):
             yield from mask.column_tiles(k0, k1, block_q)
     else:
-        raise ValueError(f"outer_loop is {outer_loop!r}; 'q' and 'kv' are accepted")
+        raise ValueError(f"outer_loop must be 'q' or 'kv'; got {outer_loop!r}")

@@ -1,7 +1,7 @@
-"""Fast memory: what the specification loads, computes and stores tiles with, in its plainest form.
+"""Fast memory and the executor of tasks, in their plainest form.
 
-A backend that wants speed brings its own ``Memory`` and ``Executor`` with the same methods; the
-specification is the same text. NumPy's are in ``tileattn.backends.numpy``.
+The specification loads, computes and stores tiles through a ``Memory``. A faster backend brings its
+own ``Memory`` and ``Executor`` with the same methods, as ``tileattn.backends.numpy`` does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,20 +20,20 @@ from tileattn.call.problem import Problem
 Array = NDArray[Any]
 
 
-_MANY = 1 << 15  # keys, or rows of a key head, from which on float32 sums over tiles lose digits
+_MANY = 1 << 15  # keys, or rows of a key head; above, float32 sums over tiles lose digits
 
 
 def sum_dtype(P: Problem) -> np.dtype[Any]:
-    """Return the dtype of sums over tiles: float64 if there are many.
+    """Return the dtype of sums over tiles: float64 for long sequences.
 
-    The lengths of packed sequences do not count, for that of one must not change another's bits.
+    Packed calls ignore the lengths: the length of one sequence must not change another's bits.
     """
     many = P.sequences is None and max(P.Nk, P.group * P.Nq) > _MANY
     return np.dtype(np.float64) if many else P.accum_dtype
 
 
 class RowConstant(NamedTuple):
-    """A number of each row, ``high + low``, which a product subtracts."""
+    """A number of each row, ``high + low``, that a matmul subtracts."""
 
     name: str  # of its array
     high: Array  # (..., M)
@@ -48,7 +48,7 @@ class RowConstant(NamedTuple):
 
 @dataclass(slots=True)
 class Operand:
-    """An operand of ``Memory.matmul_minus``: rows of a matrix, with what products subtract."""
+    """An operand of ``Memory.matmul_minus``: rows of a matrix, and the constant to subtract."""
 
     x: Array  # (..., M, C)
     constant: RowConstant | None = None  # of the left operand
@@ -86,11 +86,11 @@ class Memory:
         return np.zeros(shape, self.dtype)
 
     def another(self) -> "Memory":
-        """Return memory for what is kept besides the tiles of this one."""
+        """Return memory for tiles that are kept beside the tiles of this memory."""
         return self
 
     def row_state(self, heads: HeadGroup, rows: int, columns: int | None = None) -> RowState:
-        """Make the state of as many rows of each head; columns are those of v by default."""
+        """Return the state of ``rows`` rows of each head, with the columns of v by default."""
         columns = heads.kv.Dv if columns is None else columns
         return RowState.empty((*heads.q.shape[:2], rows), columns, self.dtype)
 
@@ -134,26 +134,26 @@ class OrderedSums(Protocol):
     """Sums that several tasks add to, block by block, each block in the order of the tasks."""
 
     def task(self, number: int) -> Any:
-        """Return a context manager that gives what one task waits by: see `InOrder`."""
+        """Return a context manager that yields the turn of one task: see `InOrder`."""
 
 
 class InOrder:
-    """Sums of tasks that run one after the other: nobody waits."""
+    """Sums of tasks that run sequentially, so no task waits."""
 
     @contextmanager
     def task(self, number: int) -> Iterator["InOrder"]:
-        """Give what one task waits by."""
+        """Yield the turn of one task."""
         yield self
 
     def begin(self, block: int) -> None:
-        """Say that this task is done with the blocks before this one."""
+        """Publish that this task is done with the blocks before this one."""
 
     def wait(self, block: int) -> None:
         """Wait until all earlier tasks are done with this block."""
 
 
 Task = Callable[[Any], None]
-"""What a grid runs: it takes its fast memory, a ``Memory``."""
+"""A task of a grid; its argument is its fast memory, a ``Memory``."""
 
 
 class Executor:
@@ -169,5 +169,5 @@ class Executor:
                 task(Memory(self.dtype))
 
     def ordered_sums(self, tasks: int) -> OrderedSums:
-        """Make the order of sums that so many tasks add to."""
+        """Return the order in which ``tasks`` tasks add to shared sums."""
         return InOrder()

@@ -1,8 +1,7 @@
 """Gradients of arrays that the score modifiers read: a bias, and elements of the user's arrays.
 
-The gradient of one element is the sum of ``dS`` over the pairs whose score it is in, each times the
-derivative of that score. Sums have the order of the tasks that add to them, however many threads
-there are.
+The gradient of an element is the sum, over all pairs whose score reads it, of ``dS`` times the
+derivative of the score. Tasks add to the sums in a fixed order, whatever the number of threads.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,23 +17,23 @@ from tileattn.expressions.nodes import INDICES, Node
 
 
 class TaskSums(Protocol):
-    """What one task adds to the gradient of a parameter."""
+    """Sums of one task for the gradient of a parameter."""
 
     def add(self, heads: HeadGroup, ds: Array, partial: Partial, tile: Tile) -> None:
         """Add the sums of one tile; earlier tasks are done with its queries."""
 
     def finish(self) -> None:
-        """End the sums of the task; earlier tasks are done with all queries."""
+        """Finish the sums of the task; earlier tasks are done with all queries."""
 
 
 class ParameterSums(Protocol):
-    """Where the gradient of one parameter is summed."""
+    """The gradient of one parameter, summed over tasks."""
 
-    over_batch: bool  # whether batch entries share sums
+    over_batch: bool  # True if batch entries share sums
     over_heads: bool
 
     def task(self) -> TaskSums:
-        """Return what one task adds to."""
+        """Return the sums of one task."""
 
     def total(self) -> Array:
         """Return the gradient, once all tasks are done."""
@@ -43,8 +42,8 @@ class ParameterSums(Protocol):
 class AxisSums:
     """The gradient of a parameter of shape (B or 1, Hq or 1, Nq or 1, Nk or 1).
 
-    Tasks of one key block add to sums that those of others do not touch, or to sums of one row
-    each, in their order: a parameter over neither axis is summed row by row first.
+    Tasks of different key blocks add to different sums, or in order to the sums of one row: a
+    parameter without query and key axes is summed row by row first.
     """
 
     def __init__(self, shape: Sequence[int], P: Problem) -> None:
@@ -98,8 +97,8 @@ class ViewSums(AxisSums):
 class ElementSums:
     """The gradient of an array at computed indices.
 
-    Each task has sums of its own, of the elements that it meets, and adds them to the others' when
-    all earlier tasks have done so.
+    Each task has private sums of the elements that it reads. It adds them to the gradient after all
+    earlier tasks.
     """
 
     def __init__(self, shape: Sequence[int], names: Sequence[str | None]) -> None:
@@ -115,7 +114,7 @@ class ElementSums:
 
 
 class _ElementsOfTask:
-    """Sums of the elements from a first to a last one that a task has met, in float64."""
+    """Private sums of a task, in float64, from the first to the last element that it reads."""
 
     def __init__(self, whole: ElementSums) -> None:
         self._whole = whole
@@ -140,7 +139,7 @@ class _ElementsOfTask:
         self._whole.sums[self._first :][: len(self._sums)] += self._sums
 
     def _reach(self, first: int, stop: int) -> None:
-        """Make room for some elements."""
+        """Extend the sums to cover the elements from ``first`` to ``stop``."""
         if not len(self._sums):
             self._first = first
         lo, hi = min(self._first, first), max(self._first + len(self._sums), stop)
@@ -150,7 +149,7 @@ class _ElementsOfTask:
 
 
 def parameter_sums(P: Problem, x: Operands) -> dict[str | Node, ParameterSums]:
-    """Make the sums of a call's parameters whose gradients are asked for, by their names."""
+    """Allocate the gradients of the parameters of a call, by name."""
     sums: dict[str | Node, ParameterSums] = {}
     if x.bias is not None and x.wants("bias"):
         sums["bias"] = AxisSums(x.bias.shape, P)
@@ -169,7 +168,7 @@ def parameter_sums(P: Problem, x: Operands) -> dict[str | Node, ParameterSums]:
 def aux_gradients(
     x: Operands, sums: dict[str | Node, ParameterSums]
 ) -> tuple[Array | None, ...] | None:
-    """Give the gradients of the user's arrays: None for integers, or where none are asked for."""
+    """Return the gradients of ``aux``: None for integer arrays, or if none are requested."""
     if not x.aux or not x.wants("aux"):
         return None
     totals: list[Array | None] = []
@@ -184,7 +183,7 @@ def aux_gradients(
 def groups_sharing_sums(
     groups: Sequence[HeadGroup], sums: Iterable[ParameterSums]
 ) -> list[list[HeadGroup]]:
-    """Gather the groups of one key head, or all over which a parameter is broadcast."""
+    """Collect the head groups that share sums: one key head, or more if a parameter broadcasts."""
     sums = list(sums)
     over_batch, over_heads = any(x.over_batch for x in sums), any(x.over_heads for x in sums)
     sharing: dict[tuple[int, int], list[HeadGroup]] = {}
@@ -195,7 +194,7 @@ def groups_sharing_sums(
 
 
 def own_axes(node: Node, shape: Sequence[int], P: Problem) -> list[str | None]:
-    """Name for each axis the index that goes along it and within it; None stands for any other."""
+    """Return the index that runs along each axis within its length; None for a computed index."""
     sizes = dict(zip(INDICES, (P.entries, P.Hq, P.Nq, P.Nk), strict=True))
     return [
         str(x.value) if x.op == "input" and sizes[str(x.value)] <= n else None

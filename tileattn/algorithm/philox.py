@@ -8,7 +8,7 @@ gives four 32-bit words, for the four elements ``{i, i + 8} x {j, j + 8}`` of a 
 * key: ``(seed mod 2**32, seed // 2**32)``,
 * word: ``2 * (i // 8 % 2) + j // 8 % 2``,
 
-for query ``i`` and key ``j``. An element is kept where its word is at least
+for query ``i`` and key ``j``. An element is kept if its word is at least
 ``floor(dropout_p * 2**32)``.
 """
 
@@ -67,10 +67,10 @@ def keep_tile(
     k_lo: int,
     k_hi: int,
 ) -> NDArray[np.bool_]:
-    """Which elements of one tile dropout keeps, shape (heads, q_hi - q_lo, k_hi - k_lo).
+    """Return the elements of one tile that dropout keeps: (heads, q_hi - q_lo, k_hi - k_lo).
 
-    The generator runs on the smallest range of whole 16 x 16 tiles around the one asked for; each
-    of them takes 8 x 8 counters.
+    The generator runs on the smallest range of whole 16 x 16 tiles around the tile, with 8 x 8
+    counters for each.
     """
     shape = (len(heads), q_hi - q_lo, k_hi - k_lo)
     threshold = np.uint64(int(dropout_p * 2**32))

@@ -1,4 +1,4 @@
-"""What the backward pass needs of every query, and where it sums gradients."""
+"""Residuals of the backward pass for each query, and the sums of its gradients."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class HeadResiduals(NamedTuple):
 
 @dataclass(slots=True)
 class Residuals:
-    """What the backward pass needs of every query, for all heads: axes (B, Hq, Nq, ...)."""
+    """The residuals of all heads: axes (B, Hq, Nq, ...)."""
 
     dout: Array  # (B, Hq, Nq, Dv), upstream gradient of out
     delta: Array  # rowsum(dout * out) - dlse
@@ -41,7 +41,7 @@ class Residuals:
         return cls(dout, np.empty_like(lse), lse, np.zeros_like(lse), large)
 
     def of(self, heads: HeadGroup) -> "HeadResiduals":
-        """View what some heads need."""
+        """View the residuals of a head group."""
         dout, delta, lse, log_l, large = map(
             heads.of, (self.dout, self.delta, self.lse, self.log_l, self.large)
         )
@@ -72,9 +72,9 @@ class Residuals:
 
 @dataclass(slots=True)
 class Sums:
-    """Where gradients are summed: ``dq`` and parameters by many tasks, ``dk`` and ``dv`` by one.
+    """Sums of the gradients: many tasks add to ``dq`` and parameters, one to ``dk`` and ``dv``.
 
-    None stands for what is not asked for.
+    None for a gradient that is not requested.
     """
 
     dq: Array | None
@@ -84,17 +84,17 @@ class Sums:
 
     @property
     def of_scores(self) -> bool:
-        """Whether a gradient needs that of the scores."""
+        """True if a gradient needs dS."""
         return self.dq is not None or self.dk is not None or bool(self.parameters)
 
     @property
     def of_tiles(self) -> bool:
-        """Whether a gradient needs the probabilities."""
+        """True if a gradient needs P."""
         return self.dv is not None or self.of_scores
 
 
 def has_large_lse(lse: Array, dtype: np.dtype[Any]) -> Array:
-    """Say in which rows the rounding of the logsumexp would show in the gradients.
+    """Return the rows in which the rounding of the logsumexp would show in the gradients.
 
     Half a unit in the last place of lse is a relative error of the row's P. At 16 it is 1e-6 in
     float32; at 512 it is 3e-5, a thirtieth of a unit of float16. Rows without a finite lse have
@@ -106,9 +106,9 @@ def has_large_lse(lse: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def rounding_of_lse(lse: Array, D: int, q_norm: Array, key_norm: Array) -> Array:
-    """Bound what rounding adds to a logsumexp, given norms of scaled queries and of their keys.
+    """Bound the rounding error of a logsumexp, given the norms of scaled queries and of keys.
 
-    A product of D terms is off by up to some ``eps sqrt(D) |q_i| |k_j|``.
+    A dot product of D terms is off by about ``eps sqrt(D) |q_i| |k_j|``.
     """
     size = np.abs(lse) + math.sqrt(D) * q_norm * key_norm
     bound: Array = 2 * np.finfo(lse.dtype).eps * size

@@ -1,4 +1,4 @@
-"""Score modifiers: what turns ``scale * q @ k.T`` into scores, with their derivatives.
+"""Score modifiers, which turn ``scale * q @ k.T`` into scores, and their derivatives.
 
 A modifier is one class here, one function in ``score_mod.cuh`` and one line in ``ScoreMods.of``.
 """
@@ -38,13 +38,13 @@ class Grad(NamedTuple):
 class ScoreMod(Protocol):
     """One modifier of the scores of a tile."""
 
-    can_mask: ClassVar[bool] = False  # whether it may give -inf, which masks the pair out
+    can_mask: ClassVar[bool] = False  # True if it may return -inf, which masks the pair out
 
     def apply(self, s: Array, tile: Tile) -> None:
         """Modify the scores of a tile in place."""
 
     def apply_with_grad(self, s: Array, tile: Tile) -> Grad:
-        """Do what ``apply`` does; return the derivatives, in memory of their own."""
+        """Apply the modifier; return its derivatives in new memory."""
 
 
 class Softcap(ScoreMod):
@@ -153,12 +153,12 @@ def function_derivatives(score_mod: Node) -> dict[Node, Node]:
 
 
 def learned_elements(score_mod: Node) -> list[Node]:
-    """List the elements of arrays by which the user's function has a derivative."""
+    """List the elements of ``aux`` by which the user's function is differentiable."""
     return [node for node in function_derivatives(score_mod) if node.op == "aux"]
 
 
 def aux_number(parameter: "str | Node") -> int:
-    """Give the number of the array of which a parameter is an element; -1 for the bias."""
+    """Return the number of the array that a parameter is an element of; -1 for the bias."""
     return -1 if isinstance(parameter, str) else int(parameter.value or 0)
 
 
@@ -182,7 +182,7 @@ class ScoreMods(tuple[ScoreMod, ...]):
         offset: int = 0,
         function: ScoreFunction | None = None,
     ) -> "ScoreMods":
-        """Make the modifiers of a call, in the order of the formula; None leaves one out."""
+        """Make the modifiers of a call, in the order of the formula; None for an absent one."""
         mods: Iterable[ScoreMod | None] = (
             None if softcap is None else Softcap(softcap),
             None if slopes is None else ALiBi(slopes, offset),
@@ -193,7 +193,7 @@ class ScoreMods(tuple[ScoreMod, ...]):
 
     @property
     def can_mask(self) -> bool:
-        """Whether a score may be -inf, which masks its pair out."""
+        """True if a score may be -inf, which masks its pair out."""
         return any(mod.can_mask for mod in self)
 
     def apply(self, s: Array, tile: Tile) -> None:
@@ -202,5 +202,5 @@ class ScoreMods(tuple[ScoreMod, ...]):
             mod.apply(s, tile)
 
     def apply_with_grad(self, s: Array, tile: Tile) -> list[Grad]:
-        """Do what ``apply`` does; return the derivatives of each modifier."""
+        """Apply the modifiers; return the derivatives of each."""
         return [mod.apply_with_grad(s, tile) for mod in self]

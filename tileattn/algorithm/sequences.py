@@ -1,7 +1,6 @@
-"""Where the sequences of a call are, and where their keys and values are.
+"""The sequences of a call: batch entries, packed sequences, and keys in pages.
 
-The loops of ``spec`` ask a ``KVSource`` for blocks of keys and values and know nothing of how they
-are stored.
+The loops of ``spec`` read blocks of keys and values from a ``KVSource``, however they are stored.
 """
 
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ class KVSource(Protocol):
         """Return a block of values, shape (heads, 1, N, Dv)."""
 
     def of_heads(self, heads: slice) -> "KVSource":
-        """Return those of some key heads."""
+        """Return the keys and values of some key heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class PagedKV:
 
     k: Array  # (all pages, heads, page, D)
     v: Array  # (all pages, heads, page, Dv)
-    pages: Array  # those of this sequence
+    pages: Array  # numbers of the pages of this sequence
 
     @property
     def heads(self) -> int:
@@ -100,7 +99,7 @@ class PagedKV:
         return PagedKV(self.k[:, heads], self.v[:, heads], self.pages)
 
     def _gathered(self, x: Array, span: slice) -> Array:
-        """Copy the rows of a span; pages past it are not looked at."""
+        """Copy the rows of a span; pages outside it are not read."""
         page, D = x.shape[2:]
         first, end = span.start // page, -(-span.stop // page)
         pages = x[self.pages[first:end]].swapaxes(0, 1)
@@ -109,7 +108,7 @@ class PagedKV:
 
 
 class Place(NamedTuple):
-    """Where a sequence is in arrays with axes (B, H, N, ...)."""
+    """The position of a sequence in arrays with axes (B, H, N, ...)."""
 
     batch: int
     queries: slice
@@ -119,7 +118,7 @@ class Place(NamedTuple):
 class Sequence(NamedTuple):
     """One sequence of a call."""
 
-    entry: int  # of what has a batch axis, and of the dropout
+    entry: int  # index of options with a batch axis, and of dropout
     place: Place
     q: Array  # (Hq, Nq, D)
     kv: KVSource
@@ -127,7 +126,7 @@ class Sequence(NamedTuple):
 
 
 def sequences(problem: Problem, operands: Operands) -> Iterator[Sequence]:
-    """Yield the sequences: batch entries, or packed ones, one behind the other."""
+    """Yield the sequences: batch entries, or packed sequences in order."""
     P, x = problem, operands
     for entry in range(P.entries):
         place = Place(entry, slice(0, P.Nq), slice(0, P.Nk))

@@ -44,9 +44,9 @@ class RowState:
 
     @classmethod
     def of_result(cls, out: Array, lse: Array, dtype: np.dtype[Any]) -> "RowState":
-        """State whose ``finalize`` gives this output and logsumexp: m = lse and l = 1.
+        """Return a state whose ``finalize`` returns this output and logsumexp: m = lse and l = 1.
 
-        What rounds off of a wider lse is in l, and so it still counts.
+        If lse is wider than ``dtype``, its rounding error goes into l.
         """
         with np.errstate(all="ignore"):  # of infinities, which keep their place in m
             m = lse.astype(dtype)
@@ -78,7 +78,7 @@ class RowState:
         self.m[...] = m
 
     def merge(self, other: "RowState") -> None:
-        """Take in the state of the same rows over other keys.
+        """Merge the state of the same rows over other keys.
 
         Associative and commutative up to rounding, with ``empty`` as identity.
         """
@@ -92,7 +92,7 @@ class RowState:
         self.m[...] = m
 
     def sink(self, logits: Array) -> None:
-        """Let logits join the denominator: a state with ``l = 1`` and no values."""
+        """Add sink logits to the denominator: a state with ``l = 1`` and no values."""
         logits = logits.astype(self.m.dtype)
         m = np.maximum(self.m, logits)
         shift = finite(m)

@@ -1,6 +1,6 @@
 """The algorithm: exact attention tile by tile with online softmax, forward and backward.
 
-This text is the specification. The NumPy backend runs these loops, and the CUDA kernels mirror
+This text is the specification. The NumPy backend runs these loops; the CUDA and LLVM kernels mirror
 them. A *grid* is a list of tasks that may run at the same time. A task loads tiles into fast
 memory; its loop is that of one thread block on a GPU. S and P are tiles of scores and
 probabilities, dP and dS their gradients, as in the papers.
@@ -58,9 +58,9 @@ def forward(
 ) -> Attention:
     """Compute attention, with four axes.
 
-    ``block_size`` is queries and keys of a tile. Where score matrices are not small, ``together``
-    heads share a task. ``outer_loop`` is ``"q"``, FlashAttention-2, or ``"kv"``, FlashAttention,
-    Algorithm 1.
+    ``block_size`` is queries and keys of a tile. ``together`` heads share a task; more if their
+    score matrices are small. ``outer_loop`` is ``"q"``, FlashAttention-2, or ``"kv"``,
+    FlashAttention, Algorithm 1.
     """
     P, (block_q, block_k) = problem, block_size
     result = Attention(
@@ -74,7 +74,7 @@ def forward(
         grid.sort(key=_keys_in_reach, reverse=True)  # the longest first: none is left for the end
         executor.run([partial(forward_block, *block, block_k, result) for block in grid])
     else:
-        raise ValueError(f"outer_loop is {outer_loop!r}; 'q' and 'kv' are accepted")
+        raise ValueError(f"outer_loop must be 'q' or 'kv'; got {outer_loop!r}")
     return result
 
 
@@ -128,7 +128,7 @@ def update_tile(
 def finalize(
     heads: HeadGroup, state: RowState, q0: int, q1: int, result: Attention, memory: Memory
 ) -> None:
-    """Let the sinks join, divide, and store the rows of a query block."""
+    """Add the sinks, divide by the denominator, and store the rows of a query block."""
     if heads.sinks is not None:
         state.sink(heads.sinks)
     out, lse = state.finalize(heads.dropout_scale)
@@ -165,7 +165,7 @@ class KeyBlocks:
         self._loaded: dict[tuple[int, int], KeyBlock] = {}
 
     def of(self, heads: HeadGroup) -> KeyBlock:
-        """Return those of some heads."""
+        """Return the key block of a head group."""
         key_head = heads.batch, heads.kv_head
         if key_head not in self._loaded:
             memory = self._memory.another() if self._loaded else self._memory
@@ -326,7 +326,7 @@ def backward_tile(
     ds = memory.matmul_minus("ds", dout, v, None if z is None else partial(_multiply, z))
     ds *= p
     if visible is not None and not np.isfinite(ds.sum()):
-        visible.masked_fill(ds, 0)  # where p = 0 has met what is not finite
+        visible.masked_fill(ds, 0)  # p = 0 times a dP that is not finite
     ds, parts = chain_rule(ds, grads, visible, sums)
     if sums.dk is not None:
         add_over_group(dk, ds, q.x, visible, memory)
@@ -338,9 +338,9 @@ def backward_tile(
 def chain_rule(
     ds: Array, grads: Sequence[Grad], visible: TileMask | None, sums: Sums
 ) -> tuple[Array, list[tuple[Array, Partial]]]:
-    """Take dS back through the score modifiers, the last first.
+    """Propagate dS back through the score modifiers, the last first.
 
-    Returns the derivative by the scaled products, and those by the parameters on the way.
+    Returns the derivative by the scaled products, and the derivatives by parameters.
     """
     parts = []
     for grad in reversed(grads):
@@ -400,11 +400,11 @@ def renormalise(
 ) -> None:
     """Split the logsumexp of large rows of a query block: ``lse`` becomes m, ``log_l`` log(l).
 
-    This is the forward pass without values, over the tiles that ``backward_tile`` is given: the
-    scores are the same to the bit, and ``S - m`` is never above 0. Rows keep an lse that is larger
-    than theirs by more than rounding explains: it counts other keys too, as one from ``merge``
-    does. A product of D terms is off by up to some ``eps sqrt(D) |q_i| |k_j|``, hence the norms of
-    the keys in place of values.
+    This is the forward pass over the tiles of ``backward_tile``, so scores are bitwise identical
+    and ``S - m`` is never above 0. A row keeps its lse if it exceeds the recomputed one by more
+    than rounding explains: then it counts other keys too, as an lse from ``merge`` does. A dot
+    product of D terms is off by about ``eps sqrt(D) |q_i| |k_j|``; so the norms of the keys take
+    the place of values.
     """
     lse, log_l = (heads.of(x)[..., q0:q1] for x in (saved.lse, saved.log_l))
     undropped = replace(heads, dropout_p=0.0)
@@ -431,8 +431,8 @@ def renormalise(
 
 
 def _row_blocks(P: Problem) -> Iterator[tuple[slice, slice, slice]]:
-    """Cut the rows of (B, Hq, Nq) into blocks of a size that does not depend on the problem's."""
-    entry = max(1, P.Hq * P.Dv)  # elements of dO for each query of a batch entry
+    """Cut the rows of (B, Hq, Nq) into blocks of a fixed size, whatever the batch."""
+    entry = max(1, P.Hq * P.Dv)  # elements of dO per query of a batch entry
     entries, queries = (max(1, _PREPROCESSED // n) for n in (entry * max(1, P.Nq), entry))
     for b in cut(P.B, entries):
         for i in cut(P.Nq, queries):

@@ -9,16 +9,16 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class TileMask:
-    """Which pairs of a tile are visible, stored for the keys at the mask's boundary only."""
+    """The visible pairs of a tile, stored only for the keys at the boundary of the mask."""
 
-    keys: slice  # from the tile's first key on, those that some query may not attend to
-    pairs: NDArray[np.bool_]  # (..., M, keys), True = visible; pairs of all other keys are
+    keys: slice  # keys of the tile that some query may not attend to
+    pairs: NDArray[np.bool_]  # (..., M, keys), True = visible; all pairs of other keys are visible
     N: int
     is_transposed: bool = False  # whether dense() has keys before queries
 
     @classmethod
     def of(cls, pairs: NDArray[np.bool_]) -> "TileMask":
-        """Make the mask of a tile from all its pairs, shape (..., M, N)."""
+        """Return the mask of a tile from all its pairs, shape (..., M, N)."""
         return cls(slice(0, pairs.shape[-1]), pairs, pairs.shape[-1])
 
     def masked_fill(self, x: NDArray[Any], value: float) -> None:
@@ -37,7 +37,7 @@ class TileMask:
 
 
 def above_minus_infinity(s: NDArray[Any], visible: TileMask | None) -> TileMask | None:
-    """Mask out the pairs with a score of -inf, which a bias may give."""
+    """Mask out the pairs with a score of -inf, from a bias or a score_mod."""
     above = s != -np.inf
     if above.all():
         return visible

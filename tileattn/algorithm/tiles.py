@@ -1,4 +1,4 @@
-"""Tiles of the score matrix: how an axis is cut, and in what order the tiles come."""
+"""Tiles of the score matrix: cutting an axis into blocks, and the sizes of blocks."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ def tile_of(x: NDArray[Any], tile: Tile) -> NDArray[Any]:
 
 
 def sizes_for_memory(M: int, D: int) -> tuple[int, int]:
-    """Give queries and keys of a block, ``(Br, Bc)``, for a fast memory of ``M`` elements.
+    """Return queries and keys of a block, ``(Br, Bc)``, for a fast memory of ``M`` elements.
 
     ``Bc = ceil(M / (4 D))`` and ``Br = min(Bc, D)``: a block each of q, k, v and out fit. Dao et
     al., arXiv:2205.14135, Algorithm 1, line 1.

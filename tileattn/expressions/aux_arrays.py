@@ -1,4 +1,4 @@
-"""The arrays that functions index: those of ``aux``, and behind them those that they capture."""
+"""The arrays that functions read: ``aux``, followed by captured arrays."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,12 +10,12 @@ from tileattn.expressions.nodes import Kind
 
 
 class AuxArrays(list[Any]):
-    """The arrays of a call: those of ``aux``, which are parameters, and any that are captured.
+    """The arrays of a call: ``aux``, which are parameters, and captured arrays.
 
     Parameters
     ----------
     aux : iterable of array
-        What the caller passes.
+        Arrays that the caller passes.
     """
 
     def __init__(self, aux: Iterable[Any] = ()) -> None:
@@ -23,7 +23,7 @@ class AuxArrays(list[Any]):
         self.parameters = tuple(self)
 
     def number(self, x: Any) -> int:
-        """Return the number of an array, which joins the others if it is new."""
+        """Return the number of an array; append it if it is new."""
         for n, known in enumerate(self):
             if known is x:
                 return n
@@ -31,12 +31,12 @@ class AuxArrays(list[Any]):
         return len(self) - 1
 
     def symbol(self, _x: Any) -> Any:
-        """Return an array without axes that holds a symbolic number; None for what is none."""
+        """Return an array without axes that holds a symbolic number; None for other objects."""
         return None
 
 
 def kind_of(x: Any) -> Kind | None:
-    """Kind of the elements of an array; None for an array that is no ``aux``."""
+    """Return the kind of an array's elements; None if ``aux`` does not support its dtype."""
     dtype = dtype_of(x)
     if dtype is None or dtype in DTYPES:
         return None if dtype is None else Kind.FLOAT
@@ -56,7 +56,7 @@ def check_kind(name: str, x: Any) -> None:
 
 
 def dtype_of(x: Any) -> np.dtype[Any] | None:
-    """Return NumPy's dtype for that of an array of any library; None if there is none."""
+    """Return the NumPy dtype of an array of any library; None if NumPy has no such dtype."""
     if isinstance(x.dtype, np.dtype):
         return x.dtype
     try:
@@ -66,6 +66,6 @@ def dtype_of(x: Any) -> np.dtype[Any] | None:
 
 
 def is_array(x: Any) -> bool:
-    """Return True for an array of any library, but not for one of NumPy's numbers."""
+    """Return True for an array of any library; False for NumPy scalars."""
     has_all = all(hasattr(x, name) for name in ("shape", "dtype", "__getitem__"))
     return has_all and not isinstance(x, np.generic | type)

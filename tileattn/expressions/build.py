@@ -1,4 +1,4 @@
-"""Make nodes from nodes: kinds are promoted as NumPy does, and constants folded."""
+"""Build nodes from nodes: promote kinds as NumPy does, and fold constants."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 Besides them there are ``cast``, ``input``, ``constant`` and ``aux``.
 """
 
-# What NumPy's arithmetic on booleans is; it has no other.
+# NumPy's arithmetic on booleans, as bitwise operations.
 _OF_BOOLEANS = {
     "add": "bitwise_or",
     "maximum": "bitwise_or",
@@ -50,7 +50,7 @@ def element(number: int, kind: Kind, indices: Sequence[Node]) -> Node:
 
 
 def cast(x: Node, kind: Kind) -> Node:
-    """Convert to a kind: floats to integers towards zero, numbers to whether they are not 0."""
+    """Convert to a kind: floats to integers towards zero, numbers to booleans as ``x != 0``."""
     if x.kind == kind:
         return x
     if kind == Kind.BOOLEAN:

@@ -1,8 +1,8 @@
-"""Put stand-ins in the place of what a function captures, for the time that it is traced.
+"""Replace the variables that a function captures by stand-ins, while it is traced.
 
-An array around a function, ``ids`` in ``lambda b, h, i, j: ids[i] == ids[j]``, takes no traced
-index. Its stand-in does: such a read becomes one of an element of ``aux``. Tensors of PyTorch need
-none: they ask the index what to do. JAX's functions refuse traced values; NumPy's take their place.
+A captured array, ``ids`` in ``lambda b, h, i, j: ids[i] == ids[j]``, takes no traced index. Its
+stand-in does, and turns the read into an element of ``aux``. PyTorch tensors need no stand-in: they
+dispatch to the index. JAX's functions refuse traced values, and are replaced by NumPy's.
 """
 
 import operator
@@ -23,19 +23,19 @@ _DEPTH = 4  # of functions that call functions
 
 
 def with_stand_ins(function: Any, source: "Source | _Parameters") -> Any:
-    """Return a function that reads stand-ins for the arrays around it; itself if there is none."""
+    """Return a function that reads stand-ins for captured arrays; itself if there are none."""
     return _StandIns(source).of("", function, 0)
 
 
 class _StandIns:
-    """What stands in for the variables of a function."""
+    """Stand-ins for the variables of a function."""
 
     def __init__(self, source: "Source | _Parameters") -> None:
         self._source = source
         self._functions: dict[int, Any] = {}
 
     def of(self, name: str, x: Any, depth: int) -> Any:
-        """Return what stands in for a variable; the variable itself where nothing needs to."""
+        """Return the stand-in for a variable; the variable itself if it needs none."""
         if isinstance(x, FunctionType):
             return self._function(x, depth) if depth < _DEPTH else x
         if isinstance(x, MethodType):
@@ -87,9 +87,9 @@ class _StandIns:
 
 
 def with_parameters(options: Mapping[str, Any], arrays: Sequence[Any]) -> dict[str, Any]:
-    """Return options whose functions get all arrays as parameters, also those that they capture.
+    """Return options whose functions take all arrays as parameters, captured ones too.
 
-    ``arrays`` are those of ``aux`` and, behind them, captured ones.
+    ``arrays`` is ``aux`` followed by the captured arrays.
     """
     count, found = len(options.get("aux") or ()), dict(options)
     if len(arrays) == count:
@@ -108,13 +108,13 @@ def _with_parameters(function: Any, arrays: Sequence[Any], count: int, *given: A
 
 
 class _Parameters:
-    """Gives parameters for captured arrays."""
+    """Maps captured arrays to parameters."""
 
     def __init__(self, arrays: Sequence[Any], parameters: Sequence[Any]) -> None:
         self._arrays, self._parameters = arrays, parameters
 
     def captured(self, x: Any, variable: str = "") -> Any:
-        """Give the parameter that stands for an array, which may be a view made anew."""
+        """Return the parameter of a captured array, or of a new view of it."""
         place = x.__array_interface__
         for known, given in zip(self._arrays, self._parameters, strict=True):
             if known.__array_interface__ == place:
@@ -171,7 +171,7 @@ class _OtherArray:
         return self._array
 
     def _made(self, x: Any) -> Any:
-        """Return a part of the array, or what is computed from it, as one that is captured too."""
+        """Wrap a part of the array, or a result computed from it, as a captured array."""
         return _OtherArray(self._source, self._name, x) if is_array(x) and x.shape else x
 
 
@@ -180,7 +180,7 @@ def _itself(x: Any) -> Any:
 
 
 def _delegate(name: str) -> None:
-    """Give captured arrays an operator of the arrays themselves, and its reflection."""
+    """Forward an operator, and its reflection, to the array."""
     function = getattr(operator, f"__{name}__")
 
     def method(self: _OtherArray, *given: Any) -> Any:
@@ -216,7 +216,7 @@ class _Module:
 
 
 def _either(function: Callable[..., Any], name: str, *given: Any, **options: Any) -> Any:
-    """Call a function of JAX, or what it is of traced values."""
+    """Call a function of JAX, or its NumPy counterpart if a value is traced."""
     for x in (*given, *options.values()):
         if isinstance(x, ArrayFunctions | TracedArray):
             number: Any = x

@@ -1,9 +1,9 @@
 """Derivatives of expressions, as expressions: reverse mode on the graph.
 
 At a tie ``minimum`` and ``maximum`` share the derivative between their inputs. The derivative of
-``abs`` and ``sign`` at 0 is 0; that of ``floor``, ``ceil``, ``rint`` and of a conversion to an
-integer is 0 everywhere. An input that ``where`` does not choose has no part in a derivative, even
-if it is not finite there.
+``abs`` and ``sign`` at 0 is 0; the derivative of ``floor``, ``ceil``, ``rint`` and of a conversion
+to an integer is 0 everywhere. The input that ``where`` does not choose never enters a derivative,
+even if it is not finite.
 """
 
 import math
@@ -20,8 +20,7 @@ _ERF_SLOPE = constant(2 / math.sqrt(math.pi))  # at 0
 class Adjoint(NamedTuple):
     """The derivative of an output by a node: ``value`` under a condition, and elsewhere 0.
 
-    ``value`` may be anything where the condition does not hold: a product with it is taken only
-    where it does.
+    ``value`` may be anything, even NaN, where the condition is false.
     """
 
     condition: Node
@@ -58,9 +57,9 @@ Rule = Callable[[Node, Adjoint], Iterator[Part]]
 
 
 def derivatives(output: Node) -> dict[Node, Node]:
-    """Differentiate by the score and by every floating element of an array that is read.
+    """Differentiate by the score and by every floating element of ``aux`` that is read.
 
-    Inputs on which the output does not depend are left out.
+    Inputs that do not affect the output are left out.
     """
     nodes = ordered([output])
     active = _active(nodes)
@@ -93,7 +92,7 @@ def _active(nodes: list[Node]) -> set[Node]:
 
 
 def _by(*factors: Callable[..., Node]) -> Rule:
-    """Make the rule of an operation, from its partial derivatives; each takes node and inputs."""
+    """Make the rule of an operation from its partial derivatives, functions of node and inputs."""
 
     def rule(node: Node, adjoint: Adjoint) -> Iterator[Part]:
         for x, factor in zip(node.inputs, factors, strict=True):
@@ -109,7 +108,7 @@ def _where(node: Node, adjoint: Adjoint) -> Iterator[Part]:
 
 
 def _extremum(node: Node, adjoint: Adjoint) -> Iterator[Part]:
-    """Give the derivative to the input that is chosen; of a NaN, to both."""
+    """Pass the derivative to the chosen input; to both for a NaN."""
     half = where(apply("equal", *node.inputs), constant(0.5), _ONE)
     for x, other in (node.inputs, node.inputs[::-1]):
         beyond = (other, x) if node.op == "minimum" else (x, other)
@@ -125,7 +124,7 @@ def _negated(x: Node) -> Node:
 
 
 def _whole_quotient(node: Node, x: Node, y: Node) -> Node:
-    """Give ``floor(x / y)``, as the remainder has it."""
+    """Return ``floor(x / y)``, consistent with the remainder."""
     return apply("rint", _quotient(apply("subtract", x, node), y))
 
 

@@ -1,7 +1,7 @@
-"""What depends on queries and keys by their distance alone: one value for each diagonal of a tile.
+"""Expressions of the distance ``i - j``: one value for each diagonal of a tile.
 
 A tile of M queries and N keys has M + N - 1 diagonals. Expressions of ``i - j`` are evaluated on
-these, and then seen as a tile without a copy.
+the diagonals, and viewed as a tile without a copy.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Diagonals(NamedTuple):
 
     @classmethod
     def of(cls, i: Any, j: Any) -> "Diagonals | None":
-        """Find the diagonals where queries are along the last axis but one, and keys the last."""
+        """Return the diagonals of indices along the last two axes; None for other layouts."""
         i, j = np.asarray(i), np.asarray(j)
         if i.shape[-2:-1] != (i.size,) or j.shape[-1:] != (j.size,) or not i.size * j.size:
             return None
@@ -44,14 +44,14 @@ class Diagonals(NamedTuple):
 
 
 def is_distance(node: Node) -> bool:
-    """Whether a node compares or subtracts the indices of a query and a key."""
+    """Return True if a node compares or subtracts the indices of a query and a key."""
     return node.op in _OF_DISTANCE and {x.value for x in node.inputs if x.op == "input"} == {*"ij"}
 
 
 def of_distance(nodes: Sequence[Node], *, moved: bool = False) -> set[Node]:
-    """Gather the nodes, each after its inputs, that depend on a pair by its distance alone.
+    """Collect the nodes that depend on a pair only through its distance.
 
-    ``moved`` counts distances of indices that are moved, each by what is the same for a head.
+    With ``moved``, each index may be shifted by a value that is constant for a head.
     """
     found: set[Node] = set()
     fixed: set[Node] = set()  # the same for all pairs of a head
@@ -68,7 +68,7 @@ def of_distance(nodes: Sequence[Node], *, moved: bool = False) -> set[Node]:
 
 
 def _is_moved_distance(node: Node, fixed: set[Node]) -> bool:
-    """Whether a node compares or subtracts the indices of a query and a key, moved or not."""
+    """Return True if a node compares or subtracts, maybe shifted, query and key indices."""
     places = set()
     for x in node.inputs:
         name, *others = sorted(x.inputs, key=fixed.__contains__) if x.op == "add" else [x]
@@ -77,6 +77,6 @@ def _is_moved_distance(node: Node, fixed: set[Node]) -> bool:
 
 
 def by_distance(outputs: Sequence[Node]) -> bool:
-    """Whether expressions depend on a pair by its distance alone, and on no score."""
+    """Return True if expressions depend on a pair only through its distance, and on no score."""
     found = of_distance(ordered(outputs), moved=True)
     return all(x in found or not any(depends_on(x, name) for name in "sij") for x in outputs)

@@ -1,7 +1,7 @@
-"""Evaluate expressions on arrays with NumPy: every node in the shape that its inputs broadcast to.
+"""The NumPy visitor: evaluate expressions on arrays, each node in its broadcast shape.
 
-An expression of batch entry, head and key alone is evaluated once for a tile, not once for each of
-its queries, and one of ``i - j`` once for each distance.
+An expression of batch entry, head and key is evaluated once for a tile, not for each query; an
+expression of ``i - j`` once for each distance.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ Array = NDArray[Any]
 
 
 class Step(NamedTuple):
-    """One node of a program; values are kept in slots, and let go after their last use."""
+    """One node of a program; values are kept in slots until their last use."""
 
     node: Node
     inputs: tuple[int, ...]
@@ -56,7 +56,7 @@ def evaluate(
     """Evaluate some outputs together.
 
     ``inputs`` broadcast against one another. Negative indices into ``aux`` count from the end;
-    indices past an end are moved to it. An output may be one of the inputs.
+    indices past an end are clamped. An output may be one of the inputs.
     """
     types = {Kind.BOOLEAN: np.dtype(np.bool_), Kind.INTEGER: np.dtype(np.int64), Kind.FLOAT: dtype}
     steps, kept = program(tuple(outputs))
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def clamped(x: Array, indices: Sequence[Any]) -> tuple[Any, ...]:
-    """Move indices past an end of an array to it; of n elements, -n is the first."""
+    """Clamp indices to -n .. n - 1 for an axis of n elements."""
     return tuple(
         np.minimum(np.maximum(index, -n), n - 1) for index, n in zip(indices, x.shape, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Smallest and largest elements of an array over ranges of indices, of many ranges at once."""
+"""Range minimum and maximum queries on an array, for many ranges at once."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -9,14 +9,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-_MOST = 1 << 26  # elements of the tables of an array that are kept; of larger ones none are
+_MOST = 1 << 26  # elements; larger tables are not built
 
 
 class RangeExtrema:
     """Answers ranges of an array from tables over ranges whose lengths are powers of 2.
 
-    A table is made of one of half the length when it is first asked for: ranges of quadtrees need
-    few of them.
+    A table is built on first use from the table of half the length; quadtrees need few of them.
 
     Parameters
     ----------
@@ -36,7 +35,7 @@ class RangeExtrema:
         self.shape = array.shape
 
     def bounds(self, first: Sequence[Array], last: Sequence[Array]) -> tuple[Array, Array]:
-        """Give smallest and largest elements; of each axis there are first and last indices."""
+        """Return the smallest and largest elements, given first and last indices of each axis."""
         if not self.shape:
             return self._tables[0][1][()], self._tables[1][1][()]
         first, last = np.broadcast_arrays(*first), np.broadcast_arrays(*last)

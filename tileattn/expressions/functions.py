@@ -1,8 +1,7 @@
-"""The caller's own functions: what they may be, and the expression of each.
+"""Replace the caller's functions by expressions, and validate them.
 
-A function is read once, at the door of a call: `read_functions` puts its expression in its place.
-An expression is a value, which holds nothing of the caller's. It is accepted wherever a function
-is.
+Each entry of the library calls `read_functions` once. An expression is a value, independent of the
+caller's objects, and is accepted in place of a function.
 """
 
 import inspect
@@ -27,11 +26,11 @@ Aux = Sequence[Any]
 
 
 def read_functions(options: Mapping[str, Any], aux: Aux | None = None) -> Any:
-    """Return options with the expressions of functions in the place of the functions.
+    """Return options with functions replaced by their expressions.
 
-    AuxArrays that functions capture join ``aux``. Where ``aux`` stands in for the arrays of the
-    options, dtypes and shapes are enough, and captured arrays are refused. Options whose arrays are
-    not valid are returned as they are: ``parse`` names what is wrong.
+    Captured arrays are appended to ``aux``. The parameter ``aux`` may replace the arrays of the
+    options by any objects with dtypes and shapes; then captured arrays are refused. Options with
+    invalid arrays are returned unchanged: ``parse`` reports the error.
     """
     score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
     if score_mod is None and mask_mod is None:
@@ -56,13 +55,13 @@ def read_functions(options: Mapping[str, Any], aux: Aux | None = None) -> Any:
 
 
 def read_valid_functions(options: Mapping[str, Any], aux: Aux | None = None) -> Any:
-    """Do what `read_functions` does, but leave functions that cannot be traced as they are.
+    """Run `read_functions`, but keep functions that cannot be traced.
 
-    A rank that raised here would keep the others waiting: ``parse`` raises, on all of them.
+    If one rank raised here, the others would wait for it. ``parse`` raises later, on all ranks.
     """
     try:
         return read_functions(options, aux)
-    except Exception:  # whatever a function raises
+    except Exception:  # a function may raise anything
         return options
 
 
@@ -102,9 +101,9 @@ def _mask(node: Node, name: str) -> Node:
 def check_indices(
     name: str, node: Node, shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, int, int, int]
 ) -> None:
-    """Raise ValueError if an index of a call of ``sizes`` (B, Hq, Nq, Nk) is never within its axis.
+    """Raise ValueError if no index of a call of ``sizes`` (B, Hq, Nq, Nk) is within its axis.
 
-    Negative ones count from the end. Others are clamped where they are not within it.
+    Negative indices count from the end; an index outside its axis is clamped.
     """
     if not all(sizes):
         return
@@ -158,7 +157,7 @@ def _traced(
 
 
 def _kinds(aux: Any) -> tuple[tuple[Kind, int], ...] | None:
-    """Return the kind and the number of axes of each array; None if there are others."""
+    """Return kind and number of axes of each array; None if some object is unsupported."""
     if aux is None:
         return ()
     if not isinstance(aux, tuple | list):
@@ -174,10 +173,10 @@ def _kind(x: Any) -> Kind | None:
 
 
 def check_parameters(function: Any, name: str, inputs: tuple[str, ...], count: int = 0) -> None:
-    """Raise TypeError if a function cannot be called with its inputs and so many arrays."""
+    """Raise TypeError if a function cannot be called with its inputs and ``count`` arrays."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a callable that does not tell
+    except (TypeError, ValueError):  # the callable has no signature
         return
     try:
         signature.bind(*inputs, *range(count))
@@ -202,7 +201,7 @@ def _result(value: Any, name: str) -> Node:
 
 
 def _keep(key: Any, node: Node) -> None:
-    """Keep an expression; where there are many, forget all."""
+    """Cache an expression; clear a full cache."""
     if len(_CACHE) >= _MOST:
         _CACHE.clear()
     _CACHE[key] = node

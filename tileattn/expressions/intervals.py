@@ -1,9 +1,9 @@
-"""Interval arithmetic on expressions: bounds over whole ranges of indices, for many at once.
+"""The interval visitor: bound expressions over many ranges of indices at once.
 
-An interval is a pair of arrays, the smallest and the largest value, both NaN where nothing is
-known. Booleans are 0 and 1, integers are float64 up to 2**53, and what may not be finite, or
-larger, is unknown. Floats have the dtype in which the expression is evaluated: arithmetic that
-rounds correctly is monotone, and so its bounds hold for the rounded values.
+An interval is a pair of arrays, the smallest and the largest value; both are NaN if unknown.
+Booleans are 0 and 1, integers are float64 up to 2**53; larger or non-finite values are unknown.
+Floats have the dtype of the evaluation: correctly rounded arithmetic is monotone, so bounds hold
+for the rounded values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ Interval = tuple[Any, Any]
 
 _ENDS = (2.0**31, 2.0**31, 2.0**30, 2.0**30)
 INDEX_RANGES = {name: (0.0, end - 1) for name, end in zip(INDICES, _ENDS, strict=True)}
-"""First and last index of any call; differences of two have 32 bits."""
+"""First and last index of any call; differences of two indices fit 32 bits."""
 
 ROUNDED = ("exp", "expm1", "log", "log1p", "log2", "tanh", "arctan", "erf", "sigmoid")
 """Monotone functions that libraries round in different ways; ``sin``, ``cos`` and ``power`` too."""
@@ -39,8 +39,8 @@ def bounds(
 ) -> Interval:
     """Bound an expression.
 
-    ``inputs`` has the first and the last of each index; of a name that it lacks nothing is known.
-    ``aux`` has None for an array of which nothing is known.
+    ``inputs`` has first and last value of each index; a missing one is unknown. ``aux`` has None
+    for an unknown array.
     """
     return all_bounds([output], inputs, aux, dtype)[output]
 
@@ -89,7 +89,7 @@ def _bounds(
 
 
 def _known(node: Node, low: Any, high: Any) -> Interval:
-    """Make NaN of the bounds of what is not known; a boolean is false or true."""
+    """Set the bounds of unknown values to NaN; an unknown boolean is 0 to 1."""
     if node.kind == Kind.BOOLEAN:
         return np.where(np.isnan(low), 0.0, low), np.where(np.isnan(high), 1.0, high)
     largest = _EXACT if node.kind == Kind.INTEGER else np.inf
@@ -100,15 +100,15 @@ def _known(node: Node, low: Any, high: Any) -> Interval:
 
 @lru_cache(maxsize=1024)
 def may_be_negative(index: Node, dtype: np.dtype[Any]) -> bool:
-    """Return whether an index into an array may be negative in some call."""
+    """Return True if an index into an array may be negative in some call."""
     count = 1 + max((int(x.value or 0) for x in elements(index)), default=-1)
     return not bounds(index, INDEX_RANGES, [None] * count, dtype)[0] >= 0
 
 
 def index_range(interval: Interval, n: int) -> tuple[Array, Array]:
-    """Give the first and last element of an axis that the indices of an interval reach.
+    """Return the first and last element of an axis that an interval of indices reaches.
 
-    Negative indices count from the end. Those on both sides of 0 may reach every element.
+    Negative indices count from the end. An interval across 0 may reach every element.
     """
     low, high = interval
     moved = np.where(high < 0, n, 0)
@@ -171,9 +171,9 @@ def _floor_divide(x: Interval, y: Interval) -> Interval:
 
 
 def _remainder(x: Interval, y: Interval, step: float = 1) -> Interval:
-    """Bound a remainder; between multiples of a period it grows as the dividend does.
+    """Bound a remainder; between multiples of the divisor it grows with the dividend.
 
-    Integers stay a step below the divisor. Floats reach it, where a small negative one is rounded.
+    Integers stay one below the divisor. A small negative float may round to the divisor.
     """
     first, last = np.remainder(x[0], y[0]), np.remainder(x[1], y[0])
     grows = (y[0] == y[1]) & (x[1] - x[0] < y[0]) & (first <= last)

@@ -1,8 +1,7 @@
 """Expressions: immutable, typed nodes of a directed acyclic graph.
 
-Nodes are equal where they mean the same, so a walk that remembers nodes meets a common
-subexpression once. A visitor is a table from operations to what it makes of them, and one loop over
-`ordered`.
+Nodes with the same meaning are equal, so a visitor handles a common subexpression once. A visitor
+is a table of rules by operation, and one loop over `ordered`.
 """
 
 import enum
@@ -15,7 +14,7 @@ from typing import Any
 
 
 class Kind(enum.IntEnum):
-    """What a node evaluates to, in the order of promotion."""
+    """The type of a node's value, in the order of promotion."""
 
     BOOLEAN = 0
     INTEGER = 1  # 64 bits, with the semantics of NumPy's int64
@@ -78,7 +77,7 @@ def ordered(outputs: Iterable[Node]) -> list[Node]:
 
 @lru_cache(maxsize=256)
 def to_text(output: Node) -> str:
-    """Write an expression down, in the JSON of a list of its nodes, each after its inputs."""
+    """Serialise an expression as a JSON list of its nodes, each after its inputs."""
     nodes = {node: n for n, node in enumerate(ordered([output]))}
     rows = [(x.op, int(x.kind), x.value, *(nodes[y] for y in x.inputs)) for x in nodes]
     return json.dumps(rows, separators=(",", ":"))
@@ -86,7 +85,7 @@ def to_text(output: Node) -> str:
 
 @lru_cache(maxsize=256)
 def from_text(text: str) -> Node:
-    """Read what `to_text` has written."""
+    """Parse the output of `to_text`."""
     made: list[Node] = []
     for op, kind, value, *inputs in json.loads(text):
         made.append(Node(op, Kind(kind), tuple(made[n] for n in inputs), value))
@@ -94,12 +93,12 @@ def from_text(text: str) -> Node:
 
 
 def depends_on(output: Node, name: str) -> bool:
-    """Whether an expression reads an input."""
+    """Return True if an expression reads an input."""
     return any(node.op == "input" and node.value == name for node in ordered([output]))
 
 
 def replaced(output: Node, name: str, by: Node) -> Node:
-    """Put a node in the place of an input."""
+    """Replace an input by a node."""
     made: dict[Node, Node] = {}
     for node in ordered([output]):
         if node.op == "input" and node.value == name:
@@ -111,5 +110,5 @@ def replaced(output: Node, name: str, by: Node) -> Node:
 
 
 def elements(output: Node) -> list[Node]:
-    """List the elements of arrays that an expression reads."""
+    """List the elements of ``aux`` that an expression reads."""
     return [node for node in ordered([output]) if node.op == "aux"]

@@ -1,8 +1,8 @@
 """Find the blocks of a mask that are not empty, by interval arithmetic on a quadtree of them.
 
-A square of blocks that is empty or full is decided at once; any other is cut into four. All squares
-of one size are decided together. So the time goes with the blocks that are found, and with the
-boundary between them and the others, not with all blocks.
+A square of blocks that is empty or full is done; any other is cut into four. All squares of one
+size are evaluated together. The time is proportional to the blocks found and to the boundary
+between visible and hidden regions, not to all blocks.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class BlockRuns(NamedTuple):
     row: Ints  # query block
     first: Ints  # key block
     stop: Ints
-    kind: Ints  # 1, nothing is known of the block, or 2, it is full
+    kind: Ints  # 1 unknown, 2 full
 
 
 def find_blocks(
@@ -71,7 +71,7 @@ def all_kinds(
     lengths: tuple[int, int],
     block_size: tuple[int, int],
 ) -> Any:
-    """Decide every block by itself, of all batch entries and heads at once."""
+    """Return the kind of every block, for all batch entries and heads at once."""
     b, h, row, column = np.ogrid[tuple(map(slice, shape))]
     inputs = {"b": (b, b), "h": (h, h), **_ranges(lengths, block_size, (row, column), 1)}
     low, high = bounds(visible, inputs, aux, _FLOAT)
@@ -88,7 +88,7 @@ def _kinds(
     starts: tuple[Ints, Ints],
     step: int,
 ) -> Ints:
-    """Decide squares of blocks: 0 for empty, 2 for full, 1 where it is not known."""
+    """Return the kinds of squares of blocks: 0 empty, 2 full, 1 unknown."""
     inputs = {"b": (b, b), "h": heads, **_ranges(lengths, block_size, starts, step)}
     low, high = bounds(visible, inputs, aux, _FLOAT)
     kind = np.broadcast_to(low + high, starts[0].shape)
@@ -98,7 +98,7 @@ def _kinds(
 def _ranges(
     lengths: tuple[int, int], block_size: tuple[int, int], starts: tuple[Any, Any], step: int
 ) -> dict[str, tuple[Any, Any]]:
-    """Give the first and the last query and key of squares of blocks."""
+    """Return the first and last query and key of squares of blocks."""
     return {
         name: (start * size, np.minimum((start + step) * size, n) - 1)
         for name, start, size, n in zip("ij", starts, block_size, lengths, strict=True)
@@ -108,7 +108,7 @@ def _ranges(
 def _as_runs(
     row: Ints, column: Ints, kind: Ints, step: int, counts: Sequence[int], *, every: bool
 ) -> Ints:
-    """Cut full squares, and at last all that are not empty, into one run for each query block."""
+    """Cut full squares into runs, one for each query block; with ``every``, all non-empty ones."""
     chosen = kind > 0 if every else kind == 2
     rows = (row[chosen, None] * step + np.arange(step)).ravel()
     first = np.repeat(column[chosen] * step, step)
@@ -135,7 +135,7 @@ def kinds_by_intervals(
 ) -> NDArray[np.int8]:
     """Classify the blocks of an expression, shape (B or 1, Hq or 1, ...).
 
-    Those that intervals leave undecided are partial.
+    Blocks that intervals leave unknown are partial.
     """
     (B, Hq, Nq, Nk), (bq, bk) = shape, block_size
     own = [n if depends_on(visible, name) else min(n, 1) for n, name in ((B, "b"), (Hq, "h"))]

@@ -1,4 +1,4 @@
-"""The error function and the logistic function of arrays, which NumPy lacks."""
+"""Error function and logistic function of arrays, which NumPy lacks."""
 
 import math
 from functools import cache

@@ -1,7 +1,7 @@
-"""What a function reads besides its parameters, where all of it can be told.
+"""The state of a function: everything that it reads besides its parameters.
 
-A function whose state is known is traced once for each state. Any other function is traced at each
-call: what it reads may have changed unseen.
+A function with known state is traced once for each state. Any other function is traced at each
+call, because what it reads may have changed.
 """
 
 import builtins
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _PLAIN = frozenset({bool, int, str, bytes, type(None)})
-_MODULES = (np, math, operator)  # their functions are pure, and nobody sets their attributes
+_MODULES = (np, math, operator)  # with pure functions; attributes are assumed constant
 _ARRAY_FUNCTION = type(np.where)
-_HEAP_TYPE = 1 << 9  # CPython's flag of a class whose attributes can be set
+_HEAP_TYPE = 1 << 9  # CPython's flag of a class with mutable attributes
 _PURE = """
 abs all any bool divmod enumerate float int isinstance len list map max min pow range reversed
 round sorted sum tuple zip
@@ -122,7 +122,7 @@ def is_fixed(x: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def _has_fixed(module: ModuleType, attributes: frozenset[str]) -> bool:
-    """Return True if a module is known, and has no such attribute that may change."""
+    """Return True for a known module whose given attributes are constant."""
     found = [getattr(module, name, None) for name in attributes]
     plain = {*_PLAIN, float}
     return module in _MODULES and all(type(x) in plain or is_fixed(x) for x in found)
@@ -136,7 +136,7 @@ def names_of(code: CodeType) -> tuple[str, ...] | None:
 
 @lru_cache(maxsize=1024)
 def reads(code: CodeType) -> Reads:
-    """List what code looks up, that of the functions inside it too."""
+    """List the names that code looks up, including nested functions."""
     inner = [reads(x) for x in code.co_consts if isinstance(x, CodeType)]
     found = [(x.opname, x.argval) for x in dis.get_instructions(code)]
     names = {x for op, x in found if op in _LOADS}.union(*(x.names for x in inner))

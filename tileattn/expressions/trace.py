@@ -1,4 +1,4 @@
-"""Trace a Python function: call it with values that write down what is done with them."""
+"""Trace a Python function: call it with symbolic values that record every operation."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -99,7 +99,7 @@ class Traced(ArrayFunctions, NDArrayOperatorsMixin):
         raise self.refused(f"indexes a number with {key!r}")
 
     def refused(self, what: str) -> TypeError:
-        """Make the error that says what the function does."""
+        """Return the TypeError for an unsupported operation of the function."""
         return TypeError(f"{self.function} {what}")
 
     def _made(self, make: Callable[..., Node], given: Sequence[Any]) -> "Traced":
@@ -111,14 +111,14 @@ class Traced(ArrayFunctions, NDArrayOperatorsMixin):
 
 
 class Source:
-    """The function that is traced: its name in messages, and the arrays of its call.
+    """The function being traced: its name in messages, and the arrays of its call.
 
     Parameters
     ----------
     name : str
-        Of the option.
+        Name of the option.
     arrays : AuxArrays, optional
-        Those of the call, which captured ones join; without, they are refused.
+        Arrays of the call, extended by captured arrays; without, captured arrays are refused.
     """
 
     __slots__ = ("arrays", "name")
@@ -131,7 +131,7 @@ class Source:
         return self.name
 
     def captured(self, x: Any, variable: str = "") -> "Traced | TracedArray":
-        """Give an array that is no parameter, as one of ``aux``."""
+        """Return a captured array as an array of ``aux``."""
         kind = kind_of(x)
         if self.arrays is None or kind is None:
             given = f"`{variable}`, an array" if variable else "an array"
@@ -144,7 +144,7 @@ class Source:
 
 
 class TracedArray:
-    """One of the arrays ``aux`` in a traced function, of which elements are taken by indices."""
+    """An array of ``aux`` in a traced function; indexing returns elements."""
 
     __slots__ = ("_function", "_indices", "_kind", "_ndim", "_number")
 
@@ -215,14 +215,14 @@ class TracedArray:
 def array_or_element(
     number: int, kind: Kind, ndim: int, function: Source | str, indices: tuple[Node, ...] = ()
 ) -> Traced | TracedArray:
-    """Give what is left of an array after so many indices: a value, where all axes have one."""
+    """Return a value if all axes are indexed; otherwise the partly indexed array."""
     if len(indices) == ndim:
         return Traced(build.element(number, kind, indices), function)
     return TracedArray(number, kind, ndim, function, indices)
 
 
 def node_of(x: Any, among: Traced) -> Node:
-    """Give the node of a traced value, or of a number."""
+    """Return the node of a traced value, or of a number."""
     if isinstance(x, Traced):
         return x.node
     if isinstance(x, TracedArray):

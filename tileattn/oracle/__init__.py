@@ -1,1 +1,1 @@
-"""Attention by its definition, in NumPy: what the library is tested against."""
+"""The oracle: attention by its definition, in NumPy, as the reference for tests."""

@@ -57,7 +57,7 @@ class ScoreFunction:
 
     scores: Array
     by_score: Array
-    by_element: dict[Direction, Array]  # for each read of an array
+    by_element: dict[Direction, Array]  # one for each read of an array
     reads: dict[Direction, tuple[Any, ...]]  # the indices of each
 
 
@@ -171,9 +171,9 @@ def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:
 
 
 def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDArray[np.bool_]:
-    """Whether each query attends to each key, by the masks alone, (B, Hq, Nq, Nk).
+    """Return the pairs that the masks leave visible: (B, Hq, Nq, Nk).
 
-    Of packed sequences ``shape`` is that of the dense equivalent: their number, and the longest.
+    For packed sequences ``shape`` is the shape of the dense equivalent.
     """
     o = Options(**dense_options(options))
     j = np.arange(shape[3])
@@ -199,19 +199,19 @@ def visibility(shape: tuple[int, int, int, int], options: dict[str, Any]) -> NDA
 
 
 def _origin(o: Options) -> Array:
-    """Give the indices (b, h, i, j) that are added, (B or 1, 4)."""
+    """Return the origin, the indices (b, h, i, j) to add: (B or 1, 4)."""
     return np.asarray((0, 0, 0, 0) if o.origin is None else o.origin).reshape(-1, 4)
 
 
 def _indices(o: Options, shape: tuple[int, ...]) -> list[Dual]:
-    """Give the indices that functions get; they broadcast to (B, Hq, Nq, Nk)."""
+    """Return the indices passed to functions; they broadcast to (B, Hq, Nq, Nk)."""
     start = _origin(o).T[:, :, np.newaxis, np.newaxis, np.newaxis]
     indices = np.ogrid[tuple(map(slice, shape))]
     return [Dual(x + x0, {}) for x, x0 in zip(indices, start, strict=True)]
 
 
 def _tree(o: Options, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:
-    """Whether the tree mask lets each query attend to each key: (B, 1, Nq, Nk)."""
+    """Return the pairs that the tree mask leaves visible: (B, 1, Nq, Nk)."""
     B, _, Nq, Nk = shape
     lengths = np.broadcast_to(_lengths(o, shape).ravel(), B)
     trees = np.broadcast_to(o.tree_mask, (B, Nq, Nq))
@@ -239,7 +239,7 @@ def _score_function(s: Array, o: Options) -> ScoreFunction:
 
 
 def _clamped(o: Options, dtype: Any, reads: dict[Direction, tuple[Any, ...]]) -> list[Any]:
-    """Let the user's arrays be indexed: floats in ``dtype``, integers in 64 bits."""
+    """Wrap the arrays of ``aux`` for indexing: floats in ``dtype``, integers in 64 bits."""
     arrays = []
     for number, x in enumerate(o.aux or ()):
         kind = x.dtype if x.dtype == bool else np.int64 if x.dtype.kind in "iu" else dtype

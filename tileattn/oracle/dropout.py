@@ -13,7 +13,7 @@ Array = NDArray[Any]
 def keep(
     shape: tuple[int, int, int, int], dropout_p: float, seed: int, origin: Any = None
 ) -> NDArray[np.bool_]:
-    """Which elements dropout keeps: one call of Philox for each element, one word of it used.
+    """Return the elements that dropout keeps, by one call of Philox for each element.
 
     An origin, of (B or 1, 4) indices, is added to those of the elements.
     """

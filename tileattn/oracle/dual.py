@@ -49,7 +49,7 @@ class Dual(ArrayFunctions, NDArrayOperatorsMixin):
         return self.__array_ufunc__(getattr(np, name), "__call__", *given)
 
     def refused(self, what: str) -> TypeError:
-        """Make the error that says what is not supported."""
+        """Return the TypeError for an unsupported operation."""
         return TypeError(f"the function {what}")
 
     def __bool__(self) -> bool:
@@ -91,19 +91,19 @@ class Dual(ArrayFunctions, NDArrayOperatorsMixin):
 
 
 def value_of(x: Any) -> Any:
-    """Give the values of a dual number, or of any other."""
+    """Return the values of a dual number; other numbers are their own value."""
     if isinstance(x, Dual):
         return x.value
     return x.item() if getattr(x, "shape", None) == () and hasattr(x, "item") else x
 
 
 def tangents_of(x: Any) -> dict[Direction, Any]:
-    """Give the derivatives of a dual number; another has none."""
+    """Return the derivatives of a dual number; other numbers have none."""
     return x.tangents if isinstance(x, Dual) else {}
 
 
 def _selected(value: Any, given: Any, shares: Any) -> Dual:
-    """Give each input its share of the derivative; what is not chosen has none, even of a NaN."""
+    """Select the derivative of the chosen input; the other one contributes none, even a NaN."""
     tangents: dict[Direction, Any] = {}
     for x, share in zip(given, shares, strict=True):
         for direction, tangent in tangents_of(x).items():
@@ -113,7 +113,7 @@ def _selected(value: Any, given: Any, shares: Any) -> Dual:
 
 
 def _share(x: Any, y: Any) -> Any:
-    """Give ``exp(x) / (exp(x) + exp(y))``; of equal inputs, infinite ones too, a half."""
+    """Return ``exp(x) / (exp(x) + exp(y))``; a half for equal inputs, infinite ones too."""
     return np.where(x == y, 0.5, 1 / (1 + np.exp(y - x)))
 
 
@@ -160,23 +160,23 @@ _FACTORS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "sin": lambda _, x: (np.cos(x),),
     "cos": lambda _, x: (-np.sin(x),),
 }
-"""By the name of a function: its derivatives by each input, from its value and the inputs."""
+"""Derivatives of each function by its inputs, computed from its value and the inputs."""
 
 
 class Clamped:
-    """An array whose indices are moved to its ends where they are past them; -1 is the last.
+    """An array that clamps indices past its ends; -1 is the last element.
 
-    Every read of an element gives a dual number with a direction of its own: the number of the
-    array and the indices, which are kept as arrays in ``reads``.
+    Every read of an element returns a dual number with a direction of its own: the number of the
+    array and the indices, kept in ``reads``.
 
     Parameters
     ----------
     array : array
         The elements.
     number : int
-        Of the array among all.
+        Number of the array.
     reads : dict
-        Where the indices of each direction are kept.
+        Filled with the indices of each direction.
     """
 
     def __init__(self, array: Array, number: int, reads: dict[Direction, tuple[Any, ...]]) -> None:

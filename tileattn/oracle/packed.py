@@ -1,8 +1,8 @@
-"""How the oracle reads packed sequences and pages: through the equivalent dense call.
+"""Packed sequences and pages in the oracle, by the equivalent dense call.
 
 That call has a batch entry for each sequence, padded with zeros to the longest one. Padded keys are
 past the lengths and padded queries are masked out, so that their probabilities and gradients are 0.
-What is computed of them is left out when the results are packed again.
+Packing the results drops them.
 """
 
 from itertools import pairwise
@@ -15,10 +15,9 @@ Array = NDArray[Any]
 
 
 def dense_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Give the options of the dense equivalent; those of a dense call are returned as they are.
+    """Return the options of the dense equivalent; options of a dense call are unchanged.
 
-    ``cu_seqlens_q`` and ``cu_seqlens_k`` stay, both of them and as arrays: they say how arrays are
-    padded and packed.
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` stay as arrays, for padding and packing.
     """
     queries, keys = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
     if queries is None and keys is None:
@@ -38,7 +37,7 @@ def dense_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def gathered(pages: Any, block_table: Any, kv_lengths: Any) -> Array:
-    """Copy the keys of each sequence out of its pages; what no sequence uses is 0."""
+    """Copy the keys of each sequence out of its pages; unused rows are 0."""
     pages, table = np.asarray(pages), np.asarray(block_table, np.int64)
     (B, n), (_, Hkv, page, D) = table.shape, pages.shape
     lengths = np.broadcast_to(np.asarray(kv_lengths, np.int64), B)
@@ -49,7 +48,7 @@ def gathered(pages: Any, block_table: Any, kv_lengths: Any) -> Array:
 
 
 def padded(x: Any, axes: int, cu_seqlens: Array | None = None, fill: float = 0) -> Array:
-    """Give an array all its axes, and each sequence a batch entry: (S, H, longest, ...)."""
+    """Pad packed sequences to batch entries: (S, H, longest, ...)."""
     whole = np.asarray(x)
     whole = whole.reshape((1,) * (axes - whole.ndim) + whole.shape)
     if cu_seqlens is None:
@@ -62,7 +61,7 @@ def padded(x: Any, axes: int, cu_seqlens: Array | None = None, fill: float = 0) 
 
 
 def packed(x: Array, cu_seqlens: Array | None = None) -> Array:
-    """Put the rows of all sequences on one axis again, without the padding: (1, H, T, ...)."""
+    """Concatenate the rows of all sequences, without the padding: (1, H, T, ...)."""
     if cu_seqlens is None:
         return x
     whole = np.empty((1, x.shape[1], cu_seqlens[-1], *x.shape[3:]), x.dtype)

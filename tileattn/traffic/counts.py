@@ -54,9 +54,9 @@ class ScheduledTiles:
     Parameters
     ----------
     problem : Problem
-        What is asked.
+        Problem of the call.
     operands : Operands
-        The arrays; only masks and sizes are looked at.
+        Arrays of the call; only masks and sizes are read.
     tile : (int, int)
         Queries and keys of a tile.
     heads_per_load : int
@@ -164,7 +164,7 @@ class ClosedForm:
     Parameters
     ----------
     problem : Problem
-        What is asked, with full lengths and queries that end where the keys end.
+        Problem with full lengths and queries that end where the keys end.
     tile : (int, int)
         Queries and keys of a tile.
     density : float or None
@@ -219,7 +219,7 @@ class ClosedForm:
 def reached(
     rows: int, columns: int, block: int, offset: int, left: int | None, right: int | None
 ) -> int:
-    """Sum, over the blocks of one axis, how much of the other axis the block reaches.
+    """Sum, over the blocks of one axis, the length of the other axis that a block attends to.
 
     Parameters
     ----------
@@ -230,7 +230,7 @@ def reached(
     offset : int
         Position of row 0 among the columns.
     left, right : int or None
-        Reach to each side, or None where that side is open.
+        Window to each side; None if that side is open.
 
     Returns
     -------

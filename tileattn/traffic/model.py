@@ -40,20 +40,20 @@ def counted(
     kind: str = "forward",
     heads_per_load: int = 1,
 ) -> Traffic:
-    """Count what an algorithm reads and writes, over its schedule.
+    """Count the reads and writes of an algorithm, over its schedule.
 
     Parameters
     ----------
     problem : Problem
-        What is asked.
+        Problem of the call.
     operands : Operands
-        The arrays; only masks and sizes are looked at.
+        Arrays of the call; only masks and sizes are read.
     tile : (int, int)
         Queries and keys of a tile.
     algorithm : {"standard", "flash1", "flash2"}
         Whole matrices, FlashAttention or FlashAttention-2.
     kind : {"forward", "backward"}
-        Which pass.
+        Pass to count.
     heads_per_load : int
         Query heads of a group for each load of k and v, and each store of dk and dv. 1 counts every
         query head by itself, as if heads were not grouped. With query blocks outside, heads that
@@ -70,7 +70,7 @@ def counted(
     Raises
     ------
     ValueError
-        Where the algorithm, the kind, the tile or ``heads_per_load`` is not accepted.
+        If the algorithm, the kind, the tile or ``heads_per_load`` is invalid.
 
     Notes
     -----
@@ -111,19 +111,19 @@ def modelled(
     density: float | None = None,
     heads_per_load: int = 1,
 ) -> Traffic:
-    """Say in closed form what an algorithm reads and writes.
+    """Compute the reads and writes of an algorithm in closed form.
 
     Parameters
     ----------
     problem : Problem
-        What is asked, with full lengths and queries that end where the keys end
+        Problem with full lengths and queries that end where the keys end
         (``q_offset = Nk - Nq``).
     tile : (int, int)
         Queries and keys of a tile.
     algorithm : {"standard", "flash1", "flash2"}
         Whole matrices, FlashAttention or FlashAttention-2.
     kind : {"forward", "backward"}
-        Which pass.
+        Pass to count.
     density : float or None
         Part of the blocks of a block mask that are not empty, from 0 to 1; it takes the place of
         causal and window. None is no block mask.
@@ -133,12 +133,12 @@ def modelled(
     Returns
     -------
     Traffic
-        What ``counted`` gives: the same numbers, except as follows.
+        The numbers of ``counted``, except as noted below.
 
     Raises
     ------
     ValueError
-        Where an argument is not accepted, or the problem has options that sizes do not tell.
+        If an argument is invalid, or the problem has options whose traffic sizes do not determine.
 
     Notes
     -----
@@ -164,9 +164,9 @@ def flops(
     Parameters
     ----------
     problem : Problem
-        What is asked, as for ``modelled``.
+        Problem, as for ``modelled``.
     kind : {"forward", "backward"}
-        Which pass.
+        Pass to count.
     density : float or None
         As for ``modelled``.
     algorithm : str
@@ -211,9 +211,9 @@ def explained(
     Parameters
     ----------
     problem : Problem
-        What is asked.
+        Problem of the call.
     operands : Operands
-        The arrays; only masks and sizes are looked at.
+        Arrays of the call; only masks and sizes are read.
     forward_tile, backward_tile : (int, int)
         Queries and keys of a tile of each pass.
     heads_per_tile : int

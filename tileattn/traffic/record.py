@@ -1,4 +1,4 @@
-"""Memory traffic: reads and writes of slow memory, and a record of those that really happened."""
+"""Memory traffic: reads and writes of slow memory, and a recorder of actual ones."""
 
 import threading
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 
 @contextmanager
 def recorded() -> Iterator[Traffic]:
-    """Count the blocks that the NumPy backend really loads and stores.
+    """Record the blocks that the NumPy backend loads and stores.
 
     Yields
     ------
@@ -67,9 +67,9 @@ def recorded() -> Iterator[Traffic]:
 
     Notes
     -----
-    Only calls of ``backend="numpy"`` made inside the block count, not those that other threads make
-    meanwhile. Of two blocks, one in the other, the inner one counts. Counted are the arrays that
-    ``tileattn.traffic`` models, not masks, bias, dlse and sinks.
+    Only calls of ``backend="numpy"`` inside the block count, not calls of other threads meanwhile.
+    Of nested blocks, the inner one counts. Masks, bias, dlse and sinks are not counted, as in the
+    model.
 
     Examples
     --------

@@ -31,7 +31,7 @@ class TileCounts(NamedTuple):
     keys, rows : int
         Keys of all parts with query blocks outside; queries of all parts with key blocks outside.
     held : array of bool
-        Which key blocks have a tile.
+        True for key blocks with a tile.
     """
 
     visited: int
@@ -43,7 +43,7 @@ class TileCounts(NamedTuple):
 
 
 def count_tiles(masks: Sequence[AttentionMask], tile: tuple[int, int]) -> list[TileCounts]:
-    """Count the tiles of masks that differ in nothing but their windows.
+    """Count the tiles of masks that differ only in their windows.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The arrays of a call as the kernels for CPUs read and write them."""
+"""The input arrays of a call, in the layout that the kernels read."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from tileattn.kernels.llvm.params import EMPTY, FULL, UNKNOWN
 
 Array = NDArray[Any]
 
-_MOST_BLOCKS = 1 << 24  # of a function, of which more are not listed
+_MOST_BLOCKS = 1 << 24  # blocks of a mask_mod; above, one unknown block covers everything
 
 
 def as_batch(P: Problem, x: Operands) -> Problem:
-    """View packed sequences as batch entries as long as the longest; others are such already."""
+    """Return the problem with packed sequences as batch entries of the greatest length."""
     if x.packing is None:
         return P
     Nq, Nk = x.packing.longest(P.Nq, P.Nk)
@@ -29,7 +29,7 @@ def as_batch(P: Problem, x: Operands) -> Problem:
 
 
 def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
-    """Give the arrays that both passes read, by the name of their field."""
+    """Return the arrays that both passes read, by the name of their field."""
     arrays = {name: contiguous(getattr(x, name)) for name in ("q", "k", "v")}
     for name in ("kv_lengths", "q_offset"):
         arrays[name] = contiguous(getattr(x, name))
@@ -53,7 +53,7 @@ def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
 
 
 def aux_table(aux: Sequence[Array], more: Sequence[int] = ()) -> Array:
-    """Write down each array's address, and for each axis length and stride; then more numbers."""
+    """Tabulate the address of each array, length and stride of each axis; then more numbers."""
     numbers: list[int] = []
     for x in aux:
         numbers += [address_of(x), *itertools.chain(*zip(x.shape, x.strides, strict=True))]
@@ -61,7 +61,7 @@ def aux_table(aux: Sequence[Array], more: Sequence[int] = ()) -> Array:
 
 
 def block_size(P: Problem, x: Operands) -> tuple[int, ...]:
-    """Give the queries and keys of a block, where there are blocks."""
+    """Return the queries and keys of a block; () without a block mask or mask_mod."""
     if x.block_mask is not None:
         return x.block_mask.block_size
     if P.mask_mod is None:
@@ -71,7 +71,7 @@ def block_size(P: Problem, x: Operands) -> tuple[int, ...]:
 
 
 def _blocks(P: Problem, x: Operands) -> dict[str, Array]:
-    """Give the blocks of the block mask, or of the function; of both, what the first knows."""
+    """Return the kinds of the blocks of the block mask or the mask_mod, combined if both."""
     mask = x.block_mask
     if mask is not None:
         kinds, bits = once(mask, "partial", lambda: partial_blocks(mask))
@@ -88,7 +88,7 @@ def _blocks(P: Problem, x: Operands) -> dict[str, Array]:
 
 
 def contiguous(x: Array) -> Array:
-    """Return the array, or a copy of it if its last axis is not contiguous, or nothing aligned."""
+    """Return the array, or a copy if it is unaligned or its last axis is not contiguous."""
     if (x.strides[-1] == x.itemsize or x.shape[-1] <= 1) and x.flags.aligned:
         return x
     return x.copy("C")

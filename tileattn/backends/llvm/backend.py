@@ -1,4 +1,4 @@
-"""NumPy arrays: machine code that llvmlite makes for this CPU, on threads without the GIL."""
+"""The LLVM backend: kernels compiled for this CPU, on threads without the GIL."""
 
 import functools
 import importlib.util
@@ -36,16 +36,16 @@ _MIN_BF16_ROWS = 16  # query rows of a key head; calls with fewer are faster in 
 class LlvmBackend:
     """Attention on NumPy arrays, by kernels that LLVM compiles.
 
-    Gradients of q, k and v are computed whether they are asked for or not.
+    Gradients of q, k and v are always computed.
 
     Parameters
     ----------
     target : Target or None
-        What kernels are compiled for; None is this CPU.
+        CPU to compile for; None is this CPU.
     kernel : str or None
-        The forward kernel that runs every problem; None chooses one for each.
+        Forward kernel for every problem; None chooses for each.
     split_keys : int
-        Keys of a split of the decoding kernel; bits of results depend on it.
+        Keys in a split of the decoding kernel; the bits of results depend on it.
     """
 
     name = "llvm"
@@ -57,29 +57,29 @@ class LlvmBackend:
 
     @property
     def target(self) -> Target:
-        """What kernels are compiled for."""
+        """CPU that kernels are compiled for."""
         return self._target or host()
 
     def targets_of(self, P: Problem) -> tuple[Target, ...]:
-        """Choose what the kernels of a problem are compiled for; later ones if that has to be."""
+        """Return the targets of a problem; the second computes key heads that the first skips."""
         found = bf16_host() if self._target is None and _uses_bf16_matmuls(P) else None
         return (self.target,) if found is None else (found, self.target)
 
     def few_queries(self, P: Problem) -> int:
-        """Give the most queries of a sequence that the decoding kernel takes."""
+        """Return the most queries per sequence that the decoding kernel takes."""
         few = {None: few_queries(P.group), "decode": _LONGEST, "forward": 0}
         return few[self._kernel]
 
     def owns(self, x: Any) -> bool:
-        """Whether ``x`` is a NumPy array, and no masked array or matrix."""
+        """Return True for a NumPy array that is no masked array or matrix."""
         return is_array(x)
 
     def unavailable(self) -> str | None:
-        """Why the backend cannot run here: without llvmlite, or on an old CPU."""
+        """Return why the backend cannot run here: no llvmlite, or an old CPU."""
         return _unavailable()
 
     def why_not(self, problem: Problem) -> str | None:
-        """Why a problem is not supported."""
+        """Return why a problem is not supported."""
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > _LONGEST:
@@ -87,14 +87,14 @@ class LlvmBackend:
         return None
 
     def prepare(self, problem: Problem) -> PreparedCall:
-        """Give what runs the calls of one signature, and remembers their parameters."""
-        # Of a subclass, the methods may be others than those below.
+        """Return the prepared call of one signature, which remembers its parameters."""
+        # A subclass may override forward and backward.
         return (LlvmCall if type(self) is LlvmBackend else PreparedCall)(self, problem)
 
     def forward(self, problem: Problem, operands: Operands, out: Array | None) -> Attention:
         """Compute attention.
 
-        Not on the path of ``tileattn.forward``, which calls `LlvmCall.forward`.
+        ``tileattn.forward`` calls `LlvmCall.forward` directly.
         """
         return LlvmCall(self, problem).forward(operands, out)
 
@@ -114,7 +114,7 @@ class LlvmBackend:
         return call.backward(operands, dout, attention, dlse, deterministic, workspace)
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
-        """Say what would run; of the arrays only the options are looked at."""
+        """Describe what would run; reads only the option arrays."""
         P, target, batch = problem, self.targets_of(problem)[0], as_batch(problem, operands)
         kernel = "decode" if batch.Nq <= self.few_queries(P) else "forward"
         width = target.width(P.accum_dtype.itemsize)
@@ -164,7 +164,7 @@ def _unavailable() -> str | None:
 
 
 def _what_is_missing() -> str | None:
-    """Say why llvmlite does not compile kernels for this CPU."""
+    """Return why llvmlite cannot compile kernels for this CPU; None if it can."""
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed: pip install llvmlite"
     from llvmlite import __version__ as version

@@ -1,4 +1,4 @@
-"""The calls of one signature: what the layout of their arrays decides is worked out once."""
+"""Prepared calls of one signature: everything that depends on array layouts is kept."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,14 +34,14 @@ _PLAIN = ("q", "k", "v", "out", "lse", "kv_lengths", "q_offset")
 
 
 class LlvmCall(PreparedCall):
-    """The calls of one signature on NumPy arrays; addresses are looked at in each.
+    """Calls of one signature on NumPy arrays; only addresses change from call to call.
 
     Parameters
     ----------
     backend : LlvmBackend
-        Whose calls they are.
+        Backend of the calls.
     problem : Problem
-        What is asked.
+        Problem of the calls.
     """
 
     of_any_lengths = True
@@ -53,7 +53,7 @@ class LlvmCall(PreparedCall):
         self._executables: dict[Any, Executable] = {}
 
     def forward(self, operands: Operands, out: Array | None) -> Attention:
-        """Compute attention; ``out`` is written in one go, after everything else has succeeded."""
+        """Compute attention; ``out`` is written at once, after everything else has succeeded."""
         P, operands = self.problem, _aligned(operands)
         result = Attention(
             np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
@@ -98,7 +98,7 @@ class LlvmCall(PreparedCall):
         }
         if batch.Nk > SECTION:
             arrays |= _dq_sums(batch, arrays["dq_accum"])
-        if large and len(targets) > 1:  # their sums have the order of those of the split
+        if large and len(targets) > 1:  # in float32, as `_split_large_rows`
             groups = saved.large.reshape(P.B, P.Hkv, P.group * P.Nq)
             arrays["unusual"] = groups.any(axis=-1).astype(np.int64)
         dbias = bias_sums(P, x.bias) if x.wants("bias") else None
@@ -120,7 +120,7 @@ class LlvmCall(PreparedCall):
             )
 
     def _kernels(self, x: Operands) -> Iterator[tuple[str, tuple[Target, ...]]]:
-        """Name the forward kernels that run, with their targets: both where sequences differ so."""
+        """Yield the forward kernels that run, and their targets; packed lengths may need both."""
         queries = [self.problem.Nq] if x.packing is None else x.packing.sizes[1].tolist()
         few = {n <= self._few for n in queries}
         if True in few:
@@ -136,7 +136,7 @@ class LlvmCall(PreparedCall):
         targets: tuple[Target, ...],
         few: int = 0,
     ) -> Executable:
-        """Run a module for the first target; for the next, where key heads are left to it."""
+        """Run a module for the first target, and for the next if key heads are left to it."""
         if len(targets) > 1 and "unusual" not in arrays:
             P = self.problem
             arrays = {**arrays, "unusual": np.zeros((P.B, P.Hkv), np.int64)}
@@ -150,10 +150,10 @@ class LlvmCall(PreparedCall):
     def _executable(
         self, name: str, target: Target, x: Operands, arrays: Mapping[str, Array], few: int
     ) -> Executable:
-        """Find or make it.
+        """Look up or build the executable of a module for these layouts.
 
-        An array that is not aligned was copied, and has other strides. Of the lengths the number of
-        splits matters, which follows from that of this problem.
+        Copies of unaligned arrays have other strides. Lengths matter only through the number of
+        splits.
         """
         aux = tuple((array.dtype.name, array.shape) for array in x.aux)
         learning = name == "backward" and x.wants("aux")
@@ -171,17 +171,17 @@ class LlvmCall(PreparedCall):
         return executable
 
     def _is_plain(self, x: Operands, arrays: Mapping[str, Array], out: Array | None) -> bool:
-        """Whether calls of this signature have no other arrays, and theirs are read as they lie."""
+        """Return True if calls of this signature read only q, k and v, and in place."""
         if len(arrays) > len(_PLAIN) or any(arrays[name] is not getattr(x, name) for name in "qkv"):
             return False
-        # Of the inputs that out must not overlap, a cached call looks at q, k and v.
+        # CachedForward checks that out overlaps none of q, k and v, but no other input.
         return out is None or not self.problem.enabled_options & {"kv_lengths", "q_offset"}
 
     def _split_large_rows(self, x: Operands, saved: Residuals) -> None:
-        """Split the logsumexp of large rows, as ``spec.renormalise``: its text on whole arrays.
+        """Split the logsumexp of large rows, as ``spec.renormalise``, but for whole arrays.
 
-        Values are the norms of the keys. Scores are those of both passes to the bit, for each of
-        their sums has one order.
+        The values of this forward pass are the norms of the keys. Its scores are bitwise identical
+        to the scores of both passes: their sums have one order.
         """
         P = self.problem
         with np.errstate(all="ignore"):
@@ -205,18 +205,18 @@ class LlvmCall(PreparedCall):
 
 
 class CachedForward:
-    """The forward pass of calls of one signature whose arrays are q, k, v and out alone.
+    """The forward pass of calls of one signature with no arrays but q, k, v and out.
 
     Parameters
     ----------
     executable : Executable
-        What an earlier call has run.
+        Executable of an earlier call.
     P : Problem
-        What is asked.
+        Problem of the calls.
     arrays : mapping of str to array
-        Those of that call.
+        Arrays of that call.
     out : array or None
-        Has the layout of the caller's.
+        An array with the layout of the caller's ``out``.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class CachedForward:
         options: Options,  # noqa: ARG002 - without arrays, and so the same in all calls
         out: Array | None,
     ) -> Attention | None:
-        """Run it; None where an array is not aligned, or out may be none to write to."""
+        """Run the call; return None if an array is unaligned or ``out`` cannot be written."""
         q, k, v = rows
         inputs = at_q, at_k, at_v = address_of(q), address_of(k), address_of(v)
         if (at_q | at_k | at_v) & self._beyond:
@@ -249,14 +249,14 @@ class CachedForward:
 
 
 def _dq_sums(P: Problem, dq: Array) -> dict[str, Array]:
-    """Make what dQ of several sections of keys is summed in, and the section of each tile."""
+    """Allocate the compensated sums of dQ over sections of keys, and the section of each tile."""
     tiles = P.B, P.Hq, -(-P.Nq // ROWS)
     sums = {name: np.zeros(dq.shape, dq.dtype) for name in ("dq_high", "dq_low")}
     return sums | {"dq_section": np.zeros(tiles, np.int64)}
 
 
 def _aligned(x: Operands) -> Operands:
-    """Copy the arrays of the caller's own functions that are not aligned."""
+    """Copy the unaligned arrays of ``aux``."""
     if all(array.flags.aligned for array in x.aux):
         return x
     return x._replace(aux=tuple(a if a.flags.aligned else a.copy() for a in x.aux))

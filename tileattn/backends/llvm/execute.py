@@ -1,4 +1,4 @@
-"""Runs the kernels for CPUs: keeps their parameters, and lends each thread scratch memory."""
+"""Pack the parameters of a kernel and launch it on threads with scratch memory."""
 
 import ctypes
 import functools
@@ -21,10 +21,10 @@ from tileattn.kernels.llvm.sizes import scratch_bytes
 from tileattn.kernels.llvm.target import Target
 from tileattn.kernels.llvm.user_functions import Functions
 
-_END = 1 << 62  # beyond all tasks
-_FAR = 1 << 61  # further than positions may be from one another
+_END = 1 << 62  # past all tasks
+_FAR = 1 << 61  # an open side of the window
 _ALIGNMENT = 64
-_KEPT = 1 << 24  # bytes of scratch memory that outlast a call
+_KEPT = 1 << 24  # bytes; larger scratch memory is freed after a call
 
 _SLOT = {name: slot for slot, name in enumerate(ARRAYS)}
 _COUNTER = COUNTER // 8
@@ -32,22 +32,22 @@ _Block = ctypes.c_int64 * (_COUNTER + 1)
 
 
 class Executable:
-    """The functions of a module, with all their parameters but the addresses.
+    """The functions of a module, with packed parameters except the addresses.
 
     Parameters
     ----------
     name : str
-        Of the module.
+        Name of the module.
     target : Target
-        What it is compiled for.
+        CPU to compile for.
     P : Problem
-        What is asked.
+        Problem of the calls.
     arrays : mapping of str to array
-        Have the layouts of those that each call brings.
+        Arrays with the layouts of every later call.
     division : Division
-        How the work is divided.
+        Tasks, and the parameters that describe them.
     own : Functions
-        The caller's own.
+        Functions of the caller.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class Executable:
         )
 
     def run(self, arrays: Mapping[str, Array], aux: Sequence[Array] = ()) -> None:
-        """Run the functions one after the other."""
+        """Run the functions in order."""
         pointers = [0] * len(_SLOT)
         for name, array in arrays.items():
             pointers[_SLOT[name]] = address_of(array)
         self.start(pointers, (arrays, aux))
 
     def start(self, pointers: list[int], arrays: Any) -> None:
-        """Do the same, given the addresses that the parameter block begins with.
+        """Run the functions, given the addresses at the start of the parameter block.
 
-        Threads know the addresses alone, so the arrays are to be held until all is done.
+        Threads know only addresses, so ``arrays`` are held until the end.
         """
         workspace = self._workspace()
         places = [(_SLOT[name], address_of(array)) for name, array in workspace.items()]
@@ -101,10 +101,10 @@ class Executable:
                 self._share(function, block, grid, (arrays, workspace))
 
     def _share(self, function: Function, block: Any, grid: Grid, arrays: Any) -> None:
-        """Let threads, of which this is one, take tasks until there are none.
+        """Let this and other threads take tasks until none is left.
 
-        No thread waits for one that does not run: who adds to dQ first has taken its task first.
-        After an interrupt the others may still be at theirs, and keep the arrays.
+        No task waits for a task that has not started: tasks that add to dQ first are taken first.
+        After an interrupt the other threads may still run, and hold the arrays.
         """
 
         def work(_: Any = arrays) -> None:
@@ -116,7 +116,7 @@ class Executable:
         threads.together(work, min(threads.worker_count(), grid.threads), stop)
 
     def _work(self, function: Function, block: Any, tasks: int) -> None:
-        """Take tasks until there are none."""
+        """Take tasks until none is left."""
         idle = _idle.buffers
         scratch = idle.pop() if idle else _Scratch(0)
         if scratch.size < self._scratch_bytes:
@@ -130,7 +130,7 @@ class Executable:
 
 @functools.cache
 def _functions(module: Module) -> tuple[Function, ...]:
-    """Return the functions of a module; compiled where no interrupt leaves LLVM in the middle."""
+    """Return the functions of a module; no interrupt stops LLVM in the middle."""
     return threads.uninterrupted(functools.partial(_compiled, module))
 
 
@@ -145,7 +145,7 @@ def _compiled(module: Module) -> tuple[Function, ...]:
 
 
 def _numbers(P: Problem) -> dict[str, Any]:
-    """Give the parameters that are no arrays."""
+    """Return the parameters that are numbers."""
     left, right = (_FAR if side is None else min(side, _FAR) for side in P.window)
     names = ("B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "scale")
     fields: dict[str, Any] = {name: getattr(P, name) for name in names}
@@ -164,7 +164,7 @@ def _numbers(P: Problem) -> dict[str, Any]:
 
 
 class _Scratch:
-    """Memory for the tiles of one worker."""
+    """Aligned memory for the tiles of one worker."""
 
     def __init__(self, size: int) -> None:
         self._memory = np.empty(size + _ALIGNMENT, np.uint8)
@@ -174,7 +174,7 @@ class _Scratch:
 
 
 class _Idle(threading.local):
-    """Scratch memory that no call of the current thread uses now; kept from call to call."""
+    """Unused scratch memory of the current thread, kept from call to call."""
 
     def __init__(self) -> None:
         self.buffers: list[_Scratch] = []

@@ -1,4 +1,4 @@
-"""Where the kernels for CPUs sum the gradients of a bias, and of the arrays of functions."""
+"""Sums for the gradients of a bias and of ``aux``: their layout, and their totals."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,18 +13,18 @@ from tileattn.call.problem import Operands, Problem
 from tileattn.expressions.nodes import Node
 from tileattn.kernels.llvm.params import DBIAS_OF_KEYS, DBIAS_OF_ROWS, DBIAS_OF_TILES
 
-_BYTES = 8  # of a sum of elements
+_BYTES = 8  # bytes of a float64 sum
 
 
 class Layout(NamedTuple):
-    """How the gradient of the elements that one node reads is summed.
+    """How the gradient of the elements that one node reads is summed over tasks.
 
     Parameters
     ----------
     sharing : tuple of bool
-        Whether batch entries share sums, and whether heads do.
+        True if batch entries share sums; True if heads do.
     own_bytes : int
-        What a task takes for sums of its own.
+        Bytes of the private sums of a task; 0 without.
     """
 
     node: Node
@@ -35,11 +35,11 @@ class Layout(NamedTuple):
 
 
 def layouts(P: Problem, x: Operands) -> list[Layout]:
-    """Lay out the sums of all elements whose gradients are asked for.
+    """Lay out the sums of all elements whose gradients are computed.
 
-    Tasks add to the sums of the array themselves where no other does, or in order: a task has all
-    queries of some keys, and adds to those of one query after the tasks of earlier keys, head by
-    head.
+    A task has all queries of some keys. It adds directly to the array's sums if no other task adds
+    to the same elements, or if tasks add in order: to the elements of one query, after the tasks of
+    earlier keys. Otherwise it has private sums.
     """
     found = []
     learned = learned_elements(P.score_mod) if P.score_mod and x.wants("aux") else ()
@@ -54,12 +54,12 @@ def layouts(P: Problem, x: Operands) -> list[Layout]:
 
 
 def element_sums(found: Sequence[Layout]) -> dict[str | Node, ParameterSums]:
-    """Make the sums."""
+    """Allocate the sums."""
     return {x.node: ElementSums(x.shape, x.names) for x in found}
 
 
 def places(found: Sequence[Layout], sums: Mapping[Any, Any]) -> list[int]:
-    """Say where the sums of each element are, and where a task has its own."""
+    """Return, for each layout, the address of its sums and the offset of private sums, or -1."""
     numbers, at = list[int](), 0
     for x in found:
         numbers += [address_of(sums[x.node].sums), at if x.own_bytes else -1]
@@ -68,7 +68,7 @@ def places(found: Sequence[Layout], sums: Mapping[Any, Any]) -> list[int]:
 
 
 def sharing(P: Problem, x: Operands) -> dict[str, int]:
-    """Say how dbias is summed, and which key heads share a task."""
+    """Return the parameters for how dbias is summed, and which key heads share a task."""
     kind, over_batch, over_heads = 0, False, False
     if x.bias is not None and x.wants("bias"):
         b, h, n, m = x.bias.shape
@@ -91,7 +91,7 @@ def sharing(P: Problem, x: Operands) -> dict[str, int]:
 
 
 def bias_sums(P: Problem, bias: Array | None) -> Array | None:
-    """Make what dbias is summed in."""
+    """Allocate the sums of dbias."""
     if bias is None:
         return None
     b, h, n, m = bias.shape
@@ -103,7 +103,7 @@ def bias_sums(P: Problem, bias: Array | None) -> Array | None:
 
 
 def bias_gradient(bias: Array, sums: Array) -> Array:
-    """Sum over the axes along which the bias is broadcast."""
+    """Sum over the broadcast axes of the bias."""
     axes = tuple(axis for axis in range(4) if bias.shape[axis] != sums.shape[axis])
     total = sums.sum(axis=axes, keepdims=True, dtype=np.float64) if axes else sums
     return total.astype(bias.dtype, copy=False)

@@ -1,4 +1,4 @@
-"""How the work of a kernel is divided into tasks, and which parameters say so."""
+"""Divide the work of a kernel into tasks; return the parameters that describe them."""
 
 from collections.abc import Callable, Container
 from dataclasses import replace
@@ -14,32 +14,32 @@ from tileattn.kernels.llvm.params import BF16_ARRAYS, BF16_TRANSPOSES
 from tileattn.kernels.llvm.sizes import BLOCK, DECODE_ROWS, ROWS, TERMS, padded, state_bytes
 from tileattn.kernels.llvm.target import Target
 
-_SERIAL_WORK = 1 << 22  # multiply-adds up to which starting a thread costs more than it brings
-_READ = 3  # multiply-adds that an element of K or V counts as: threads share the bandwidth
-_QUOTA = 1 << 31  # multiply-adds, a few hundredths of a second, after which a kernel may be left
+_SERIAL_WORK = 1 << 22  # multiply-adds; below, a thread costs more than it saves
+_READ = 3  # multiply-adds per element of K or V read: threads share the bandwidth
+_QUOTA = 1 << 31  # multiply-adds, some 0.03 s, between two chances to interrupt a kernel
 
 
 class Grid(NamedTuple):
-    """The work of one function."""
+    """The tasks of one function."""
 
     tasks: int
-    threads: int  # that may share them
+    threads: int  # maximum that share them
     quota: int  # tasks that a thread takes at a time
 
 
 class Division(NamedTuple):
-    """The work of a module.
+    """The tasks of a module.
 
     Parameters
     ----------
     values : dict of str to int
-        Parameters.
+        Parameters for the kernel.
     grids : list of Grid
-        One for each function.
+        Tasks of each function.
     workspace : callable
-        Makes the memory of a call.
+        Allocates the workspace arrays of a call.
     own_bytes : int
-        What a worker needs beside its tiles.
+        Bytes that a worker needs beside its tiles.
     """
 
     values: dict[str, int]
@@ -49,13 +49,13 @@ class Division(NamedTuple):
 
 
 def forward_work(P: Problem, kernel: str = "forward") -> int:
-    """Count the multiply-adds of a forward kernel, or what takes as long."""
+    """Return the work of a forward kernel in multiply-adds, memory reads included."""
     reads = P.B * P.Hkv * P.Nk * (P.D + P.Dv) if kernel == "decode" else 0
     return P.B * P.Hq * P.Nq * P.Nk * (P.D + P.Dv) + _READ * reads
 
 
 def is_parallel(work: int) -> bool:
-    """Whether so many multiply-adds are enough work for threads."""
+    """Return True if ``work`` multiply-adds are enough for several threads."""
     return work > _SERIAL_WORK
 
 
@@ -70,7 +70,7 @@ def divide(
 ) -> Division:
     """Divide the work of a kernel that reads the named arrays.
 
-    A forward kernel takes the sequences of up to ``few`` queries, or the others.
+    The decoding kernel takes the sequences of up to ``few`` queries, the forward kernel the rest.
     """
     if kernel == "decode":
         division = _decode(replace(P, Nq=min(P.Nq, few)), target, x, split_keys)
@@ -107,13 +107,13 @@ def _transposes(P: Problem, kernel: str, target: Target) -> dict[str, Array]:
 
 
 def _forward(P: Problem, target: Target, _: Operands) -> Division:
-    """Let a task have the rows of a block."""
+    """Make a task of each block of rows."""
     blocks = -(-P.group * P.Nq // target.width(P.accum_dtype.itemsize))
     return Division({"blocks": blocks}, [_grid(P.B * P.Hkv * blocks, forward_work(P))], dict)
 
 
 def _decode(P: Problem, target: Target, x: Operands, split_keys: int) -> Division:
-    """Let a task have the rows of a block and the keys of a split."""
+    """Make a task of each block of rows and split of keys."""
     rows, count = P.group * P.Nq, splits(P, x, split_keys)
     blocks = -(-rows // DECODE_ROWS)
     groups = P.B * P.Hkv * blocks
@@ -132,7 +132,7 @@ def _decode(P: Problem, target: Target, x: Operands, split_keys: int) -> Divisio
 
 
 def splits(P: Problem, x: Operands, keys: int) -> int:
-    """Count the splits of so many keys that the keys of one block of rows reach, at most."""
+    """Return the most splits of ``keys`` keys that a block of rows attends to."""
     longest = int(x.kv_lengths.max(initial=0))
     left, right = P.window
     if left is None:
@@ -142,7 +142,7 @@ def splits(P: Problem, x: Operands, keys: int) -> int:
 
 
 def _backward(P: Problem, target: Target, x: Operands) -> Division:
-    """Let a task have the keys of a block, and before and after it some rows."""
+    """Make a task of each key block, and of each block of rows before and after."""
     blocks = -(-P.Nk // target.width(P.accum_dtype.itemsize))
     tasks, shared = P.B * P.Hkv * blocks, sharing(P, x)
 

@@ -1,4 +1,4 @@
-"""NumPy arrays: runs the specification, blocks in parallel on threads."""
+"""The NumPy backend: runs the specification, with blocks in parallel on threads."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,26 +18,26 @@ from tileattn.call.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
 
-# Measured. Few large NumPy calls beat many small ones: each releases
-# the interpreter lock and waits for it. Along a boundary, low tiles compute fewer masked-out pairs.
-_FORWARD = (1, (384, 1024))  # heads of a task, queries and keys of a tile
+# Few large NumPy calls beat many small ones: each releases the interpreter lock and waits for it.
+# At a window's boundary, tiles with few rows compute fewer masked-out pairs.
+_FORWARD = (1, (384, 1024))  # heads of a task; queries and keys of a tile
 _FORWARD_BANDED = (4, (128, 1024))
 _BACKWARD_ROWS = 512
-_BACKWARD_KEYS = 1 << 15  # elements of a key block: 512 keys for D = 64, 256 for D = 128
+_BACKWARD_KEYS = 1 << 15  # elements in a key block: 512 keys for D = 64, 256 for D = 128
 
-_SERIAL_WORK = 1 << 23  # multiply-adds up to which starting a thread costs more than it brings
+_SERIAL_WORK = 1 << 23  # multiply-adds; below, a thread costs more than it saves
 
 
 Result = TypeVar("Result")
 
 
 class Workers(Executor):
-    """Runs the tasks of one call on threads, or here where there is little to do.
+    """Runs the tasks of one call on threads; small calls run on the calling thread.
 
     Parameters
     ----------
     problem : Problem
-        What is asked.
+        Problem of the call.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -46,7 +46,7 @@ class Workers(Executor):
         self._small_scores: dict[int, bool | Array] = {}
 
     def compute(self, work: Callable[..., Result]) -> Result:
-        """Do ``work(executor=self)``, here and with one BLAS thread where there is little to do."""
+        """Return ``work(executor=self)``; a small call holds BLAS to one thread as a whole."""
         if self._parallel:
             return work(executor=self)
         results: list[Result] = []
@@ -54,7 +54,7 @@ class Workers(Executor):
         return results[0]
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Run the tasks; they start in this order."""
+        """Run the tasks, started in this order."""
         if self._parallel:
             threads.run([partial(self._run, task) for task in tasks], within=single_threaded)
         else:
@@ -66,14 +66,14 @@ class Workers(Executor):
             task(TileMemory(self.dtype, scratch, self._small_scores, self._sums))
 
     def ordered_sums(self, tasks: int) -> threads.OrderedSums:
-        """Make the order of sums that so many tasks add to."""
+        """Return the order in which ``tasks`` tasks add to shared sums."""
         return threads.OrderedSums(tasks)
 
 
 def is_array(x: Any) -> bool:
-    """Whether ``x`` is a NumPy array.
+    """Return True for a NumPy array.
 
-    Masked arrays are refused, for their mask would be lost, and matrices, which have two axes.
+    Masked arrays are refused, whose mask would be lost, and matrices, which have two axes.
     """
     return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray | np.matrix)
 
@@ -84,8 +84,8 @@ class NumpyBackend:
     Parameters
     ----------
     forward_tile, backward_tile : (int, int) or None
-        Queries and keys of a tile; None stands for what measures best. Results do not depend on
-        them, up to rounding.
+        Queries and keys of a tile; None for the fastest known. Results depend on them only by
+        rounding.
     """
 
     name = "numpy"
@@ -99,19 +99,19 @@ class NumpyBackend:
         self.backward_tile = backward_tile
 
     def owns(self, x: Any) -> bool:
-        """Whether ``x`` is a NumPy array, and no masked array or matrix."""
+        """Return True for a NumPy array that is no masked array or matrix."""
         return is_array(x)
 
     def unavailable(self) -> str | None:
-        """Why the backend cannot run here: it always can."""
+        """Return None: the backend always runs."""
         return None
 
     def why_not(self, problem: Problem) -> str | None:  # noqa: ARG002 - the protocol's argument
-        """Why a problem is not supported: every one is."""
+        """Return None: every problem is supported."""
         return None
 
     def forward(self, problem: Problem, operands: Operands, out: Array | None) -> Attention:
-        """Compute attention; ``out`` is written in one go, after everything else has succeeded."""
+        """Compute attention; ``out`` is written at once, after everything else has succeeded."""
         together, tile = self._forward_tile(problem)
         compute = partial(spec.forward, problem, operands, tile, together=together)
         result = Workers(problem).compute(compute)
@@ -134,7 +134,7 @@ class NumpyBackend:
         return Workers(problem).compute(compute)
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
-        """Say what would run; of the arrays only the options are looked at."""
+        """Describe what would run; reads only the option arrays."""
         together, (fq, fk) = self._forward_tile(problem)
         bq, bk = self._backward_tile(problem)
         tiles, moved, traffic = explained(problem, operands, (fq, fk), (bq, bk))
@@ -159,7 +159,7 @@ class NumpyBackend:
         )
 
     def _forward_tile(self, problem: Problem) -> tuple[int, tuple[int, int]]:
-        """Heads of a task, and queries and keys of a tile; sizes and windows alone decide."""
+        """Return the heads of a task, and the queries and keys of a tile."""
         if self.forward_tile:
             return 1, self.forward_tile
         return _FORWARD if problem.window == (None, None) else _FORWARD_BANDED
@@ -170,6 +170,6 @@ class NumpyBackend:
 
 
 def _is_parallel(P: Problem) -> bool:
-    """Whether there is enough work for threads."""
+    """Return True if there is enough work for several threads."""
     pairs = P.B * P.Hq * P.Nq * P.Nk // max(1, P.sequences or 1)
     return pairs * (P.D + P.Dv) > _SERIAL_WORK

@@ -1,4 +1,4 @@
-"""BLAS: one thread for each worker while a call runs, and its own number afterwards."""
+"""Hold NumPy's BLAS to one thread for each worker while a call runs."""
 
 import os
 import threading
@@ -14,19 +14,19 @@ import threadpoolctl
 
 
 class Limit:
-    """Holds libraries to one thread from the first call that enters to the last that leaves.
+    """Holds libraries to one thread while some call is inside.
 
     Parameters
     ----------
     find : callable
-        Returns the libraries; called when the first call enters, for the search is slow.
+        Returns the libraries; first called when a call enters, because the search is slow.
 
     Notes
     -----
-    In the main thread a ``KeyboardInterrupt`` may arise between any two steps, those of a
-    ``finally`` too, and a signal handler may enter again. So nothing is counted: what to do
-    follows from which calls are inside, and whoever was cut short takes the same steps again.
-    For the same reason no lock is used, which could stay held: `_take` and `_give` may be repeated.
+    In the main thread a ``KeyboardInterrupt`` may arise between any two bytecodes, even in a
+    ``finally``, and a signal handler may enter again. So there is no counter: the state follows
+    from the set of calls inside, and an interrupted call repeats its steps. There is no lock
+    either, which could stay held: `_take` and `_give` may be repeated.
     """
 
     def __init__(self, find: Callable[[], list[Any]]) -> None:
@@ -47,7 +47,7 @@ class Limit:
         self._give()
 
     def leave(self, call: object) -> None:
-        """Let the libraries have their threads again after the last call; may be repeated."""
+        """Restore the threads of the libraries after the last call; may be repeated."""
         if call in self._inside or self._holder.get("thread") == get_ident():
             self._take()
             self._inside.pop(call, None)
@@ -67,7 +67,9 @@ class Limit:
             return
         libraries = self._find() if self._before else []
         for number, count in list(self._before.items()):
-            if libraries[number].get_num_threads() == 1:  # else somebody has set it meanwhile
+            if (
+                libraries[number].get_num_threads() == 1
+            ):  # otherwise another thread has set it meanwhile
                 _set(libraries[number], count)
             self._before.pop(number, None)
 
@@ -81,25 +83,25 @@ class Limit:
 
 
 class _OfThread(threading.local):
-    """The limit of the current thread, for libraries that have a number for each."""
+    """The limit of the current thread, for libraries with a thread count for each thread."""
 
     def __init__(self) -> None:
         self.limit = Limit(partial(_libraries, of_thread=True))
 
 
 def single_threaded(work: Callable[[], None]) -> None:
-    """Do some work while NumPy's BLAS is held to one thread.
+    """Run a function while NumPy's BLAS is held to one thread.
 
     Parameters
     ----------
     work : callable
-        What is to be done. Calls may overlap, and may be made by one another.
+        The function. Calls may overlap and nest.
 
     Notes
     -----
-    MKL, and OpenBLAS on OpenMP, have a number of threads for each thread that calls them. That of
-    OpenBLAS on its own threads, as in NumPy's wheels, is one of the process, so other threads
-    meet it while the work is done; ``openblas_set_num_threads_local`` changes the same number.
+    MKL, and OpenBLAS on OpenMP, have a thread count for each calling thread. OpenBLAS on its own
+    threads, as in NumPy's wheels, has one count for the process, which other threads see while
+    the function runs; ``openblas_set_num_threads_local`` changes the same count.
     """
     call = object()
     limits = (_of_process, _of_thread.limit) if _libraries(of_thread=True) else (_of_process,)
@@ -111,17 +113,17 @@ def single_threaded(work: Callable[[], None]) -> None:
         finally:
             for limit in limits:
                 limit.leave(call)
-    finally:  # once more, for an interrupt may have cut the first short
+    finally:  # again: an interrupt may have cut the first round short
         for limit in limits:
             limit.leave(call)
 
 
 @cache
 def _libraries(of_thread: bool) -> list[Any]:
-    """Find the BLAS libraries of NumPy with a number for each thread, or one of the process."""
+    """Return NumPy's BLAS libraries with a thread count for each thread, or for the process."""
     found = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
     root = Path(np.__file__).resolve().parent
-    bundled = [root, root.with_name("numpy.libs")]  # others in the process are none of our business
+    bundled = [root, root.with_name("numpy.libs")]  # leave the libraries of other packages alone
     own = [x for x in found if any(Path(x.filepath).is_relative_to(at) for at in bundled)]
     return [x for x in own or found if _has_number_for_each_thread(x) == of_thread]
 
@@ -133,7 +135,7 @@ def _has_number_for_each_thread(library: Any) -> bool:
 
 
 def _set(library: Any, count: int) -> None:
-    """Set the number; from 3.8 on, threadpoolctl's own method obeys one thread of the process."""
+    """Set the thread count; from 3.8 on, threadpoolctl's own method works in one thread only."""
     getattr(library, "_real_set_num_threads", library.set_num_threads)(count)
 
 

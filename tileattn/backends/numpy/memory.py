@@ -1,4 +1,4 @@
-"""Fast memory of a worker: buffers that stay in the cache, and what makes NumPy fast.
+"""Fast memory of a worker: reused buffers, and the shortcuts that make NumPy fast.
 
 Every load and store is reported to ``tileattn.traffic.record``.
 """
@@ -39,7 +39,7 @@ class Scratch:
 
 
 class _Idle(threading.local):
-    """Buffers that no call of the current thread uses now."""
+    """Unused buffers of the current thread."""
 
     def __init__(self) -> None:
         self.scratches: list[Scratch] = []
@@ -50,9 +50,9 @@ _idle = _Idle()
 
 @contextmanager
 def borrowed_scratch() -> Iterator[Scratch]:
-    """Lend tile buffers, kept by the thread from task to task, that nobody else uses meanwhile.
+    """Lend the thread's tile buffers to one task.
 
-    A predicate or a signal handler may call the package while a task runs: that call gets others.
+    A signal handler may call the package while a task runs: that call gets other buffers.
     """
     idle = _idle.scratches
     try:
@@ -60,7 +60,7 @@ def borrowed_scratch() -> Iterator[Scratch]:
     except IndexError:
         scratch = Scratch()
     yield scratch
-    idle.append(scratch)  # after an error they are let go
+    idle.append(scratch)  # dropped after an error
 
 
 class TileMemory(Memory):
@@ -69,19 +69,18 @@ class TileMemory(Memory):
     Parameters
     ----------
     dtype : numpy.dtype
-        In which sums are accumulated.
+        Accumulation dtype of tiles.
     scratch : Scratch
-        Buffers that no other task uses meanwhile.
+        Buffers of this task.
     small_scores : dict
-        What ``has_small_scores`` found for the groups of heads of this call, by their ``id``.
+        Results of ``has_small_scores`` by the ``id`` of the head group.
     sums : numpy.dtype or None
-        In which those over tiles are; ``dtype`` by default.
+        Dtype of sums over tiles; ``dtype`` by default.
 
     Notes
     -----
-    One more column lets a matrix product subtract a constant of each row: ``[Q, -lse] [K, 1]^T`` is
-    ``S - lse`` and ``[dO, -delta] [V, 1]^T`` is ``dP - delta``. That spares two passes over the
-    tile.
+    With one more column a matmul subtracts a constant of each row: ``[Q, -lse] [K, 1]^T`` is
+    ``S - lse`` and ``[dO, -delta] [V, 1]^T`` is ``dP - delta``. It saves two passes over the tile.
     """
 
     def __init__(
@@ -101,9 +100,9 @@ class TileMemory(Memory):
         return self._scratch.take(name, shape, self.dtype)
 
     def load(self, name: str, x: Array, scale: float | None = None) -> Array:
-        """Load a block; one that is ready for a matrix product is used where it is.
+        """Load a block; a block that BLAS can read is used in place.
 
-        Ready are blocks of the accumulation dtype with unit stride and rows that do not overlap.
+        BLAS reads blocks of the accumulation dtype with unit stride and rows that do not overlap.
         """
         record.read(name, x)
         row, column = x.strides[-2:]
@@ -153,7 +152,7 @@ class TileMemory(Memory):
     def row_state(
         self, heads: HeadGroup, rows: int, columns: int | None = None
     ) -> "BoundedRowState":
-        """Make the state of as many rows of each head; columns are those of v by default."""
+        """Return the state of ``rows`` rows of each head, with the columns of v by default."""
         small: bool | Array = False
         if columns is None:
             columns = heads.kv.Dv
@@ -164,13 +163,13 @@ class TileMemory(Memory):
         return BoundedRowState.made((*heads.q.shape[:2], rows), columns, self, small)
 
     def load_state(self, state: RowState) -> RowState:
-        """Report what FlashAttention's Algorithm 1 loads."""
+        """Report the loads of FlashAttention's Algorithm 1."""
         for name, x in (("out", state.acc), ("l", state.l), ("m", state.m)):
             record.read(name, x)
         return state
 
     def store_state(self, state: RowState) -> None:
-        """Report what FlashAttention's Algorithm 1 stores."""
+        """Report the stores of FlashAttention's Algorithm 1."""
         for name, x in (("out", state.acc), ("l", state.l), ("m", state.m)):
             record.write(name, x)
 
@@ -182,10 +181,10 @@ class TileMemory(Memory):
     def matmul_minus(
         self, name: str, a: Operand, b: Operand, between: Callable[[Array], None] | None = None
     ) -> Array:
-        """Compute ``between(a @ b.T) - a.constant``, by one more column where nothing is between.
+        """Compute ``between(a @ b.T) - a.constant``; without ``between``, by one more column.
 
-        Where some heads have a low word, all subtract theirs in two steps. Those without one then
-        get the bits that they have alone.
+        If some heads have a low word, the constant is subtracted in two steps; heads without one
+        then get the result of one more column, so their bits do not depend on other heads.
         """
         constant, left, right = a.constant, a.extended, b.extended
         if constant is None or left is None or right is None:
@@ -220,14 +219,14 @@ class TileMemory(Memory):
 
 @dataclass(slots=True)
 class BoundedRowState(RowState):
-    """A state that takes no maximum of rows whose scores are known to be small.
+    """A softmax state that computes no maximum for rows with small scores.
 
     Parameters
     ----------
     memory : TileMemory or None
-        Where a tile's weighted sum is kept for a moment; None takes new memory.
+        Buffer for the weighted sum of a tile; None allocates it.
     small : bool or array of bool, broadcastable to m
-        Rows whose scores are known to be small: their ``m`` stays 0.
+        Rows with small scores, whose ``m`` stays 0.
     """
 
     memory: TileMemory | None = None
@@ -237,7 +236,7 @@ class BoundedRowState(RowState):
     def made(
         cls, rows: tuple[int, ...], columns: int, memory: TileMemory, small: bool | Array
     ) -> "BoundedRowState":
-        """State of rows without any keys, in the memory's buffers."""
+        """Return the state of rows without any keys, in the memory's buffers."""
         m = np.full(rows, -np.inf, memory.dtype)
         if small is not False:
             m[...] = np.where(small, 0, m)
@@ -279,12 +278,12 @@ class BoundedRowState(RowState):
         if keep is not None:
             np.multiply(s, keep, out=s)
         if self.small is True:
-            visible = None  # all keys and values in reach are finite
+            visible = None  # small heads have finite keys and values
         self.l += total
         self.acc += self._weighted(s, v, visible)
 
     def finalize(self, dropout_scale: float = 1.0, out: Array | None = None) -> tuple[Array, Array]:
-        """Divide by the denominator, in the memory of ``acc`` where no other is given."""
+        """Divide by the denominator, in place of ``acc`` by default."""
         return RowState.finalize(self, dropout_scale, self.acc if out is None else out)
 
     def _weighted(self, p: Array, v: Array, visible: TileMask | None) -> Array:

@@ -1,4 +1,4 @@
-"""Heads whose scores are known to be small, so that no running maximum is needed."""
+"""Bound the scores of heads: heads with small scores need no running maximum."""
 
 import math
 from typing import Any
@@ -11,14 +11,14 @@ from tileattn.algorithm.residuals import row_norms
 
 Array = NDArray[Any]
 
-_MIN_QUERIES = 128  # from which a look at all norms costs less than the maxima of the tiles
+_MIN_QUERIES = 128  # from here on, all norms cost less than the maxima of the tiles
 
 _SAFE_EXPONENT = 30.0
-"""Scores within this of zero need no running maximum: exp(30) = 1e13, far from any overflow."""
+"""Scores up to this size need no running maximum: exp(30) = 1e13, far from overflow."""
 
 
 def has_small_scores(heads: HeadGroup) -> bool | Array:
-    """Say which heads have scores so small that ``m = 0`` is right for every row.
+    """Return which heads have scores so small that ``m = 0`` works for every row.
 
     Parameters
     ----------
@@ -28,17 +28,17 @@ def has_small_scores(heads: HeadGroup) -> bool | Array:
     Returns
     -------
     bool or array of bool, shape (Hkv, G, 1)
-        One bool where all heads agree.
+        One bool if all heads agree.
 
     Notes
     -----
-    By the Cauchy-Schwarz inequality, ``|scale * q . k| <= |scale| * max |q| * max |k|``. Only rows
-    and keys in reach of each other count, so that what nobody attends to cannot change a bit of the
-    result. The values count because ``acc`` is not yet divided.
+    By the Cauchy-Schwarz inequality, ``|scale * q . k| <= |scale| * max |q| * max |k|``. Only
+    queries and keys within the window count, so that hidden memory cannot change the bits of a
+    result. Values count because ``acc`` is not divided yet.
     """
     mask, window = heads.mask, heads.mask.window
     if window.Nq < _MIN_QUERIES or window.Nq * mask.Nk <= SMALL:
-        return False  # sizes decide, so that a head has the same bits alone and among others
+        return False  # only sizes decide: a head has the same bits in any batch
     if heads.score_mods or not mask.is_window:
         return False
     q = heads.q[..., slice(*window.query_range(0, mask.Nk)), :]
