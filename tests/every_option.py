@@ -250,10 +250,10 @@ def on_jax(transformed: Callable[[Any], Any] = lambda function: function) -> Ent
         import jax
 
         from tileattn.jax import attention
-        from tileattn.jax.arrays import ARRAYS
+        from tileattn.jax.arrays import TRACED
 
-        arrays = {name: x for name, x in call.options.items() if name in ARRAYS}
-        fixed = {name: x for name, x in call.options.items() if name not in ARRAYS}
+        arrays = {name: x for name, x in call.options.items() if name in TRACED}
+        fixed = {name: x for name, x in call.options.items() if name not in TRACED}
         floating = {name: arrays.pop(name) for name in ("bias", "sinks", "aux") if name in arrays}
 
         def forward(rows: Any, more: Any) -> Any:

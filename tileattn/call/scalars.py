@@ -1,6 +1,7 @@
 """The options that are one number, validated: for all entries of the library."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from tileattn.validation import integer, must_be, real
@@ -34,6 +35,18 @@ def dropout_of(dropout_p: Any) -> float:
     return value
 
 
+def number_of(name: str, x: Any) -> float:
+    """Validate a number that bridges pass on by the name of its option."""
+    return float(_VALIDATED[name](x))
+
+
 def seed_of(seed: Any) -> int:
     """Give the seed of the dropout generator."""
     return integer("seed", seed, "an integer from 0 to 2**64 - 1", 0, 1 << 64)
+
+
+_VALIDATED: dict[str, Callable[[Any], Any]] = {
+    "scale": lambda x: scale_of(x, 1),
+    "softcap": softcap_of,
+    "dropout_p": dropout_of,
+}

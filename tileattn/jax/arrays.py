@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tileattn.call.options import INTEGERS, OPTIONS
+from tileattn.call.options import ARRAYS, INTEGERS, ROWS, options_with
 from tileattn.call.parse import aux_arrays
 from tileattn.call.sequences import as_integers
 from tileattn.validation import must_be, refuse_masked
@@ -14,7 +14,7 @@ from tileattn.validation import must_be, refuse_masked
 Arrays = dict[str, Any]
 """Arrays by their names; ``aux`` is a tuple of them."""
 
-ARRAYS = frozenset(name for name, option in OPTIONS.items() if option.axes) | {"aux"}
+TRACED = frozenset((*ARRAYS, *INTEGERS, *options_with(value="arrays")))
 """Options that may be traced."""
 
 _INTEGERS = "an integer, a sequence of integers, or an array of them of JAX or NumPy"
@@ -24,8 +24,8 @@ _OF_NUMPY = np.ndarray | np.generic
 
 def arrays_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Arrays:
     """Give the arrays of a call by their names, as JAX's."""
-    given = {"q": q, "k": k, "v": v}
-    given |= {name: x for name, x in options.items() if name in ARRAYS and x is not None}
+    given = dict(zip(ROWS, (q, k, v), strict=True))
+    given |= {name: x for name, x in options.items() if name in TRACED and x is not None}
     return {
         name: tuple(_array(*named) for named in aux_arrays(options).items())
         if name == "aux"

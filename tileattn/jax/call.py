@@ -9,16 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.backends.registry import check_name
+from tileattn.call.options import INTEGERS, NUMBERS
 from tileattn.call.parse import check_names, parse
 from tileattn.call.problem import Problem
 from tileattn.call.window import window_of
 from tileattn.expressions.functions import read_functions
-from tileattn.jax.arrays import ARRAYS, INTEGERS, holds_arrays_of_jax
-
-_NUMBERS = ("scale", "softcap", "dropout_p", "seed")
-
-GRADIENTS = frozenset(("q", "k", "v", "bias", "sinks", "aux"))
-"""Arrays that have a gradient."""
+from tileattn.jax.arrays import TRACED, holds_arrays_of_jax
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +34,12 @@ def call_of(arrays: Mapping[str, Any], backend: str, options: Mapping[str, Any])
     """Check a call by what is known of its arrays: shapes, dtypes, and integers of the host."""
     check_names(options)
     check_name(backend)
-    fixed = {name: _fixed(name, x) for name, x in options.items() if name not in ARRAYS}
+    fixed = {name: _fixed(name, x) for name, x in options.items() if name not in TRACED}
     known = dict(arrays)
     known["aux"] = tuple(map(_stand_in, known.get("aux", ())))
     known = {name: x if name == "aux" else _array(name, x, arrays) for name, x in known.items()}
     fixed = read_functions(fixed, known["aux"])
-    integers = {name: options[name] for name in INTEGERS & arrays.keys()}
+    integers = {name: options[name] for name in arrays.keys() & INTEGERS}
     if not any(map(holds_arrays_of_jax, integers.values())):
         known |= integers
     q, k, v = (known.pop(name) for name in "qkv")
@@ -61,7 +57,7 @@ def _fixed(name: str, x: Any) -> Any:
             f"{name} must be a value of Python, as a part of the compiled program; got a traced "
             "array (close over the value, or name it in static_argnames of jax.jit)"
         )
-    in_array = name in _NUMBERS and isinstance(x, jax.Array) and isinstance(x.dtype, np.dtype)
+    in_array = name in NUMBERS and isinstance(x, jax.Array) and isinstance(x.dtype, np.dtype)
     return np.asarray(x) if in_array else x
 
 
@@ -69,7 +65,7 @@ def _plain(name: str, x: Any, problem: Problem) -> Any:
     """Give a valid option as a value that can be hashed."""
     if x is None:
         return None
-    if name in _NUMBERS:
+    if name in NUMBERS:
         return getattr(problem, name)
     return window_of(x, causal=False) if name == "window" else x
 

@@ -8,12 +8,13 @@ import jax
 import numpy as np
 
 import tileattn
+from tileattn.call.options import DIFFERENTIABLE
 from tileattn.jax.arrays import Arrays
 from tileattn.jax.call import Call
 from tileattn.jax.host_call import called
 
-_AS_MADE = ("aux", "q", "k", "v", "bias", "sinks")
-"""Gradients in the order in which a GPU's memory is taken for them."""
+_AS_MADE = sorted(DIFFERENTIABLE, key=lambda name: name != "aux")
+"""Gradients in the order in which the library allocates them: those of aux first."""
 
 
 @dataclass(frozen=True, slots=True)

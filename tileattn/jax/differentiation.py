@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from tileattn.call.options import DIFFERENTIABLE
 from tileattn.errors import UnsupportedError
 from tileattn.jax.arrays import Arrays
-from tileattn.jax.call import GRADIENTS
 from tileattn.jax.partition import sharded_as
 
 
@@ -42,7 +42,7 @@ def _forward(passes: Passes, primals: Any) -> Any:
     arrays = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
     wanted = {
         name
-        for name in GRADIENTS & primals.keys()
+        for name in primals.keys() & DIFFERENTIABLE
         if any(x.perturbed for x in jax.tree.leaves(primals[name], is_leaf=_is_primal))
     }
     out, lse = passes.forward(arrays)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tileattn.call.options import INTEGERS, ROWS, options_with
 from tileattn.call.parse import four_axes
 from tileattn.call.sequences import integers, kv_lengths_of
 from tileattn.call.window import window_of
@@ -22,8 +23,8 @@ from tileattn.jax.ring import LAYOUTS, Ring
 from tileattn.results import Attention
 from tileattn.validation import check_flags
 
-_OF_INDICES = ("dropout_p", "score_mod", "mask_mod")  # options to which indices matter themselves
-_PLACES = ("kv_lengths", "q_offset")
+_BY_INDEX = [x for x in options_with(by_index=True, shared=True) if x not in INTEGERS]
+_PLACES = options_with(role="place", shared=True)
 
 
 def ring_attention(
@@ -116,15 +117,17 @@ def ring_attention(
     window = window_of(options.get("window"), options.get("causal", False))
     places = _places(options, arrays, size)
     lead = (0,) * (4 - arrays["q"].ndim)
-    arrays |= {n: four_axes(arrays[n]) for n in ("q", "k", "v", "bias", "mask") if n in arrays}
+    arrays |= {
+        n: four_axes(arrays[n]) for n in (*ROWS, *options_with(broadcasts=True)) if n in arrays
+    }
     ring = Ring(call, axis_name, size, layout, window, steps=size)
     ring = replace(ring, steps=_steps(ring, arrays, places))
     arrays |= {name: jnp.asarray(x) for name, x in places.items()}
     origin = arrays.pop("origin", jnp.zeros(4, jnp.int32))
-    if any(options.get(name) for name in _OF_INDICES):
+    if any(options.get(name) for name in _BY_INDEX):
         arrays["origin"] = origin
     # The sum over blocks of a gradient is rounded once.
-    wide = {name: arrays[name] for name in ("bias", "sinks", "aux") if name in arrays}
+    wide = {name: arrays[name] for name in options_with(gradient=True) if name in arrays}
     arrays |= jax.tree.map(lambda x: x.astype(ring.wider(x)), wide)
     axes = axes_of((arrays, jax.lax.axis_index(axis_name)))
     out, lse = differentiable(ring, varying(arrays, axes))

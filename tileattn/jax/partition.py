@@ -20,13 +20,19 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tileattn.call.options import OPTIONS
+
 Roles = tuple[str | None, ...]
 """What the axes of an array are: ``"b"``, batch; ``"h"`` and ``"g"``, heads of q and of k."""
 
 Axes = Mapping[str, tuple[str, ...]]
 """Axes of the mesh that share the batch, and those that share the heads."""
 
-_FREE = frozenset(("scale", "softcap", "causal", "window", "seed"))
+_FREE = frozenset(
+    name
+    for name, x in OPTIONS.items()
+    if x.value in ("number", "flag", "window") and not x.by_index
+)
 """Options that mean the same for each batch entry and head."""
 
 _ROLES: dict[str, Roles] = {
@@ -35,12 +41,11 @@ _ROLES: dict[str, Roles] = {
     "v": ("b", "g", None, None),
     "out": ("b", "h", None, None),
     "lse": ("b", "h", None),
-    "bias": ("b", "h", None, None),
-    "mask": ("b", "h", None, None),
-    "alibi_slopes": ("b", "h"),
-    "sinks": ("h",),
-    "kv_lengths": ("b",),
-    "q_offset": ("b",),
+    **{
+        name: tuple(axis if axis in "bh" else None for axis in x.axes)
+        for name, x in OPTIONS.items()
+        if x.axes and "." not in x.axes
+    },
 }
 """By name of the array; leading axes may be left out."""
 

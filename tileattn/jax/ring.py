@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tileattn.call.options import options_with
 from tileattn.distributed.layout import Segment
 from tileattn.jax.arrays import Arrays
 from tileattn.jax.call import Call
@@ -205,7 +206,8 @@ def cuts(a: Segment, c: Segment) -> dict[str, Callable[[Any], Any]]:
         width = c.rows.stop - c.rows.start
         return jax.lax.dynamic_slice_in_dim(x, c.start, width, 3) if x.shape[3] > 1 else x
 
-    return {"q": queries, "k": keys, "v": keys, "bias": pairs, "mask": pairs}
+    of_pairs = dict.fromkeys(options_with(broadcasts=True), pairs)
+    return {"q": queries, "k": keys, "v": keys, **of_pairs}
 
 
 def added(total: Any, part: Any, cut: Callable[[Any], Any] | None) -> Any:

@@ -7,6 +7,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 import tileattn.distributed as ranks
+from tileattn.call.options import DIFFERENTIABLE
 from tileattn.call.parse import aux_arrays, check_names
 from tileattn.distributed.comm.agreement import on_all, same
 from tileattn.distributed.comm.connect import communicator
@@ -19,7 +20,7 @@ from tileattn.torch.functional import refuse_gradients
 from tileattn.torch.functions import expressions_of, functions_of, tensors_of
 from tileattn.torch.tensors import array_of, autocast, check_memory, check_tensor, on, tensor_of
 
-_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")  # and aux, a sequence of tensors
+_DIFFERENTIABLE = tuple(name for name in DIFFERENTIABLE if name != "aux")  # one tensor each
 
 
 def distributed_attention(

@@ -10,12 +10,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
+from tileattn.call.options import DIFFERENTIABLE, ROWS
 from tileattn.call.prepared import CALLS, default_backend, values_of
 from tileattn.torch import operators
 from tileattn.torch.batches import are_gradients_batched
+from tileattn.torch.block_mask_names import block_mask_of
 from tileattn.torch.cuda import TensorPass
-from tileattn.torch.handles import named
-from tileattn.torch.operators import DIFFERENTIABLE, INPUTS, ROWS, TENSORS
+from tileattn.torch.operators import INPUTS, TENSORS
 from tileattn.torch.tensors import PLAIN
 
 _PLACES = {name: n for n, name in enumerate(INPUTS)}
@@ -67,7 +68,8 @@ def signature(
     """
     if type(backend) is not str or type(deterministic) is not bool or not is_eager():
         return None
-    names, tensors, values = ROWS, rows, values_of(options)
+    names: tuple[str, ...] = ROWS
+    tensors, values = rows, values_of(options)
     if values is None:
         brought = tuple(name for name in TENSORS if type(options.get(name)) in PLAIN)
         if any(options[name].requires_grad for name in brought if name not in DIFFERENTIABLE):
@@ -101,7 +103,7 @@ class Call:
         self._deterministic = inputs[_PLACES["deterministic"]]
         # A block mask must not be dropped before the backward pass.
         block_mask = inputs[_PLACES["block_mask"]]
-        self._alive = None if block_mask is None else named(block_mask)
+        self._alive = None if block_mask is None else block_mask_of(block_mask)
         # What the host reads of tensors may differ from call to call.
         self._by_addresses = repeats and all(inputs[n].is_cuda for n in self._places)
         self._forward: _Pass | None = None

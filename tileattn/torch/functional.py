@@ -1,40 +1,34 @@
 """The call on tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 
-from tileattn.call.options import INTEGERS
+from tileattn.call.options import DIFFERENTIABLE, INTEGERS, OPTIONS, options_with
 from tileattn.call.parse import aux_arrays, check_names
 from tileattn.call.prepared import CALLS
-from tileattn.call.scalars import dropout_of, scale_of, seed_of, softcap_of
+from tileattn.call.scalars import number_of, seed_of
 from tileattn.call.window import window_of
 from tileattn.errors import UnsupportedError
 from tileattn.messages import called, calling
 from tileattn.results import Attention
 from tileattn.torch import eager
+from tileattn.torch.block_mask_names import name_of
 from tileattn.torch.functions import read_functions
-from tileattn.torch.handles import name_of
-from tileattn.torch.operators import DIFFERENTIABLE, INPUTS, TENSORS
+from tileattn.torch.operators import INPUTS, TENSORS
 from tileattn.torch.tensors import autocast, check_integers, check_tensor
 from tileattn.validation import check_flags
 
-_INTEGERS = (*INTEGERS, "seed")
-_NEVER_NONE = ("causal", "dropout_p", "seed")
-_NUMBERS: dict[str, Callable[[Any], Any]] = {
-    "scale": lambda x: scale_of(x, 1),
-    "softcap": softcap_of,
-    "dropout_p": dropout_of,
-}
+_NEVER_NONE = {*options_with(value="flag"), *options_with(role="dropout")}
 _REMEDIES = {  # for tensors that require a gradient which no call computes
     "alibi_slopes": "score_mod= with aux=(slopes,) has it: "
     "lambda s, b, h, i, j, slopes: s - slopes[h] * abs(i - j)",
     "scale": "attention(q * scale, ..., scale=1.0) has it",
 }
-_DEFAULTS = dict.fromkeys(INPUTS) | {"dropout_p": 0.0, "aux": ()}
+_DEFAULTS = dict.fromkeys(INPUTS) | {"aux": ()}
 
 
 def attention(
@@ -167,16 +161,25 @@ def _inputs(rows: Mapping[str, Any], options: Mapping[str, Any]) -> Sequence[Any
         )
     optional = {name: x for name, x in options.items() if x is not None or name in _NEVER_NONE}
     given = {**rows, **optional}
-    given |= {name: integer_tensor(name, given[name]) for name in _INTEGERS if name in given}
-    given |= {name: number(name, given[name]) for name in _NUMBERS if name in given}
-    if "block_mask" in given:
-        given["block_mask"] = name_of(given["block_mask"])
+    given |= {name: _input(name, x) for name, x in optional.items()}
     given["aux"] = [*aux_arrays(given).values()]
     _check(given)
     refuse_gradients({x: given[x] for x in TENSORS if x in given and x not in DIFFERENTIABLE})
     window, causal = given.pop("window", None), given.pop("causal", False)
     given["left"], given["right"] = window_of(window, causal)
     return [*(_DEFAULTS | given).values()]
+
+
+def _input(name: str, x: Any) -> Any:
+    """Convert an option to what the operators take."""
+    match OPTIONS[name].value:
+        case "integers":
+            return integer_tensor(name, x)
+        case "number":
+            return integer_tensor(name, x) if name == "seed" else number(name, x)
+        case "block mask":
+            return name_of(x)
+    return x
 
 
 def integer_tensor(name: str, x: Any) -> torch.Tensor:
@@ -202,7 +205,7 @@ def number(name: str, x: Any) -> float:
         x = x.item()
     if torch.compiler.is_compiling() and isinstance(x, Real | torch.SymFloat):
         return x if isinstance(x, torch.SymFloat) else float(x)
-    return float(_NUMBERS[name](x))
+    return number_of(name, x)
 
 
 def refuse_gradients(tensors: Mapping[str, Any]) -> None:
@@ -225,7 +228,7 @@ def _check(given: Mapping[str, Any]) -> None:
             for n, y in enumerate(x):
                 check_tensor(f"aux[{n}]", y, device)
         elif name in TENSORS:
-            check = check_integers if name in _INTEGERS else check_tensor
+            check = check_integers if name in (*INTEGERS, "seed") else check_tensor
             check(name, x, device)
     seed = given.get("seed")
     if seed is not None and seed.numel() != 1:

@@ -1,49 +1,57 @@
 """The two passes as operators of PyTorch: what autograd, ``torch.compile`` and export see."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import tileattn
+from tileattn.call.options import DIFFERENTIABLE, OPTIONS, ROWS
 from tileattn.call.prepared import CALLS, PreparedCall, signature
 from tileattn.call.scalars import seed_of
 from tileattn.errors import UnsupportedError
 from tileattn.expressions.nodes import from_text
 from tileattn.torch.batches import of_gradients, one_by_one
-from tileattn.torch.handles import named
+from tileattn.torch.block_mask_names import block_mask_of
 from tileattn.torch.tensors import array_of, on, tensor_of
 
+
+class _Type(NamedTuple):
+    """How an operator takes an option: its type there, and the conversion to the library's."""
+
+    name: str
+    to_option: Callable[[Any], Any]
+
+
+_TENSOR = _Type("Tensor?", array_of)
+_TYPES: dict[str, _Type] = {  # by the value of an option; the window has two arguments, below
+    "array": _TENSOR,
+    "integers": _TENSOR,
+    "number": _Type("float?", lambda x: x),
+    "function": _Type("str?", from_text),
+    "block mask": _Type("str?", block_mask_of),
+    "arrays": _Type("Tensor[]", lambda tensors: tuple(map(array_of, tensors))),
+}
+_OPTIONS = {name: _TYPES[x.value] for name, x in OPTIONS.items() if x.value in _TYPES}
+# A seed is a tensor, so that compiled programs and exported ones take a new one.
+_OPTIONS["seed"] = _TENSOR._replace(to_option=lambda x: seed_of(x.item()))
+
+TENSORS = (*ROWS, *(name for name, kind in _OPTIONS.items() if kind.name == "Tensor?"))
+"""The arguments that are one tensor, which come first."""
+
 INPUTS = {
-    **dict.fromkeys(("q", "k", "v"), "Tensor"),
-    **dict.fromkeys(("bias", "sinks", "alibi_slopes", "mask", "kv_lengths", "q_offset"), "Tensor?"),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "block_table"), "Tensor?"),
-    **dict.fromkeys(("tree_mask", "prefix", "origin", "seed"), "Tensor?"),
-    **dict.fromkeys(("scale", "softcap"), "float?"),
-    "dropout_p": "float",
+    **dict.fromkeys(ROWS, "Tensor"),
+    **dict.fromkeys(TENSORS[len(ROWS) :], "Tensor?"),
+    **{name: kind.name for name, kind in _OPTIONS.items() if not kind.name.startswith("Tensor")},
     **dict.fromkeys(("left", "right"), "SymInt?"),
-    **dict.fromkeys(("score_mod", "mask_mod", "block_mask"), "str?"),
     "backend": "str",
     "deterministic": "bool",
     "aux": "Tensor[]",
 }
-"""Arguments of the forward operator, and their types there; the rest of the backward one's, too.
+"""Arguments of the forward operator and their types; the backward operator has them, too.
 
-Functions are the texts of their expressions, so that a program holds all of what it computes.
+Functions are the texts of their expressions, so that a program holds everything it computes.
 """
-
-TENSORS = tuple(name for name, kind in INPUTS.items() if kind in ("Tensor", "Tensor?"))
-"""The arguments that are one tensor."""
-
-ROWS: tuple[str, ...] = ("q", "k", "v")
-_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(TENSORS[3:], array_of),
-    **dict.fromkeys(("score_mod", "mask_mod"), from_text),
-    "block_mask": named,
-    "aux": lambda tensors: tuple(map(array_of, tensors)),
-    "seed": lambda x: seed_of(x.item()),
-}
-DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "aux")
 
 
 def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,8 +99,8 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Give the options of a call of the library, those that are absent left out."""
     options = {name: x for name, x in given.items() if x is not None and name not in ROWS}
     for name, x in options.items():
-        if name in _CONVERSIONS:
-            options[name] = _CONVERSIONS[name](x)
+        if name in _OPTIONS:
+            options[name] = _OPTIONS[name].to_option(x)
     left, right = options.pop("left", None), options.pop("right", None)
     if left is not None or right is not None:
         options["window"] = left, right
@@ -110,7 +118,7 @@ def _fake_backward(
     _dout: Any, _dlse: Any, _out: Any, _lse: Any, wrt: Sequence[str], *inputs: Any
 ) -> list[torch.Tensor]:
     given = dict(zip(INPUTS, inputs, strict=True))
-    found = [given[name] for name in DIFFERENTIABLE[:-1] if name in wrt]
+    found = [given[name] for name in DIFFERENTIABLE if name in wrt and name != "aux"]
     if "aux" in wrt:
         found += filter(torch.is_floating_point, given["aux"])
     return [x.new_empty(x.shape) for x in found]
@@ -120,7 +128,7 @@ def _save(ctx: Any, inputs: Sequence[Any], output: tuple[torch.Tensor, torch.Ten
     ctx.set_materialize_grads(False)
     given = dict(zip(INPUTS, inputs, strict=True))
     ctx.values = {name: x for name, x in given.items() if name not in (*TENSORS, "aux")}
-    ctx.alive = None if given["block_mask"] is None else named(given["block_mask"])
+    ctx.alive = None if given["block_mask"] is None else block_mask_of(given["block_mask"])
     ctx.save_for_backward(*output, *(given[name] for name in TENSORS), *given["aux"])
 
 

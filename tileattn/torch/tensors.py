@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
+from tileattn.call.options import INTEGERS, options_with
 from tileattn.errors import UnsupportedError
 from tileattn.messages import called
 from tileattn.torch import cuda
@@ -26,10 +27,9 @@ _DTYPES = frozenset(  # those that arrays have, too
     | {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 )
 _EXPECTED = {
-    **dict.fromkeys(("mask", "tree_mask"), "bool"),
-    **dict.fromkeys(("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"), "int32 or int64"),
-    **dict.fromkeys(("block_table", "prefix", "origin", "seed"), "int32 or int64"),
-    **dict.fromkeys(("attn_mask", "aux"), f"bool, {_FLOATS}"),
+    **dict.fromkeys(options_with(value="array", role="mask"), "bool"),
+    **dict.fromkeys((*INTEGERS, "seed"), "int32 or int64"),
+    **dict.fromkeys(("attn_mask", *options_with(value="arrays")), f"bool, {_FLOATS}"),
 }
 # Where it is defined, and what to do: subclasses that are no tensors for the operators here.
 _NO_MEMORY = (

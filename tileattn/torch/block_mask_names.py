@@ -21,7 +21,7 @@ def name_of(x: Any) -> str:
     return _name_in_program(x) if torch.compiler.is_compiling() else _name(x)
 
 
-def named(name: str) -> BlockMask:
+def block_mask_of(name: str) -> BlockMask:
     """Look up the block mask of a name."""
     return _named[name]
 
