@@ -14,6 +14,7 @@ inline struct { int x; } gridDim;
 inline int work_index() { return blockIdx.x; }
 inline int __ffs(u32 x) { return __builtin_ffs(int(x)); }
 template <class T> T __shfl_sync(u32, T x, int) { return x; }
+template <class T> T uniform(T x, u32) { return x; }
 template <class T> T __shfl_up_sync(u32, T x, int) { return x; }
 template <class T> T atomicAdd(T* x, int n) { return (*x += n) - n; }
 """

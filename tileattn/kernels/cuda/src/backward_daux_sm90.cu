@@ -3,7 +3,7 @@
 #include "ds_tiles_sm90.cuh"
 
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
-    backward_daux_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+    backward_daux_sm90(const __grid_constant__ Params p, const __grid_constant__ BackwardMaps maps) {
     extern __shared__ __align__(1024) char memory[];
     run_ds(
         p, maps, memory, [&](DsProducer& producer) { producer.load(daux_steps(p)); },

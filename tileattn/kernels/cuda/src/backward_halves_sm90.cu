@@ -40,9 +40,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         const AttentionMask attn_mask(p, work.sequence(p), work.window, h);
 #pragma unroll
         for (int n = 0; n < QT; n += CHUNK) {
-            if constexpr (CHUNK < QT) hide(s.row), hide(s.column);
+            begin_chunk<CHUNKED>(s);
             s.masked_fill_positions(attn_mask, n, n + CHUNK);
-            order_after(s.x[0][n + CHUNK - 1][3] == infinity<Accum>());
+            end_chunk<true>(s, n + CHUNK, infinity<Accum>());
         }
     };
     // Of the half that begins with atom n.
@@ -199,6 +199,6 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
 }
 
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
-    backward_halves_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+    backward_halves_sm90(const __grid_constant__ Params p, const __grid_constant__ BackwardMaps maps) {
     run_backward(p, maps, [&](const Smem& smem, int warpgroup) { consume(p, smem, warpgroup); });
 }

@@ -249,11 +249,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
         store_dk();
         // The warps have read what they staged.
-        named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
+        sync_warpgroup(warpgroup);
     }
 }
 
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
-    backward_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+    backward_sm90(const __grid_constant__ Params p, const __grid_constant__ BackwardMaps maps) {
     run_backward(p, maps, [&](const Smem& smem, int warpgroup) { consume(p, smem, warpgroup); });
 }

@@ -5,21 +5,17 @@
 #include "gradient.cuh"
 #include "row_counter.cuh"
 #include "tile_scheduler_sm90.cuh"
+#include "warpgroups_sm90.cuh"
 
-constexpr int WARPGROUP = 4 * WARP;     // threads
-constexpr int CONSUMERS = WARPS_M / 4;  // consumer warpgroups
-constexpr int WARPGROUP_ROWS = 64;      // queries of each
 static_assert(BLOCK_Q == WARPGROUP_ROWS * CONSUMERS && WARPS_N == 1, "64 queries a warpgroup");
-static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 static_assert(STAGES >= 3, "the next k is read before this one is released");
 
-// Registers of a thread: the producer warpgroup gives its own to the consumers.
-constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 constexpr int TURN_BARRIER = CONSUMER_BARRIER + 1;  // one for each warpgroup
 constexpr int NT = BLOCK_K / 8, DT = HEAD_DIM / 8;
 // Columns of atoms whose scores are recomputed at a time: the caller's own functions, slopes and
 // dropout need registers.
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
+constexpr bool CHUNKED = CHUNK < NT;
 static_assert(!HAS_BIAS, "there is no room for the bias");
 
 using WorkTile = FwdWorkTile;
@@ -32,10 +28,6 @@ using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
 constexpr int STAGE_BYTES = KeyTile::BYTES > ValueTile::BYTES ? KeyTile::BYTES : ValueTile::BYTES;
 constexpr int ROWS_BYTES = QueryTile::BYTES + DoutTile::BYTES;
 static_assert(CONSUMERS * ROWS_BYTES + STAGES * STAGE_BYTES == SHARED_BYTES, "what a launch brings");
-
-struct Maps {
-    TensorMap q, k, v, dout;
-};
 
 // Static shared memory.
 struct SharedStorage {
@@ -106,14 +98,14 @@ constexpr bool PRODUCES_ALONE = !HAS_TILE_LIST;
 constexpr u32 PRODUCER_LANES = PRODUCES_ALONE ? 1 : ~0u;
 __device__ inline bool leads() { return PRODUCES_ALONE || threadIdx.x % WARP == 0; }
 
-__device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem) {
+__device__ inline void produce(const Params& p, const BackwardMaps& maps, const Smem& smem) {
     PipelineState<1> work_pipe;
     PipelineState<STAGES> pipe;
     WorkTile work{};
     // Claim the next work tile: long ones first.
     auto claim = [&] {
         const u32 index = leads() ? atomicAdd(p.tile_counter + 1, 1) : 0;
-        return int(__shfl_sync(PRODUCER_LANES, index, 0));
+        return int(uniform(index, PRODUCER_LANES));
     };
     auto find = [&] {
 #pragma unroll 1
@@ -236,7 +228,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             if (row < begin || row >= end) store_shared(rows.chunk(row, i % chunks * 16), zeros);
         }
         fence_async_shared();
-        named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
+        sync_warpgroup(warpgroup);
     };
     auto issue_dp_and_s = [&] {
         v_stage = pipe.stage;
@@ -289,11 +281,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         };
 #pragma unroll
         for (int n = 0; n < NT; n += CHUNK) {
-            if constexpr (CHUNK < NT) hide(s.row), hide(s.column);
+            begin_chunk<CHUNKED>(s);
             s.apply(score_mod, bias, record, n, n + CHUNK);
             if (partial) s.masked_fill_positions(attn_mask, n, n + CHUNK);
             if constexpr (!HAS_MASK) finish(n, n + CHUNK);
-            if constexpr (CHUNK < NT) order_after(s.x[0][n + CHUNK - 1][3] == -infinity<Accum>());
+            end_chunk<CHUNKED>(s, n + CHUNK, -infinity<Accum>());
         }
         if constexpr (HAS_MASK) {
             dense.share();
@@ -317,7 +309,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             for (int n = 0; n < 2; ++n, pipe.advance()) {
                 smem.full(pipe.stage).wait(pipe.phase);
                 // No GEMM has kept the warps together.
-                named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
+                sync_warpgroup(warpgroup);
                 release(pipe.stage);
             }
             pass_turn();
@@ -407,12 +399,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
 }
 
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
-    backward_wide_dq_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+    backward_wide_dq_sm90(const __grid_constant__ Params p, const __grid_constant__ BackwardMaps maps) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
     const Smem smem{shared_address(tensors), storage};
-    // Uniform in a warp, as the shuffle tells the compiler.
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+    const int warpgroup = warpgroup_index();
     set_up(smem, maps.k, maps.q, maps.v, maps.dout);
     // Nothing here comes from the kernel of dK and dV. Of packed sequences another one is between them.
     if constexpr (PACKED)
@@ -422,7 +413,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     __syncthreads();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();
-        const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
+        const int warp = uniform(threadIdx.x / WARP);
         if (warp == WARPS_M && (!PRODUCES_ALONE || is_first_lane()))
             produce(p, maps, smem), wait_for_prerequisites();
     } else {

@@ -7,13 +7,6 @@
 #include "lockstep.cuh"
 #include "row_counter.cuh"
 
-// Registers of a thread: the producer warpgroup gives its own to the consumers.
-constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-
-struct Maps {
-    TensorMap q, k, v, dout;
-};
-
 // Where a query's lse and delta are.
 __device__ inline i64 statistic_index(const Params& p, const WorkTile& work, int h, int q) {
     return (i64(work.entry()) * p.Hq + h) * p.rows + work.first_statistic() + q;
@@ -21,7 +14,7 @@ __device__ inline i64 statistic_index(const Params& p, const WorkTile& work, int
 
 // The producer thread: claim work tiles, load all that they need in the order of its use, and
 // publish them.
-__device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem) {
+__device__ inline void produce(const Params& p, const BackwardMaps& maps, const Smem& smem) {
     PipelineState<1> k_pipe;
     PipelineState<1> v_pipe;
     PipelineState<Q_STAGES> q_pipe;
@@ -268,7 +261,7 @@ __device__ inline void zero_unattended(const Params& p, const Smem& smem, const 
     zero(smem.k(), HEAD_DIM);
     zero(smem.v(), VALUE_DIM);
     fence_async_shared();
-    named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);
+    sync_consumers();
 }
 
 // Zero the rows of a tile of q or dO past the end of a packed sequence, which are of the next one:
@@ -286,7 +279,7 @@ __device__ inline void zero_past_end(const Params& p, const Tile& tile, const Wo
         for (int i = rows * CHUNKS + threadIdx.x % WARPGROUP; i < BLOCK_Q * CHUNKS; i += WARPGROUP)
             store_shared(tile.chunk(i / CHUNKS, i % CHUNKS * 16), zeros);
         fence_async_shared();
-        named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
+        sync_warpgroup(warpgroup);
     }
 }
 
@@ -360,12 +353,11 @@ __device__ inline void store_gradient(const Params& p, const Smem& smem, void* t
 
 // Of a kernel whose consumer warpgroups call consume(smem, warpgroup).
 template <class Consume>
-__device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, Consume consume) {
+__device__ __forceinline__ void run_backward(const Params& p, const BackwardMaps& maps, Consume consume) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
     const Smem smem{tensors, shared_address(tensors), storage};
-    // Uniform in a warp, as the shuffle tells the compiler.
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+    const int warpgroup = warpgroup_index();
     set_up(smem, maps.k, maps.q, maps.v, maps.dout);
     if constexpr (PACKED || NAN_SAFE)
         wait_for_prerequisites();
@@ -378,7 +370,7 @@ __device__ __forceinline__ void run_backward(const Params& p, const Maps& maps, 
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();
         // Warp by warp: thread by thread, they would need more registers than they have.
-        const int warp = __shfl_sync(~0u, threadIdx.x / WARP, 0);
+        const int warp = uniform(threadIdx.x / WARP);
         if constexpr (BIAS_IS_LOADED)
             if (warp > WARPS_M + DQ_STORE_WARPS) return load_bias(p, smem);
         if (warp == WARPS_M) {

@@ -11,6 +11,7 @@ using TileScores = Scores<true, 1, QT>;
 // Columns of atoms whose scores are recomputed at a time: the caller's own functions and dropout
 // need registers.
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT || HAS_BIAS ? 2 : QT;
+constexpr bool CHUNKED = CHUNK < QT;
 using Operands = Atom<Element>::A[BLOCK_Q / 16];            // P or dS as an operand of dV or dK
 
 // Whether dS takes P as dV does, rounded: registers are few.
@@ -140,7 +141,7 @@ __device__ inline void recompute_p(const Params& p, const Sequence& sequence, in
     inputs.wait_for_bias();
 #pragma unroll
     for (int n = 0; n < QT; n += CHUNK) {
-        if constexpr (CHUNK < QT) hide(s.row), hide(s.column);
+        begin_chunk<CHUNKED>(s);
         auto record = [&](int, int n, int e, Accum dsoftcap, Accum dfunction) {
             if constexpr (HAS_SCORE_GRAD) slopes.x[0][n][e] = dsoftcap * dfunction;
         };
@@ -148,7 +149,7 @@ __device__ inline void recompute_p(const Params& p, const Sequence& sequence, in
         if (partial)
             s.masked_fill_positions(AttentionMask(p, sequence, window, h), n, n + CHUNK);
         if constexpr (!HAS_MASK) finish(n, n + CHUNK);
-        if constexpr (CHUNK < QT) order_after(s.x[0][n + CHUNK - 1][3] == -infinity<Accum>());
+        end_chunk<CHUNKED>(s, n + CHUNK, -infinity<Accum>());
     }
     inputs.release_bias();
     if constexpr (HAS_MASK) {
@@ -194,13 +195,13 @@ __device__ inline bool has_masked(const Params& p, const WorkTile& work, int til
 
 // Copy k with zeros in place of what is not finite.
 __device__ inline void clean_k(const Smem& smem) {
-    named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);  // no GEMM still reads the last copy
+    sync_consumers();  // no GEMM still reads the last copy
     // Also the zeros behind the last column: the GEMM of dQ takes whole slices.
     constexpr int COLUMNS = KeyTile::SLICES * KeyTile::WIDTH;
     zero_non_finite<Element, BLOCK_K, COLUMNS, WARPS_M, false>(smem.clean_k(), smem.k(),
                                                                threadIdx.x / WARP);
     fence_async_shared();
-    named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);
+    sync_consumers();
 }
 
 // The k that dQ takes.
@@ -213,7 +214,7 @@ __device__ inline KeyTile k_of_dq(const Smem& smem, bool masked) {
 __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int dout_stage,
                                         const NonFiniteDout& table) {
     // The scores are complete, and so is the GEMM that read the stage of dS that the table takes.
-    named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);
+    sync_consumers();
     const int warp = threadIdx.x / WARP;
     const QueryTile q = smem.q(q_stage);
     zero_non_finite<Element, BLOCK_Q, HEAD_DIM, WARPS_M, true>(q, q, warp);
@@ -222,7 +223,7 @@ __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int dout_
     u32* const found = smem.storage.found;
     if (threadIdx.x % WARP == 0) found[warp] = any;
     fence_async_shared();
-    named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER);
+    sync_consumers();
     return __any_sync(~0u, found[threadIdx.x % WARPS_M]);
 }
 

@@ -5,16 +5,12 @@
 #include "bias.cuh"
 #include "gemm_sm90.cuh"
 #include "tile_scheduler_sm90.cuh"
+#include "warpgroups_sm90.cuh"
 
-constexpr int WARPGROUP = 4 * WARP;     // threads
-constexpr int CONSUMERS = WARPS_M / 4;  // consumer warpgroups
-constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
-constexpr int WARPGROUP_ROWS = 64;  // keys of each
 // Wide heads: all warpgroups have the same keys.
 constexpr bool IS_WIDE = BLOCK_K == WARPGROUP_ROWS;
 static_assert(BLOCK_K == WARPGROUP_ROWS * (IS_WIDE ? 1 : CONSUMERS) && WARPS_N == 1,
               "64 keys a warpgroup");
-static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
 constexpr bool NAN_SAFE = ONLY_FLAGGED;  // of the heads that the first launch has skipped
 
@@ -113,11 +109,10 @@ struct Smem {
     u32 tensors;  // its address
     SharedStorage& storage;
 
-    // Hides from the compiler that the address is the same each time. Else it would keep dozens of
-    // descriptors of k and v in registers, and have none left for accumulators.
+    // An address that seems to differ at each call. Otherwise the compiler would keep dozens of
+    // descriptors of k and v in registers, and leave none for accumulators.
     __device__ u32 opaque_tensors() const {
-        u32 zero;
-        asm volatile("mov.u32 %0, 0;" : "=r"(zero));
+        const u32 zero = opaque_zero();
         return tensors + zero;
     }
 

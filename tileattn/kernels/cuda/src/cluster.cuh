@@ -9,14 +9,14 @@
 #define CLUSTER
 #endif
 
-// Which of the two this CTA is.
+// The number of this CTA in its cluster, 0 or 1.
 __device__ inline u32 cluster_rank() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
-// Where the other CTA has what is at this address here.
+// The address in the other CTA that corresponds to this one.
 __device__ inline u32 peer_address(u32 address) {
     u32 peer;
     asm("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -25,7 +25,7 @@ __device__ inline u32 peer_address(u32 address) {
     return peer;
 }
 
-// Start to store 16 bytes to the other CTA. Its mbarrier counts what has landed.
+// Start to store 16 bytes to the other CTA, whose mbarrier counts the bytes that have landed.
 __device__ inline void send_peer(u32 address, u32 barrier, double x, double y) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::
@@ -33,8 +33,8 @@ __device__ inline void send_peer(u32 address, u32 barrier, double x, double y) {
         "d"(x), "d"(y), "r"(barrier)
         : "memory");
 }
-// Arrive at an mbarrier of the other CTA. With `.release.cluster` the thread would first wait for
-// its adds in device memory.
+// Arrive on an mbarrier of the other CTA. With `.release.cluster` the thread would first wait for its
+// adds to device memory.
 __device__ inline void arrive_at_peer(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -43,8 +43,8 @@ __device__ inline void store_peer(u32 address, u32 x) {
     asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-// All threads of both CTAs arrive, and wait for all others to have arrived, in turn. What they have
-// stored before they arrive is there after the wait. So they wait for their adds in device memory.
+// A cluster barrier: all threads of both CTAs arrive, then wait. Stores before the arrive are visible after
+// the wait, so the arrive also waits for adds to device memory.
 __device__ inline void arrive_at_peer() {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }

@@ -3,6 +3,7 @@
 
 #include "fragment.cuh"
 #include "griddep.cuh"
+#include "ptxas.cuh"
 
 using Element = KEY_DTYPE;
 using Accum = AccumOf<Element>::type;

@@ -6,15 +6,9 @@
 #include "ds_steps.cuh"
 #include "gemm_sm90.cuh"
 #include "gradient.cuh"
+#include "warpgroups_sm90.cuh"
 
-constexpr int WARPGROUP = 4 * WARP;     // threads
-constexpr int CONSUMERS = WARPS_M / 4;  // consumer warpgroups
-constexpr int WARPGROUP_ROWS = 64;      // queries of each
 static_assert(BLOCK_Q == WARPGROUP_ROWS * CONSUMERS && WARPS_N == 1, "64 queries a warpgroup");
-static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
-
-// Registers of a thread: the producer warpgroup gives its own to the consumers.
-constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 
 using QueryTile = SmemTile<BLOCK_Q, HEAD_DIM>;
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
@@ -22,10 +16,6 @@ using DoutTile = SmemTile<BLOCK_Q, VALUE_DIM>;
 using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
 constexpr int BIAS_AT = QueryTile::BYTES + KeyTile::BYTES + DoutTile::BYTES + ValueTile::BYTES;
 constexpr int DS_BYTES = BIAS_AT + WarpBias<false, MT, NT>::BYTES;  // of dynamic shared memory
-
-struct Maps {
-    TensorMap q, k, v, dout;
-};
 
 // Static shared memory.
 struct SharedStorage {
@@ -56,7 +46,7 @@ struct Smem {
 // The producer thread.
 struct DsProducer {
     const Params& p;
-    const Maps& maps;
+    const BackwardMaps& maps;
     const Smem smem;
     PipelineState<1> pipe;
     i64 row = -1;  // of tiles, which q and dO in shared memory belong to
@@ -153,12 +143,11 @@ struct DsConsumer {
 
 // Call produce(producer) in one thread, and consume(consumer) in the threads that compute.
 template <class Produce, class Consume>
-__device__ __forceinline__ void run_ds(const Params& p, const Maps& maps, char* memory,
+__device__ __forceinline__ void run_ds(const Params& p, const BackwardMaps& maps, char* memory,
                                        Produce produce, Consume consume) {
     __shared__ SharedStorage storage;
     const Smem smem{memory, storage};
-    // Uniform in a warp, as the shuffle tells the compiler.
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+    const int warpgroup = warpgroup_index();
     if (threadIdx.x == 0) smem.init();
     wait_for_prerequisites();
     __syncthreads();

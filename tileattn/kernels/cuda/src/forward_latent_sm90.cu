@@ -7,9 +7,6 @@
 
 constexpr int NT = BLOCK_K / 8, VT = HALF / 8;
 
-// Registers of a thread: the producer warpgroup gives its own to the consumers.
-constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-
 constexpr int SCORE_BARRIER = 1, BOTH_BARRIER = 2;  // named barriers: of a warpgroup, of both
 
 struct Maps {
@@ -409,13 +406,12 @@ __device__ inline void load_queries(const Params& p, const Smem& smem, const Pie
     named_barrier_sync<THREADS>(BOTH_BARRIER);
 }
 
-extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1)
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     forward_latent_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
     const Smem smem{shared_address(tensors), storage};
-    // Uniform in a warp, as the shuffle tells the compiler.
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+    const int warpgroup = warpgroup_index();
     wait_for_prerequisites();
     const Piece work(p);
     if (work.is_empty() && p.splits > 1) return;  // nobody reads these sums
@@ -424,11 +420,11 @@ extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1)
         storage.bad[threadIdx.x] = 0;
         RowSum().store(storage.row_sums[threadIdx.x]);
     }
-    if (threadIdx.x == 2 * WARPGROUP) prefetch_tensormap(maps.k);
+    if (threadIdx.x == CONSUMER_THREADS) prefetch_tensormap(maps.k);
     __syncthreads();
-    if (warpgroup == 2) {
+    if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();
-        if (threadIdx.x < 2 * WARPGROUP + WARP) produce(p, maps, smem, work);
+        if (threadIdx.x < CONSUMER_THREADS + WARP) produce(p, maps, smem, work);
         return;
     }
     reg_alloc<CONSUMER_REGISTERS>();

@@ -1,52 +1,56 @@
 // Forward pass on Hopper: FlashAttention-3, with TMA, wgmma and warp specialisation. A producer
 // warp loads q, k and v into circular buffers; two or three consumer warpgroups compute 64 queries
-// each. These are a group; a CTA has one or several, which share nothing but the SM. CTAs are
-// persistent. Mirrors forward_block in spec.py. Shah et al., FlashAttention-3,
+// each. A producer and its consumers are a group. A CTA has one group or several, which share only the
+// SM. CTAs are persistent. Mirrors forward_block in spec.py. Shah et al., FlashAttention-3,
 // arXiv:2407.08608.
 //
-// With SPLIT_KV the rows are queries of all heads that share a key head, a work tile has a split of
-// the keys, and the results are sums, which forward_combine joins: as in forward_split.
+// With SPLIT_KV the rows are the queries of all heads that share a key head, a work tile has
+// one split of the keys, and the results are partial sums that forward_combine joins: as in forward_split.
 //
-// Each group goes through its work tiles up to three times:
+// Each group goes through its work tiles up to three times. A row is large if its maximum is beyond 2**12
+// in units of log 2: then the maximum is subtracted from the scores before they are scaled.
 //
-//     pass  work tiles                  rows taken as large         stores         marks work tiles
+//     pass  work tiles                  rows treated as large       stores         marks work tiles
 //     1     all, or stops early         none                        all rows       see below
-//     2     marked by 1, or not begun   those that exceed 2**12     all rows       rows < -2**12
+//     2     marked by 1, or not begun   maximum > 2**12             all rows       with rows < -2**12
 //     3     marked by 2                 all                         rows < -2**12  -
 //
-// Pass 1 marks work tiles whose output is not finite, or with maxima beyond 2**12, which are too
-// large for its exponents, or that rise in one tile by so much that exponentials overflow. Once
-// several are marked it stops. Passes 2 and 3 are NaN-safe: values that are not finite are taken out
-// of partial tiles, and added back where they are attended to.
+// Pass 1 marks a work tile if its output is not finite, if a maximum is beyond 2**12, or if a maximum
+// rises so much in one tile that exponentials overflow. Pass 1 stops once several work tiles are marked.
+// Passes 2 and 3 are NaN-safe: values that are not finite are taken out of partial tiles, and added back
+// to the rows that attend to them.
 //
-// When pass 1 stops is a matter of timing, and the bits of a row must not be. So the arithmetic of
-// a row depends on its own scores alone: a row is large if its maximum over all keys is. A running
-// maximum above 2**12 never falls, but one below -2**12 may rise: only pass 3 takes it as large.
+// When pass 1 stops depends on timing, but the bits of a row must not. So the arithmetic of a row depends
+// only on its own scores: a row is large if its maximum over all keys is. A running maximum above 2**12
+// never falls, so pass 2 knows. A running maximum below -2**12 may still rise, so only pass 3 knows.
 #include "fwd_mainloop_sm90.cuh"
 
-// Whether shifts follow sums of exponentials, not maxima, which take a fifth of the instructions of
-// a tile. With ALiBi scores rise from tile to tile, and with a bias by any amount.
-constexpr bool BY_SUMS = FOLD;
+// Skip the row maximum: keep the maximum of the first tile as the softmax shift, and raise it only when a
+// lane's sum of exponentials exceeds 2**RESCALE_THRESHOLD (update_by_sums). Row maxima take a fifth of the
+// instructions of a tile. Off with score modifiers: ALiBi raises the maximum in every tile, and a bias may
+// raise it by any amount.
+constexpr bool SHIFT_FROM_SUMS = FOLD;
 
-// Whether q is released behind the last QK, not behind the last softmax: the next queries wait for
-// its stage.
+// Release q after the last QK instead of after the last softmax, if the queries of the next work tile wait
+// for its stage.
 constexpr bool RELEASES_Q_EARLY = Q_STAGES < 2 * CONSUMERS;
 
-// Columns of atoms whose scores are modified and masked at a time: the caller's own functions need
+// Columns of atoms whose scores are modified and masked at a time. The caller's own functions need
 // registers.
 constexpr int CHUNK = HAS_SCORE_MOD || HAS_MASK_MOD ? 8 : NT;
+constexpr bool CHUNKED = CHUNK < NT;
 
-// Columns of atoms of a tile: all, or those of its first half. A warpgroup has half as many rows as
-// most tiles have keys, so under a causal mask every second one has its last tile masked out by
-// half: there QK, softmax and PV are those of a half. What is masked out has a P of 0, so the bits
-// are those of the whole tile.
+// The number of columns of atoms to compute, as a type: the whole tile, or its first half. Most tiles have
+// twice as many keys as a warpgroup has rows. So with a causal mask the second half of the last tile is
+// masked out for every second warpgroup, which then computes QK, softmax and PV of the first half only.
+// Masked-out keys have P = 0, so the bits are those of the whole tile.
 template <int N>
-struct Atoms {
+struct Columns {
     static constexpr int COUNT = N;
 };
-constexpr bool HAS_HALVES = BY_SUMS && !HAS_TILE_LIST && BLOCK_K == 2 * WARPGROUP_ROWS;
-constexpr Atoms<NT> WHOLE;
-constexpr Atoms<HAS_HALVES ? NT / 2 : NT> HALF;
+constexpr bool HAS_HALVES = SHIFT_FROM_SUMS && !HAS_TILE_LIST && BLOCK_K == 2 * WARPGROUP_ROWS;
+constexpr Columns<NT> WHOLE;
+constexpr Columns<HAS_HALVES ? NT / 2 : NT> HALF;
 
 // Where a consumer warpgroup is in the circular buffers.
 struct ReadState {
@@ -55,18 +59,18 @@ struct ReadState {
     PipelineState<STAGES> k, v;
 };
 
-// A consumer warpgroup: the work tiles of the first pass, or of the NaN-safe ones.
+// A consumer warpgroup: compute the work tiles of the first pass, or of the two NaN-safe passes.
 template <bool NAN_SAFE>
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup, ReadState& read) {
     const RowGroup rows(16);
-    const int row0 = rows.row0 % WARPGROUP_ROWS;  // of this warp among those of its warpgroup
+    const int row0 = rows.row0 % WARPGROUP_ROWS;  // first row of this warp in its warpgroup
     const bool leader = threadIdx.x % WARPGROUP == 0;
     PipelineState<Q_STAGES> q_pipe = read.q;
     PipelineState<2> work_pipe = read.work;
     PipelineState<STAGES> k_pipe = read.k, v_pipe = read.v;
 
     WorkTile work{}, next;
-    int tile = 0;  // or its index in a list:
+    int tile = 0;  // with a tile list, an index into it
     KeyTileList list;
     int entry = 0, next_entry = 0;
     Scores<false, 1, NT> s(0, 0);
@@ -77,14 +81,14 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     RowState<1> state;
     Accum rescale[1][2];
     Accum sums[1][2];
-    bool rises = false;  // whether a shift is to rise, by these sums
+    bool needs_rescale = false;  // a sum is so large that its shift must rise
 
-    // By all threads: each has read the work tile for itself, and generic stores overwrite it. Only
-    // GEMMs read q, and all of them are complete. In a NaN-safe pass each has marked what it leaves
-    // to the third.
+    // All 128 threads arrive: the producer overwrites work_tiles[stage] with plain stores, so every
+    // thread must have copied it. Only wgmma reads q, and all of it has been waited for. In a NaN-safe
+    // pass the arrive also publishes mark_redo to the producer.
     auto release_q = [&] { smem.q_empty(q_pipe.stage).arrive(); };
-    // By one thread: the GEMM that reads the stage is the warpgroup's as a whole, and it is
-    // complete. What the NaN-safe path reads and writes of v is fenced there.
+    // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete.
+    // The NaN-safe path also reads and writes v with plain instructions, and fences them itself.
     auto release_k = [&] {
         if (leader) smem.k_empty(k_pipe.stage).arrive();
         k_pipe.advance();
@@ -97,12 +101,12 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         gemm_async<Element, HEAD_DIM>(atoms<columns.COUNT>(s, 0), smem.q(q_pipe.stage), 0,
                                       smem.k(k_pipe.stage));
     };
-    // The last PV holds its stage until the next work tile has started, or tiles are skipped, which
-    // may need it.
-    int held_v = -1;
-    auto release_held_v = [&] {
-        if (leader && held_v >= 0) smem.v_empty(held_v).arrive();
-        held_v = -1;
+    // The V stage of the last PV of a work tile, or -1. It is released when the next work tile has
+    // started, or before tiles are skipped, since those may need the stage.
+    int last_pv_stage = -1;
+    auto release_last_pv = [&] {
+        if (leader && last_pv_stage >= 0) smem.v_empty(last_pv_stage).arrive();
+        last_pv_stage = -1;
     };
     auto convert_p = [&](auto columns) {
         const Dropout dropout(p, work.b, work.h);
@@ -117,12 +121,12 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
     };
 
-    // Zero the values of the last tile that are past the end of the keys: P is 0 there, but 0 x NaN is
-    // NaN, and the tail of a cache may hold anything. Past the end of the array TMA has zeroed them.
-    // Each warpgroup does so for its own GEMM: another one stores the same zeros.
+    // Zero the values of the last tile that are past the end of the keys. P is 0 there, but 0 x NaN is
+    // NaN, and the tail of a cache may hold anything. TMA has zeroed values past the end of the array.
+    // Each warpgroup does this for its own GEMM; the others store the same zeros.
     auto zero_past_end = [&] {
         const int last = HAS_TILE_LIST ? entry / 2 : tile - 1, length = work.window.length;
-        const int begin = length - last * BLOCK_K;  // positive: no tile lies past the end as a whole
+        const int begin = length - last * BLOCK_K;  // positive: each tile has a key before the end
         const bool is_array_end = !PAGED && work.k_start + length >= p.Nk;
         if (!__any_sync(~0u, begin < BLOCK_K && !is_array_end)) return;
         constexpr int CHUNKS = VALUE_DIM / 8;
@@ -134,26 +138,26 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
     };
 
-    // Tiles that only other warpgroups attend to.
+    // Skip tiles that only other warpgroups attend to.
     auto skip_tiles = [&](int count) {
-        if (!NAN_SAFE && count > 0) wgmma_wait<0>(), release_held_v();
+        if (!NAN_SAFE && count > 0) wgmma_wait<0>(), release_last_pv();
 #pragma unroll 1
         for (; count > 0; --count) {
             smem.k_full(k_pipe.stage).wait(k_pipe.phase);
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
-            // No GEMM has kept the warps together.
+            // The warps may have drifted apart: no GEMM has synchronised them.
             named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
             release_k();
             release_v();
         }
     };
-    // Whether the tile needs a mask. The next entry of a list is loaded meanwhile.
+    // True if the tile needs a mask. Also loads the next entry of a tile list.
     auto is_partial = [&] {
         if constexpr (!HAS_TILE_LIST) return work.tiles.is_partial(tile);
         entry = next_entry, next_entry = list.entry(tile + 1);
         return entry % 2 || work.tiles.is_partial(entry / 2);
     };
-    // Start to load the tile's mask and bias, once those of the last tile have been read.
+    // Start to load the mask and bias of a tile. The last tile's have been read.
     auto load_mask_and_bias = [&](int column) {
         const int row = work.q0 + row0;
         if constexpr (HAS_MASK) dense.load(AttentionMask(p, work.sequence(p), work.h), row, column);
@@ -170,8 +174,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         work = next;
         tile = work.tiles.begin;
         if (!work.is_end) skip_tiles(tile - work.begin);
-        // QK is issued even where there is no tile, on whatever the stage holds, as is the last PV:
-        // under a condition, ptxas would serialise all GEMMs.
+        // QK is issued even if there is no tile, on whatever the stage holds, and so is the last PV:
+        // if they were conditional, ptxas would serialise all GEMMs.
         if constexpr (HAS_TILE_LIST) {
             list = KeyTileList(p, work);
             next_entry = list.entry(tile);
@@ -186,18 +190,18 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             load_mask_and_bias((HAS_TILE_LIST ? next_entry / 2 : tile) * BLOCK_K);
     };
     auto modify_and_mask = [&](auto columns, bool partial) {
-        constexpr int COUNT = columns.COUNT;
         const ScoreMod score_mod(p, work.b, work.h);
         const AttentionMask attn_mask(p, work.sequence(p), work.window, work.h);
         s.row = work.q0 + row0, s.column = (HAS_TILE_LIST ? entry / 2 : tile) * BLOCK_K;
         if constexpr (HAS_BIAS) copy_wait<0>(), __syncwarp();
+        constexpr int COUNT = columns.COUNT;
 #pragma unroll
         for (int n = 0; n < COUNT; n += CHUNK) {
             const int end = n + CHUNK < COUNT ? n + CHUNK : COUNT;
-            if (CHUNK < NT) hide(s.row), hide(s.column);
+            begin_chunk<CHUNKED>(s);
             s.apply(score_mod, bias, [](int, int, int, Accum, Accum) {}, n, end);
             if (partial) s.masked_fill_positions(attn_mask, n, end);
-            if (CHUNK < NT) order_after(s.x[0][end - 1][3] == infinity<Accum>());
+            end_chunk<CHUNKED>(s, end, infinity<Accum>());
         }
         if constexpr (HAS_MASK) dense.share(), s.masked_fill(dense);
         const int ahead = HAS_TILE_LIST ? next_entry / 2 : tile + 1;
@@ -205,12 +209,12 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     };
     auto online_softmax = [&](auto columns) {
         const Accum softmax_scale_log2 = ScoreMod(p, work.b, work.h).softmax_scale_log2();
-        if constexpr (BY_SUMS && !NAN_SAFE) {
-            rises = state.template update_by_sums<RESCALE_THRESHOLD>(
+        if constexpr (SHIFT_FROM_SUMS && !NAN_SAFE) {
+            needs_rescale = state.template update_by_sums<RESCALE_THRESHOLD>(
                 atoms<columns.COUNT>(s, 0), softmax_scale_log2, rows, sums);
         } else {
             constexpr RowMaxMode MODE = NAN_SAFE ? RowMaxMode::DETECT_LATE : RowMaxMode::BOUNDED;
-            state.template update<RESCALE_THRESHOLD, MODE, BY_SUMS>(s, softmax_scale_log2, rows,
+            state.template update<RESCALE_THRESHOLD, MODE, SHIFT_FROM_SUMS>(s, softmax_scale_log2, rows,
                                                                     rescale);
         }
     };
@@ -234,12 +238,12 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         auto& scores = atoms<columns.COUNT>(s, 0);
         warpgroup_wait<1>(scores);
         softmax(columns, partial);
-        order_after(BY_SUMS ? rises : state.l[0][0] + state.l[0][1] < 0);
+        order_after(SHIFT_FROM_SUMS ? needs_rescale : state.l[0][0] + state.l[0][1] < 0);
         warpgroup_wait<0>(acc);
         if (tile > work.tiles.begin) release_v();
-        if constexpr (!BY_SUMS) {
+        if constexpr (!SHIFT_FROM_SUMS) {
             acc.scale_rows(rescale);
-        } else if (rises) {
+        } else if (needs_rescale) {
             state.template raise_shifts<RESCALE_THRESHOLD>(scores, rows, sums, rescale);
             acc.scale_rows(0, rescale[0]);
         } else {
@@ -254,10 +258,10 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         smem.v_full(v_pipe.stage).wait(v_pipe.phase);
         gemm_async<Element>(acc, probs, smem.v(v_pipe.stage));
     };
-    // Tile by tile, the warpgroups side by side: they clean the values of partial tiles together.
-    // The table of what was not finite takes the k stage, once all have their scores.
+    // The warpgroups go through the same tiles in lockstep, and clean the values of partial tiles
+    // together. The table of values that were not finite takes the k stage, once all warpgroups have
+    // computed their scores.
     auto nan_safe_loop = [&] {
-        constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
         for (;;) {
             const bool partial = __any_sync(~0u, is_partial() || HAS_ANY_SCORES || HAS_MASK);
             modify_and_mask(WHOLE, partial);
@@ -286,7 +290,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             if (__any_sync(~0u, any)) {
                 add_non_finite(acc, table, 0,
                                [&](int m, int half, int w) { return attended.word(m, half, w); });
-                // All reads and writes of both stages are done and fenced before they are refilled.
+                // All reads and writes of both stages are done and fenced before TMA refills them.
                 fence_async_shared();
                 named_barrier_sync<CONSUMER_THREADS>(smem.consumer_barrier());
             }
@@ -299,8 +303,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
     };
 
-    // A work tile: its first QK is in flight when it begins, and that of the next one beside its
-    // last PV and its epilogue.
+    // When a work tile begins, its first QK is in flight. The first QK of the next work tile runs
+    // beside the last PV and the epilogue of this one.
     fetch_work();
     start_work();
     while (!work.is_end) {
@@ -310,7 +314,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         const bool empty = tile == work.tiles.end;
         if constexpr (NAN_SAFE) {
             if (!empty) nan_safe_loop();
-            // Before the arrive on q_empty, which publishes it to the producer.
+            // This comes before the arrive on q_empty, which publishes it to the producer.
             if (__any_sync(~0u, !work.all_max_first && state.below(-LARGE_ROW_MAX)))
                 smem.mark_redo(1, work.iteration);
         } else if (!empty) {
@@ -323,14 +327,14 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             }
             if (HAS_HALVES && tile < work.tiles.end) {
                 issue_gemms(HALF);
-                wgmma_wait<0>();  // with PV beside softmax ptxas would serialise all GEMMs
+                wgmma_wait<0>();  // if PV overlapped softmax here, ptxas would serialise all GEMMs
                 finish_tile(HALF, true);
             }
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
             zero_past_end();
-            held_v = v_pipe.stage;
+            last_pv_stage = v_pipe.stage;
         } else {
-            // Operands of a PV that counts for nothing: else they would be live from tile to tile.
+            // Operands of a PV whose result is discarded. Unset, they would stay live from tile to tile.
             for (auto& a : probs)
                 for (u32& r : a.r) r = 0, hide(r);
         }
@@ -342,17 +346,17 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             else
                 gemm_async<Element>(acc, probs, smem.v(v_pipe.stage));
         }
-        if (held_v >= 0) v_pipe.advance();
+        if (last_pv_stage >= 0) v_pipe.advance();
         fetch_work();
         const WorkTile done = work;
         skip_tiles(done.end - done.tiles.end);
         start_work();
         if constexpr (!NAN_SAFE) {
             warpgroup_wait<1>(acc);
-            release_held_v();
+            release_last_pv();
             if (empty) {
                 acc.clear();
-                fence_operand(accum_registers(acc));  // a branch, not a selection of each number
+                fence_operand(accum_registers(acc));  // makes a branch, not a select for each number
             }
         }
         epilogue<NAN_SAFE>(p, smem, done, done.q0 + row0, state, acc);
@@ -364,15 +368,14 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
 }
 
 extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, 1)
-    forward_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+    forward_sm90(const __grid_constant__ Params p, const __grid_constant__ ForwardMaps maps) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage[GROUPS];
-    // Each group has a share of the producer warpgroup: whole warps. Uniform in a warp, as the shuffle
-    // tells the compiler.
-    constexpr int SHARE = WARPGROUP / GROUPS;
-    const int share = __shfl_sync(~0u, threadIdx.x / SHARE, 0), index = share / GROUPS;
+    // The producer warpgroup is divided among the groups of the CTA, by whole warps.
+    constexpr int UNIT = WARPGROUP / GROUPS;  // threads that produce for a group
+    const int unit = uniform(threadIdx.x / UNIT), index = unit / GROUPS;
     const bool produces = index == WARPGROUPS;
-    const int group = GROUPS == 1 ? 0 : produces ? share % GROUPS : index / CONSUMERS;
+    const int group = GROUPS == 1 ? 0 : produces ? unit % GROUPS : index / CONSUMERS;
     const Smem smem(tensors, storage, group);
     set_up(smem, maps.k, maps.q, maps.v);
     wait_for_prerequisites();
@@ -380,13 +383,13 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, 1)
     if (produces) {
         reg_dealloc<PRODUCER_REGISTERS>();
         const WorkOrder<> order(p, group);
-        if (threadIdx.x % SHARE < WARP && is_first_lane()) produce(p, maps, smem, order);
+        if (threadIdx.x % UNIT < WARP && is_first_lane()) produce(p, maps, smem, order);
     } else {
         reg_alloc<CONSUMER_REGISTERS>();
         const int warpgroup = index - group * CONSUMERS;
         ReadState read{{warpgroup}};
         consume<false>(p, smem, warpgroup, read);
-        // Unfinished work tiles have been marked.
+        // All threads have marked their unfinished work tiles.
         named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
         if (threadIdx.x % WARPGROUP == 0) smem.pass_done().arrive();
         smem.pass_done().wait(0);

@@ -1,4 +1,4 @@
-// Layer 3. Hopper's forward kernel but for its GEMMs: the producer, which goes through the work
+// Layer 3. Hopper's forward kernel without its GEMMs: the producer, which goes through the work
 // tiles pass by pass, and the epilogue.
 #pragma once
 
@@ -10,25 +10,13 @@
 
 constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 
-// Registers of a thread, in units of 8: the producer warpgroup gives its own to the consumers, all
-// but those that it needs. One that counts splits needs more.
-constexpr int WARPGROUPS = GROUPS * CONSUMERS;  // of consumers
-constexpr int ALL_REGISTERS = 65536 / WARPGROUP / (WARPGROUPS + 1) / 8 * 8 * (WARPGROUPS + 1);
-constexpr int NEEDED_REGISTERS = SPLIT_KV ? 40 : 24;
-constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - NEEDED_REGISTERS) / WARPGROUPS / 8 * 8;
-constexpr int PRODUCER_REGISTERS = ALL_REGISTERS - WARPGROUPS * CONSUMER_REGISTERS;
-
-// Where shifts lag behind maxima sums of large numbers may overflow. A NaN-safe pass divides P by a
-// power of two, which makes it 1 at most. The bits are those of the first pass, unless a probability
-// below 2**-118, whose quotient has fewer digits, shows in them.
+// A NaN-safe pass divides P by this power of two, so that P is at most 1: a shift may be below the maximum
+// by RESCALE_THRESHOLD, and sums of large values could overflow. The bits are those of the first pass,
+// unless a probability below 2**-118 shows in them, whose quotient is subnormal.
 constexpr Accum P_DIVISOR = HAS_FINITE_SUMS<Element> ? Accum(1) : Accum(1 << RESCALE_THRESHOLD);
 
-struct Maps {
-    TensorMap q, k, v;
-};
-
-// Start TMA loads of a tile of keys, or of their values, of a key head from key k0 on. Of keys in pages
-// a box has as many as divide a page and a tile.
+// Start TMA loads of a tile of keys or values of a key head, from key k0 on. For paged keys, the rows of a
+// box divide both a page and a tile.
 template <class Tile>
 __device__ inline void load_keys(const Params& p, const WorkSequence<PACKED>& sequence, int kv,
                                  const Tile& tile, const TensorMap& map, int k0,
@@ -44,8 +32,8 @@ __device__ inline void load_keys(const Params& p, const WorkSequence<PACKED>& se
             static_cast<const u32*>(p.block_table) + sequence.b * p.table_width * step;
         u32 entry = u32(k0 / page);
         int row = k0 % page;
-        // Nobody has seen entries that are on the device: whatever they say, the page is one of those
-        // that there are. Of 64 bits the lower 32 are enough.
+        // The host has not checked the entries of the block table. They are clamped, so that each is an
+        // existing page. The lower 32 bits of a 64-bit entry are enough.
 #pragma unroll 4
         for (int at = 0; at < BLOCK_K; at += box) {
             const u32 found = table[i64(min(entry, last_entry)) * step];
@@ -56,50 +44,48 @@ __device__ inline void load_keys(const Params& p, const WorkSequence<PACKED>& se
     }
 }
 
-// Whether there is room for the queries of the next work tile beside those of this one. Of two groups
-// the other one computes while they are loaded.
-constexpr bool LOADS_Q_EARLY = GROUPS == 1 && Q_STAGES == 2 * CONSUMERS;
-// Whether they are loaded beside one of so many key tiles, not behind it, where they would come late.
-// They wait for their stages until the work tile before has ended, whose keys are all on their way. If
-// this one has no more tiles than there are stages, the next keys would wait for these queries, and if
-// it has many it is slower (measured). Those of a claimed one always are: it is found when the last
-// keys of this one are on their way.
+// Prefetch q of the next work tile while this one is being computed, instead of after its last K/V load?
+// There must be stages for it. With two groups there is nothing to hide: the other group computes.
+constexpr bool PREFETCHES_Q = GROUPS == 1 && Q_STAGES == 2 * CONSUMERS;
+// The load of q waits for a free stage, so for the end of the previous work tile, and blocks the producer
+// until then. With at most STAGES key tiles the K loads after it would stall. With more than 4, prefetching
+// was slower on an H100 (docs/performance.md). Dynamically scheduled work tiles always prefetch: they are
+// claimed only when the last K/V loads have been issued.
 __device__ constexpr bool is_short(int tiles) { return tiles > STAGES && tiles <= 4; }
 
-// The producer thread: load all that the work tiles need, in the order of its use, and publish
-// them.
-__device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem,
+// The producer thread: publish work tiles, and load what they need in the order of use.
+__device__ inline void produce(const Params& p, const ForwardMaps& maps, const Smem& smem,
                                WorkOrder<> order) {
     PipelineState<Q_STAGES> q_pipe;
     PipelineState<2> work_pipe;
     PipelineState<STAGES> k_pipe, v_pipe;
     WorkTile work{};
-    // Publish to each warpgroup its share of the work tile, with its queries.
+    // Publish the work tile to each warpgroup, with the warpgroup's 64 queries.
     auto publish_work = [&] {
 #pragma unroll 1
         for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup, q_pipe.advance()) {
             smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
-            WorkTile& share = smem.storage.work_tiles[q_pipe.stage];
+            WorkTile& own = smem.storage.work_tiles[q_pipe.stage];
             const Barrier full = smem.q_full(warpgroup, work_pipe.stage);
-            share = work;
+            own = work;
             if (work.is_end) {
                 full.arrive();
                 continue;
             }
-            // They take turns: under a causal mask the last rows have most tiles.
-            share.q0 += WARPGROUP_ROWS * ((warpgroup + work.iteration) % CONSUMERS);
-            // In a NaN-safe pass the warpgroups go through the same tiles side by side.
-            if (!work.nan_safe) share.tiles = key_tiles(p, work, work.window, share.q0, WARPGROUP_ROWS);
-            if (HAS_TILE_LIST) share.tiles.begin = work.begin, share.tiles.end = work.end;
+            // Rotate the warpgroups: with a causal mask the last rows have most tiles.
+            own.q0 += WARPGROUP_ROWS * ((warpgroup + work.iteration) % CONSUMERS);
+            // In a NaN-safe pass the warpgroups go through the same tiles in lockstep.
+            if (!work.nan_safe) own.tiles = key_tiles(p, work, work.window, own.q0, WARPGROUP_ROWS);
+            if (HAS_TILE_LIST) own.tiles.begin = work.begin, own.tiles.end = work.end;
             if (SPLIT_KV)
-                full.arrive();  // the warpgroup loads its rows
+                full.arrive();  // the warpgroup loads its rows itself
             else
-                smem.q(q_pipe.stage).load<LOAD_UNROLL>(maps.q, work.q_start + share.q0, work.h,
+                smem.q(q_pipe.stage).load<LOAD_UNROLL>(maps.q, work.q_start + own.q0, work.h,
                                                        work.entry(), full);
         }
         work_pipe.advance();
     };
-    int begun = 0;  // iterations of the first pass
+    int begun = 0;  // iterations that the first pass has begun
     Lockstep lockstep;
     auto run_pass = [&](int pass) {
         order.restart();
@@ -112,26 +98,24 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             }
             return false;
         };
-        // Where several work tiles are unfinished, the others hardly will be better: the second pass
-        // takes over what is left.
+        // If several work tiles are unfinished, others probably will be: the second pass takes over.
         auto gives_up = [&] { return pass == 0 && smem.many_unfinished(0); };
-        bool published = false;  // the work tile that was found last
+        bool published = false;  // true if the work tile found last is published
         for (bool found = find(); found;) {
             if (!published && gives_up()) break;
             if (pass == 0) begun = work.iteration + 1;
-            // What is left of the work tile when the next one has been found. A load waits for its
-            // stage, and for no division.
+            // Keep what the loads need: find() overwrites the work tile. Divide here, not before a load.
             const WorkSequence<PACKED> sequence = work;
             const KeyTileList list(p, work);
             const int begin = work.begin, end = max(begin, work.end), kv = work.h / int(p.group);
-            // The next work tile is found once the first tiles of this one are on their way. One that is
-            // claimed is found as late as loads allow: blocks of a head that are claimed one after the
-            // other then begin together, and the L2 cache holds their keys. Where a packed sequence is
-            // takes too long to find for that.
+            // Find the next work tile once the first tiles of this one are loading. The dynamic scheduler
+            // claims as late as the loads allow: then blocks of a head that are claimed one after the
+            // other also begin together, and share keys in the L2 cache. Packed sequences are found
+            // early, since looking them up takes long.
             const bool late = !PACKED && p.next_tiles;
             const int find_at = late ? max(begin - 1, end - 2) : min(begin, end - 1);
-            // Keys are a tile ahead of values. There is one copy of each load: a work tile executes
-            // about as many instructions as the caches of an SM hold.
+            // Keys are a tile ahead of values. Each load appears once in the code: a work tile executes
+            // about as many instructions as the instruction caches of an SM hold.
 #pragma unroll 1
             for (int tile = begin - 1; tile < end; ++tile) {
                 if (tile + 1 < end) {
@@ -153,7 +137,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 }
                 if (tile != find_at) continue;
                 found = find();
-                const bool early = LOADS_Q_EARLY && (late || is_short(end - begin));
+                const bool early = PREFETCHES_Q && (late || is_short(end - begin));
                 published = early && found && !gives_up();
                 if (published) publish_work();
             }
@@ -169,8 +153,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     publish_end();
     smem.pass_done().wait(0);
     if (!smem.any_redo(0)) return;
-    // To the consumers the NaN-safe passes are one. They mark work tiles before they release q:
-    // once all q stages are released, the third pass knows what it has to do.
+    // For the consumers the NaN-safe passes are one. They mark work tiles before they release q: once all
+    // q stages are released, the third pass knows its work tiles.
 #pragma unroll 1
     for (int pass = 1; pass < 3 && smem.any_redo(pass - 1); ++pass) {
         run_pass(pass);
@@ -182,7 +166,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     publish_end();
 }
 
-// The rows of a warpgroup that share keys, which are of several heads: by its own threads.
+// Load the rows of a warpgroup that share keys, by its own threads: they come from several heads.
 __device__ inline void load_shared_rows(const Params& p, const WorkTile& work,
                                         const QueryTile& tile) {
     constexpr int CHUNKS = HEAD_DIM * int(sizeof(Element)) / 16;
@@ -200,7 +184,7 @@ __device__ inline void load_shared_rows(const Params& p, const WorkTile& work,
     fence_async_shared();
 }
 
-// Store the sums of 16 rows of each warp over a split, from row0 on: as epilogue, without dividing.
+// Store the partial sums of 16 rows of each warp over a split, from row0 on, without normalising.
 __device__ inline void store_sums(const Params& p, const WorkTile& work, int row0, u32 halves,
                                   const RowState<1>& state, const Fragment<Accum, 1, VT>& acc) {
     const Lane lane;
@@ -225,8 +209,8 @@ __device__ inline Accum* lse_of(const Params& p, const WorkTile& work) {
     return static_cast<Accum*>(p.lse) + (i64(work.entry()) * p.Hq + work.h) * p.Nq + work.q_start;
 }
 
-// Normalise and store 16 rows of each warp from row0 on, and their lse: of a lane's two rows those
-// whose bit is set in `halves`. Two lanes share two rows, and each divides for one.
+// Normalise and store 16 rows of each warp from row0 on, and their lse. A lane stores those of its two rows
+// whose bit is set in `halves`. Two lanes share two rows, and each divides for one of them.
 template <bool NAN_SAFE>
 __device__ inline void store_normalised(const Params& p, const Smem& smem, const WorkTile& work,
                                         int row0, u32 halves, const RowState<1>& state,
@@ -252,14 +236,15 @@ __device__ inline void store_normalised(const Params& p, const Smem& smem, const
         store_rows(to, p.out_at.n, acc, rows, int(p.Dv), halves);
 }
 
-// More than the shift of a row exceeds that of another pass: shifts lag behind maxima by
-// RESCALE_THRESHOLD at most, and exceed them by less than log2 of a lane's keys.
+// The shifts of a row in two passes differ by less than this, in units of log 2: a shift is below the
+// maximum by at most RESCALE_THRESHOLD, and above it by less than log2 of the number of a lane's keys.
 constexpr int SHIFT_MARGIN = 16;
 static_assert((1 << (SHIFT_MARGIN - RESCALE_THRESHOLD)) > BLOCK_K / 4);
 
-// Store what a work tile found, and mark it if that is not to last. The third pass stores only rows
-// far below zero. Others keep their bits, also in work tiles that are done for sharing a bit with a
-// marked one. With the margin each row that is stored would have had its work tile marked.
+// Store the results of a work tile, and mark the work tile if a later pass must redo it. The third pass
+// stores only rows far below zero; other rows keep their bits. This also holds for work tiles that it
+// redoes because they share a bit with a marked one: with the margin, each row that it stores would have had
+// its work tile marked.
 template <bool NAN_SAFE>
 __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTile& work, int row0,
                                 RowState<1>& state, Fragment<Accum, 1, VT>& acc) {
@@ -270,8 +255,8 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
             halves = state.below(-LARGE_ROW_MAX - SHIFT_MARGIN,
                                  ScoreMod(p, work.b, work.h).softmax_scale_log2());
     } else {
-        // A value that is not finite spoils its column in all rows: half of them are enough. A sum
-        // that overflows is one row's.
+        // A value that is not finite spoils its column in all rows, so half of the rows are enough. A sum
+        // that overflows spoils only its own row.
         good = all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>(acc) & state.all_bounded();
     }
     if constexpr (SPLIT_KV) {
@@ -281,6 +266,6 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
     } else {
         store_normalised<NAN_SAFE>(p, smem, work, row0, halves, state, acc);
     }
-    // Last, so that nothing waits for the check.
+    // This comes last, so that no store waits for the check.
     if (!NAN_SAFE && !__all_sync(~0u, good)) smem.mark_redo(0, work.iteration);
 }

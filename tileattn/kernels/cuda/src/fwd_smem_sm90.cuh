@@ -1,17 +1,14 @@
 // Layer 3. Shared memory of Hopper's forward kernel: circular buffers of q, k and v, and their
-// barriers. Each group of a CTA has them for itself.
+// barriers. Each group of a CTA has its own.
 #pragma once
 
 #include "bias.cuh"
 #include "gemm_sm90.cuh"
 #include "tile_scheduler_sm90.cuh"
+#include "warpgroups_sm90.cuh"
 
-constexpr int WARPGROUP = 4 * WARP;     // threads
-constexpr int CONSUMERS = WARPS_M / 4;  // consumer warpgroups of a group
-constexpr int WARPGROUP_ROWS = 64;      // queries of each
 static_assert(BLOCK_Q == WARPGROUP_ROWS * CONSUMERS && WARPS_N == 1, "64 queries a warpgroup");
 static_assert(STAGES >= 2, "the next k stage is read before the v stage is released");
-static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
 using WorkTile = WindowedWorkTile;
 using QueryTile = SmemTile<WARPGROUP_ROWS, HEAD_DIM>;  // of one warpgroup
@@ -23,21 +20,21 @@ struct KeyValueStage {
     ValueTile::Storage v;
 };
 
-// Each warp has staging memory for its output, unless a bias leaves no room. Stages of q hold one
-// warpgroup's queries each: also those of the next work tile, as far as they fit.
+// Each warp has staging memory for its output, unless a bias leaves no space. A q stage holds the queries of
+// one warpgroup. There are stages for the next work tile, too, as far as they fit.
 constexpr int BIAS_BYTES = WarpBias<false, 1, BLOCK_K / 8>::BYTES;
-constexpr int Q_ROOM = 225 * 1024 / GROUPS - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));
-constexpr bool STAGED_OUT = Q_ROOM >= CONSUMERS * QueryTile::BYTES + WARPS_M * STAGING_BYTES;
+constexpr int Q_SPACE = 225 * 1024 / GROUPS - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));
+constexpr bool STAGED_OUT = Q_SPACE >= CONSUMERS * QueryTile::BYTES + WARPS_M * STAGING_BYTES;
 constexpr int OUT_BYTES = STAGED_OUT ? WARPS_M * STAGING_BYTES : 0;
-constexpr int Q_FIT = (Q_ROOM - OUT_BYTES) / QueryTile::BYTES;
+constexpr int Q_FIT = (Q_SPACE - OUT_BYTES) / QueryTile::BYTES;
 constexpr int Q_STAGES = Q_FIT < 2 * CONSUMERS ? Q_FIT : 2 * CONSUMERS;
 static_assert(Q_STAGES >= CONSUMERS, "a stage for every warpgroup");
 static_assert((BLOCK_Q - WARPGROUP_ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
               "a warpgroup fetches the next work tile before it skips the rest of this one");
 
-constexpr int TRACKED = 1024;  // iterations, modulo which unfinished ones are recorded
+constexpr int TRACKED = 1024;  // bits for unfinished work tiles: iterations modulo 1024
 
-// Dynamic shared memory, as it lies; behind it each warp's staging memory and share of the bias.
+// Layout of dynamic shared memory. The staging memory of the warps and their parts of the bias follow.
 struct Tensors {
     QueryTile::Storage q[Q_STAGES];
     KeyValueStage kv[STAGES];
@@ -48,8 +45,8 @@ static_assert(GROUPS == 1 || GROUP_BYTES % 1024 == 0, "where swizzled tiles may 
 
 // Static shared memory.
 struct SharedStorage {
-    // A work tile occupies a q stage, but each warpgroup has two full barriers of its own: waiting
-    // on one shared with others, it could be a whole buffer behind.
+    // A work tile occupies a q stage, but each warpgroup has two full barriers of its own. On a barrier
+    // shared by warpgroups, one could wait a whole turn of the buffer too long.
     u64 q_full[2 * CONSUMERS], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 pass_done;
@@ -102,14 +99,13 @@ struct Smem {
     }
     __device__ Barrier pass_done() const { return {shared_address(&storage.pass_done)}; }
 
-    // Named barriers: of one warpgroup, and of all consumers of the group.
+    // The named barriers of one warpgroup, and of all consumers of the group.
     __device__ int warpgroup_barrier(int warpgroup) const {
         return barrier_id(NamedBarrier::WARPGROUP, group * CONSUMERS + warpgroup);
     }
     __device__ int consumer_barrier() const { return barrier_id(NamedBarrier::CONSUMERS, group); }
 
-    // Whether a pass left this iteration unfinished, or one that shares its bit; whether any, or
-    // many.
+    // True if a pass left this iteration unfinished, or one that shares its bit.
     __device__ bool needs_redo(int pass, int iteration) const {
         return storage.redo[pass].iterations[iteration % TRACKED / 32] >> iteration % 32 & 1;
     }
@@ -125,7 +121,7 @@ struct Smem {
             atomicAdd(&left.count, 1);
     }
 
-    // By one thread of the first group, before all others: of all groups.
+    // One thread of the first group initialises all groups.
     __device__ void init() const {
         for (int n = 0; n < GROUPS; ++n) Smem(memory, &storage, n).init_group();
         fence_barrier_init();

@@ -91,24 +91,6 @@ __device__ inline Fragment<float, 1, COUNT>& atoms(Fragment<float, 1, NT>& c, in
     return reinterpret_cast<Fragment<float, 1, COUNT>&>(c.x[0][first]);
 }
 
-// Keep what follows behind the computation of a condition that never holds: ptxas moves nothing
-// ahead of a branch. It would move waits ahead of everything that does not depend on a GEMM, so that
-// nothing overlaps with it; and begin so much at once that registers spill.
-__device__ inline void order_after(bool never) {
-    if (__any_sync(~0u, never)) asm volatile("nanosleep.u32 1;");
-}
-
-// Keep what follows behind the computation of an operand, whose bits are not all set. ptxas would move
-// a wait for another warpgroup ahead of it, and nothing would run meanwhile.
-template <class A, int K>
-__device__ inline void order_after(const A (&operand)[K]) {
-    u32 all = ~0u;
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-        all &= operand[k].r[0] & operand[k].r[1] & operand[k].r[2] & operand[k].r[3];
-    order_after(all == ~0u);
-}
-
 // Whether the first ELEMENTS of each atom are finite: zero times what is not finite is not zero. In
 // several sums: one alone would be a long dependency chain.
 template <int ELEMENTS = 4, int CHAINS = 4, int NT>

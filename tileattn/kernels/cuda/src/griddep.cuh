@@ -1,58 +1,58 @@
 // Layer 1. Programmatic dependent launch: a kernel of a call starts while the one before it ends.
 //
-// The host launches every kernel of a plan but the first so (launches.py). All threads of every kernel
-// wait_for_prerequisites() before they touch global memory, and before they return. (Some begin
-// earlier, see below.) Then nothing is seen too early:
+// The host launches every kernel of a plan this way, except the first (launches.py). All threads of every
+// kernel call wait_for_prerequisites() before they touch global memory, and before they return. (Some
+// kernels start earlier, see below.) Then no kernel reads or overwrites data too early:
 //
-// - A kernel completes when all its CTAs have ended. Each of them has waited until the kernel before
-//   was complete. So by induction all kernels of the plan before it are complete, too. The first one is
-//   launched as ever: all earlier work of the stream comes before it.
-// - So behind the wait all that earlier kernels write is there, and what they read may be overwritten.
-//   Before the wait a kernel touches shared memory and its parameters alone, tensor maps included: no
-//   kernel writes those.
-// - What is launched behind the plan as ever waits for the last kernel to complete, and so for all.
+// - A kernel completes when all its CTAs have ended. Each CTA has waited until the previous kernel was
+//   complete. By induction all earlier kernels of the plan are complete, too. The first kernel is launched
+//   normally, after all earlier work of the stream.
+// - So after the wait the results of earlier kernels are visible, and their inputs may be overwritten.
+//   Before the wait a kernel touches only shared memory and its parameters. These include tensor maps,
+//   which no kernel writes.
+// - A normal launch after the plan waits for the last kernel to complete, and so for all of them.
 //
-// Nor does anything wait for ever: the next kernel gets its first CTA when all CTAs of this one have
-// started. It takes only room that nobody else needs.
+// There is no deadlock: the next kernel gets its first CTA when all CTAs of this one have started, and takes
+// only space that these do not need.
 //
-// In Hopper's backward pass three kernels overlap, of which the second and the third begin while the
-// one before runs. The first one, backward_preprocess, lets them start behind its own wait, so all
-// before it is complete. Of packed sequences each waits first.
+// In Hopper's backward pass three kernels overlap: the second and the third start while the previous one
+// runs. The first, backward_preprocess, lets them start after its own wait, so everything before it is
+// complete. For packed sequences each kernel waits first.
 //
-// - backward_sm90 and its like wait for the rows of a head before they take it (row_counter.cuh). A
-//   warp of each CTA waits in the end: so they complete behind the first one.
-// - backward_dq_convert_sm90: a CTA whose head is complete does not wait (dq_counter.cuh). No kernel
-//   before reads the dQ that it writes. The last CTA always waits, so this kernel, too, completes behind
-//   the one before.
-// - backward_wide_dq_sm90 waits for rows, too. With the one before it shares inputs alone, and FAILED in
-//   head_flags, which both may set and neither reads. A warp of each CTA waits in the end.
+// - backward_sm90, backward_halves_sm90 and backward_wide_sm90 wait for the rows of a head before they
+//   compute it (row_counter.cuh). A warp of each CTA waits at the end, so they complete after the first.
+// - backward_dq_convert_sm90: a CTA does not wait if its head is complete (dq_counter.cuh). No earlier
+//   kernel reads the dQ that it writes. The last CTA always waits, so this kernel also completes after the
+//   previous one.
+// - backward_wide_dq_sm90 also waits for rows. It shares only inputs with the previous kernel, and the flag
+//   FAILED in head_flags, which both may set and neither reads. A warp of each CTA waits at the end.
 #pragma once
 
-// Let the next kernel start, once all CTAs have called this or ended. It promises nothing of memory.
+// Let the next kernel start, once all CTAs have called this or ended. It does not order memory.
 __device__ inline void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Wait for the kernel before to complete, and for all that it has written.
+// Wait for the previous kernel to complete and for its results to be visible.
 __device__ inline void wait_for_prerequisites() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// In place of the wait: begin beside the kernel before. What was complete before that one began is
-// there; what the L1 cache still has may be older, and is dropped.
+// Instead of the wait: start beside the previous kernel. Everything that was complete before that kernel
+// started is visible. The fence drops older lines of the L1 cache.
 __device__ inline void pass_kernel_before() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
 #endif
 }
 
-// Both of the first two. Persistent kernels only wait: the next one gets its first CTA when theirs
-// end, and none that waits stands beside them (measured). Those of the backward pass let it start
-// where it has something to do on the SMs that theirs leave.
+// Launch dependents and wait. Persistent kernels only wait: a waiting CTA of the next kernel beside them
+// costs time (docs/performance.md). The persistent kernels of the backward pass launch the next kernel if it
+// has work for the SMs that they leave.
 __device__ inline void overlap_launches() {
     launch_dependents();
     wait_for_prerequisites();

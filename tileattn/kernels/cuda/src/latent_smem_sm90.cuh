@@ -5,10 +5,9 @@
 #include "gemm_sm90.cuh"
 #include "nonfinite.cuh"
 #include "splits.cuh"
+#include "warpgroups_sm90.cuh"
 
-constexpr int WARPGROUP = 4 * WARP;  // threads
 static_assert(BLOCK_Q == 64 && BLOCK_K == 64 && WARPS_M == 4 && WARPS_N == 2 && STAGES == 2);
-static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
 using QueryTile = SmemTile<BLOCK_Q, HEAD_DIM>;
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;

@@ -1,16 +1,16 @@
-// Layer 3. Persistent CTAs keep pace, so that they share what is in the L2 cache.
+// Layer 3. Lockstep of persistent CTAs, so that they share keys or queries in the L2 cache.
 #pragma once
 
 #include "tile_scheduler_sm90.cuh"
 
-// CTAs that are at about the same keys, or backward the same queries, read them from memory once. Over
-// a long head they drift apart. So each group counts itself every LOCKSTEP_TILES tiles, and waits for those
-// that are more than LOCKSTEP_LAG steps behind. Counter 0 has those that have ended. Not all CTAs need be
-// running: one that has waited for long counts as ended, and waits no more.
-constexpr int LOCKSTEP_TILES = 32, LOCKSTEP_LAG = 12, PATIENCE = 1000;  // the last in polls
+// CTAs that read the same keys (backward: queries) at about the same time read them from device memory
+// once. Over a long head CTAs drift apart. So each group increments a counter every LOCKSTEP_TILES tiles, and
+// waits for groups that are more than LOCKSTEP_LAG steps late. Counter 0 counts the groups that have ended. CTAs
+// need not all be resident: after PATIENCE polls a group counts itself as ended, and never waits again.
+constexpr int LOCKSTEP_TILES = 32, LOCKSTEP_LAG = 12, PATIENCE = 1000;
 
 struct Lockstep {
-    int tiles = 0;  // below 0 once it waits no more
+    int tiles = 0;  // negative after it has given up waiting
 
     __device__ void advance(const Params& p) {
         const u32 step = u32(++tiles) / LOCKSTEP_TILES;

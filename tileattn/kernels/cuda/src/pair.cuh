@@ -1,16 +1,15 @@
-// Layer 3. Two CTAs that share a work tile of wide heads. Each has half of the columns of all
-// operands, and a part of each score. They exchange the parts: then both have the scores, with the
-// same bits.
+// Layer 3. Two CTAs that share a work tile of wide heads. Each has half of the columns of all operands,
+// so it computes a part of each score. They exchange the parts: then both have the same scores, bitwise.
 #pragma once
 
 #include "cluster.cuh"
 #include "config.cuh"
 #include "tma_sm90.cuh"
 
-// Which half of the columns this CTA has.
+// The half of the columns that this CTA has, 0 or 1.
 __device__ inline int own_half() { return PAIR ? int(cluster_rank()) : 0; }
 
-// Whether x holds for any thread of a work tile.
+// True if x is true for any thread of a work tile.
 __device__ inline bool any_of_work_tile(bool x) {
     bool any = __syncthreads_or(x);
     if constexpr (PAIR) {
@@ -23,10 +22,10 @@ __device__ inline bool any_of_work_tile(bool x) {
     return any;
 }
 
-// What a warp and the same warp of the other CTA send each other, each to its own place in a tile
-// of the other. `full`: all has landed. `empty`: the other has released the place, as it does
-// before each send. No warp waits for other warps, nor, as at a barrier of the cluster, for its
-// adds in device memory. Neither CTA may end while something is under way to it: they meet again.
+// The exchange between a warp and the same warp of the other CTA. Each stores to its own part of a tile of
+// the other. `full`: all bytes have landed. `empty`: the receiver has released its part of the tile, which it
+// does before each send. A warp waits neither for other warps nor, as a cluster barrier would, for its adds to
+// device memory. A CTA must not end while stores to it are in flight, so the CTAs synchronise at the end.
 struct Mail {
     struct Barriers {
         u64 full[WARPS_M * WARPS_N], empty[WARPS_M * WARPS_N];
@@ -34,7 +33,7 @@ struct Mail {
     Barrier full, empty;
     u32 phase = 0;
 
-    // The CTAs meet between this and the first release.
+    // The CTAs must synchronise after this and before the first release.
     __device__ explicit Mail(Barriers& all)
         : full{shared_address(all.full + threadIdx.x / WARP)},
           empty{shared_address(all.empty + threadIdx.x / WARP)} {
@@ -42,8 +41,8 @@ struct Mail {
             if (threadIdx.x % WARP == 0) full.init(1), empty.init(1), fence_barrier_init();
     }
 
-    // The other may send: this warp has used what it read there, and other warps that did are
-    // behind a barrier. All of that is generic, and so is st.async: no proxy fence.
+    // Let the other CTA send. This warp has used what it read there, and a barrier has ordered the reads of
+    // other warps. All these accesses are generic, like st.async, so no proxy fence is needed.
     __device__ void release() const {
         __syncwarp();
         if (threadIdx.x % WARP == 0) arrive_at_peer(peer_address(empty.address));
@@ -60,7 +59,7 @@ struct Mail {
         });
     }
 
-    // Wait for what the other has sent, and add it.
+    // Wait for the fragment of the other CTA, and add it.
     template <class T, int R, int C, int MT, int NT>
     __device__ void add(const Tile<T, R, C>& tile, Fragment<Accum, MT, NT>& c, int m0, int n0) {
         if (threadIdx.x % WARP == 0) full.arrive_and_expect_tx(MT * NT * 128 * int(sizeof(Accum)));

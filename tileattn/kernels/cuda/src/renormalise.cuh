@@ -1,6 +1,6 @@
-// Layer 3. How the backward pass normalises rows of a LARGE_SCORES head. A logsumexp of 1e9 is rounded to
-// a multiple of 64, and so are the exponents of a P made of it. So the row maximum is subtracted
-// from the scores, and the logarithm of what is left takes the place of the logsumexp.
+// Layer 3. How the backward pass normalises rows of a LARGE_SCORES head. In float32 a logsumexp of 1e9 is
+// rounded to a multiple of 64, and so would be the exponents of P. So the row maximum is subtracted from the
+// scores, and the logarithm of the remaining sum replaces the logsumexp.
 #pragma once
 
 #include "head.cuh"
@@ -16,15 +16,15 @@ __device__ inline void renormalise_row(const Head& head, int i, Accum m, Accum l
     const Accum given = static_cast<const Accum*>(p.lse)[head.row(i)];
     const Denominator all(l, sink, sink_above(sink, m, softmax_scale));
     const Accum log_of_l = all.log2(), own = all.lse(m * softmax_scale);
-    // The logsumexp may come from elsewhere, where sums of D products are rounded in another way
-    // than `own`.
+    // The caller's logsumexp may come from another implementation, which rounds sums of D products
+    // differently.
     const Accum roundings = 2 + 2 * Accum(sqrtf(float(p.D)));
     const Accum near = EPSILON * (roundings * fabs(m * softmax_scale) + 8 * (fabs(log_of_l) + 1));
     Accum& row_max = head.row_max()[i];
     row_max = 0;
     if (!is_finite(given) || l == 0) return;
     row_max = m;
-    // Else it is of more keys, of which this call has some.
+    // If it is not near, it covers more keys than this call has.
     head.lse_log2()[i] = stored_lse(
         fabs(given - own) <= near ? log_of_l : fma(-m, softmax_scale, given) * LOG2_E);
 }

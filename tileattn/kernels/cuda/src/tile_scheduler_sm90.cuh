@@ -181,7 +181,7 @@ struct WorkOrder {
         } else {
             successor = p.next_tiles[index];
         }
-        return index = __shfl_sync(1, successor, 0);
+        return index = uniform(successor, 1);
     }
     // The host's LPT assignment, or else round robin, there and back: under a causal mask each is a
     // little shorter than the one before, and workers that drift apart would share no keys in the L2
@@ -373,7 +373,7 @@ struct QueryTileList : TileList<QueryTileEntry> {
 // and all get done, however few CTAs run. Lane 0 calls; the shuffle tells the compiler that the index is uniform.
 __device__ inline u32 claim_work(const Params& p) {
     u32* const tile_counter = p.tile_counter + (ONLY_FLAGGED ? 1 : 0);
-    return __shfl_sync(1, atomicAdd(tile_counter, 1), 0);
+    return uniform(atomicAdd(tile_counter, 1), 1);
 }
 
 // Heads begin evenly apart, so that long blocks run beside short ones: block b of head h has the

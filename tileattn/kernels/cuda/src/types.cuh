@@ -173,13 +173,6 @@ __device__ inline float reciprocal_of(float x) {
 __device__ inline float quotient_to_2_ulp(float x, float y) { return __fdividef(x, y); }
 __device__ inline double quotient_to_2_ulp(double x, double y) { return x / y; }
 
-// Hide from the compiler what a number of 32 bits is: it would compute all that depends on it at
-// once, and have no registers left.
-template <class T>
-__device__ inline void hide(T& x) {
-    asm volatile("" : "+r"(x));
-}
-
 template <class S>
 __device__ inline S clip_finite(S x) {
     return fmin(fmax(x, -largest<S>()), largest<S>());

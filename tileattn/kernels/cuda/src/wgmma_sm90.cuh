@@ -2,7 +2,7 @@
 // in registers and b in shared memory. PTX ISA, 9.7.15, wgmma.mma_async.
 #pragma once
 
-#include "types.cuh"
+#include "ptxas.cuh"
 
 // Orders writes to registers before the GEMMs behind it.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -11,20 +11,6 @@ __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.al
 template <int PENDING>
 __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-// Keep the compiler from reading or moving registers of a GEMM between its fence and its wait.
-template <int N>
-__device__ inline void fence_operand(float (&d)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-// Declare registers dead before a GEMM that overwrites them: until then they are free.
-template <int N>
-__device__ inline void discard_operand(float (&d)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i])::"memory");
 }
 
 // Matrix descriptor of a[m, k] or b[k, n] in shared memory. Rows are m or n (K-major), or k

@@ -1,0 +1,37 @@
+// Layer 3. The warpgroups of Hopper's kernels: consumers, and one that produces.
+#pragma once
+
+#include "config.cuh"
+#include "ptxas.cuh"
+#include "tma_sm90.cuh"
+
+constexpr int WARPGROUP = 4 * WARP;  // threads
+constexpr int WARPGROUP_ROWS = 64;   // rows of each in a GEMM
+constexpr int CONSUMERS = WARPS_M * WARPS_N / 4;  // consumer warpgroups; of a group, if there are several
+constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
+constexpr int WARPGROUPS = GROUPS * CONSUMERS;  // consumer warpgroups of the CTA
+static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
+
+// Registers of a thread, in units of 8. The producer warpgroup keeps what it needs, which is more if it
+// counts splits of the keys, and gives the rest to the consumers.
+constexpr int ALL_REGISTERS = 65536 / WARPGROUP / (WARPGROUPS + 1) / 8 * 8 * (WARPGROUPS + 1);
+constexpr int NEEDED_REGISTERS = SPLIT_KV ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - NEEDED_REGISTERS) / WARPGROUPS / 8 * 8;
+constexpr int PRODUCER_REGISTERS = ALL_REGISTERS - WARPGROUPS * CONSUMER_REGISTERS;
+
+// The tensor maps of a launch, in the order in which the host passes them.
+struct ForwardMaps {
+    TensorMap q, k, v;
+};
+struct BackwardMaps {
+    TensorMap q, k, v, dout;
+};
+
+// The warpgroup of this thread. Its number is CONSUMERS for the producer, if there is one group.
+__device__ inline int warpgroup_index() { return uniform(threadIdx.x / WARPGROUP); }
+
+// Wait for all threads of a consumer warpgroup, or of all of them.
+__device__ inline void sync_warpgroup(int warpgroup) {
+    named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
+}
+__device__ inline void sync_consumers() { named_barrier_sync<CONSUMER_THREADS>(CONSUMER_BARRIER); }
