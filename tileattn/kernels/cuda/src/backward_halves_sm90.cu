@@ -1,7 +1,7 @@
-// Backward pass on Hopper for q and k wider than 128, and v that is not: as backward_sm90.cu, but dK
-// and dV leave registers for half of dP only, and for no scores of the next tile. So the halves of a
-// tile take turns: GEMMs of one overlap with what is computed of the other, and with the other
-// warpgroup. dQ of a tile is of 128 keys, and added half as often as in backward_wide_sm90.cu.
+// Backward pass on Hopper for q and k wider than 128 and v up to 128: as backward_sm90.cu, but dK and dV
+// leave registers only for half of dP, and none for the scores of the next tile. So a tile is computed in
+// two halves: the GEMMs of one half overlap with the softmax of the other, and with the other warpgroup. A
+// dQ tile sums over 128 keys, so it is added half as often as with the 64 keys of backward_wide_sm90.cu.
 #include "bwd_mainloop_sm90.cuh"
 
 static_assert(IN_HALVES && BLOCK_Q == WARPGROUP_ROWS);
@@ -19,7 +19,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     PipelineState<DS_STAGES> ds_pipe;
     PipelineState<DQ_STAGES> dq_pipe;
 
-    const WorkTile& work = smem.storage.work_tile;  // read anew each time: registers are few
+    const WorkTile& work = smem.storage.work_tile;  // read again each time, to save registers
     int tile = 0, h = 0;
     TileScores s(0, 0);
     Fragment<Accum, 1, QT> dp;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             end_chunk<true>(s, n + CHUNK, infinity<Accum>());
         }
     };
-    // Of the half that begins with atom n.
+    // The half that begins with atom n.
     auto softmax = [&](int n) {
         exponentiate(ScoreMod(p, work.b, h), smem.storage.lse_log2[pipe.stage], s, n, n + HALF);
     };
@@ -71,7 +71,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         fence_async_shared();
         smem.ds_full(ds_pipe.stage).arrive();
     };
-    // Compute dQ of the tile, of all keys.
+    // Compute dQ of the tile from dS of all keys, and publish it.
     auto add_dq = [&](bool masked) {
         gemm_async_mn<Element>(dq, smem.ds(ds_pipe.stage), share.row, k_of_dq(smem, masked),
                                share.column, share.second);
@@ -123,13 +123,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         store_ds(HALF);
         publish_ds();
         warpgroup_wait<1>(dv);
-        // Safe: the GEMMs that read dO are complete; and delta is consumed, for the dS made of it is
-        // stored, with the proxy fence behind.
+        // Safe: the GEMMs that read dO are complete. delta has been used: dS, computed from it, is stored
+        // and fenced.
         smem.dout_empty(pipe.stage).arrive();
         issue_dk(HALF);
         smem.ds_full(ds_pipe.stage).wait(ds_pipe.phase);
         warpgroup_wait<0>(dk);
-        // Safe: the GEMMs that read q are complete, and lse was consumed by P, before dS.
+        // Safe: the GEMMs that read q are complete. lse was used by P, before dS.
         smem.q_empty(pipe.stage).arrive();
         add_dq(false);
     };
@@ -186,7 +186,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             smem.v_empty().arrive();  // safe: the last step has waited for all GEMMs
         }
         const WorkTile done = smem.storage.work_tile;
-        // Safe: all GEMMs that read k are complete. The producer overwrites the work tile by generic
+        // Safe: all GEMMs that read k are complete. The producer overwrites the work tile with generic
         // stores, which need no proxy fence.
         smem.k_empty().arrive();
         if constexpr (SCALES_DV) dv.scale(dv_scale(p));

@@ -1,18 +1,17 @@
 // Backward pass on Hopper, for q, k and v. A producer warp loads tiles of q and dO into circular
 // buffers; two consumer warpgroups compute 64 keys each; two dQ store warps add dQ in float32 to
-// device memory. CTAs are persistent, and take one block of keys after the other with all query
-// heads that share it. S is computed transposed, so that P and dS are at once operands of dV and
-// dK, which stay in registers. Mirrors backward_dkdv.cu. Shah et al., FlashAttention-3,
-// arXiv:2407.08608.
+// device memory. CTAs are persistent: each takes one block of keys after another, with all query heads that
+// share it. S is computed transposed, so that P and dS in registers are operands of dV and dK, which also
+// stay in registers. Mirrors backward_dkdv.cu. Shah et al., FlashAttention-3, arXiv:2407.08608.
 #include "bwd_mainloop_sm90.cuh"
 
 constexpr int DQT = DQ_COLUMNS / 8;
-static_assert(!HAS_SCORE_GRAD || BLOCK_Q <= 64, "slopes need registers, too");
+static_assert(!HAS_SCORE_GRAD || BLOCK_Q <= 64, "derivatives need registers, too");
 static_assert(WARPGROUP / WARP * STAGING_BYTES <= ScoreTile::SLICE,
               "only this warpgroup writes there");
 
-// A consumer warpgroup. The other may be up to a tile ahead or behind, so that GEMMs of one overlap
-// with exponentials of the other.
+// A consumer warpgroup. The other one may be up to a tile ahead or late, so that the GEMMs of one overlap with
+// the exponentials of the other.
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
     const int heads = int(p.group), row0 = threadIdx.x / WARP * 16;
     PipelineState<1> k_pipe, v_pipe;
@@ -70,8 +69,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         store_transposed<Element>(smem.ds(ds_pipe.stage), ds, row0);
         fence_async_shared();
         smem.ds_full(ds_pipe.stage).arrive();
-        // Safe: dP is complete, so dV's GEMM before it is too; and delta is consumed, for the dS
-        // made of it is stored, with the proxy fence behind.
+        // Safe: dP is complete, so dV, issued before it, is too. delta has been used: dS, computed from
+        // it, is stored and fenced.
         smem.dout_empty(dout_pipe.stage).arrive();
         dout_pipe.advance();
         dk_stage = q_pipe.stage;
@@ -163,8 +162,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             softmax(partial, lse_log2);
             issue_dv(partial);
             warpgroup_wait<1>(dk);
-            // Safe: the GEMMs that read this q are complete; its lse was consumed by P, which is
-            // behind the dS that `publish_ds` has stored and fenced.
+            // Safe: the GEMMs that read this q are complete. Its lse was used by P, and so before dS,
+            // which `publish_ds` has stored and fenced.
             smem.q_empty(dk_stage).arrive();
             issue_dq(dq, false);
             warpgroup_wait<0>(dv);
@@ -176,8 +175,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     auto last_step = [&] {
         Fragment<Accum, 1, DQT> dq;
         publish_ds([] {});
-        // Safe: GEMMs read it, and the last dP is complete; or it was loaded to registers before
-        // the fence of `publish_ds`.
+        // Safe: only GEMMs read v, and the last dP is complete; or v was loaded to registers before the
+        // fence of `publish_ds`.
         smem.v_empty().arrive();
         issue_dk();
         if constexpr (DS_STAGES > 1) store_dv(ds_pipe.next());  // overlaps with dK
@@ -185,8 +184,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         warpgroup_wait<0>(dk);
         warpgroup_wait<0>(dq);
         smem.q_empty(dk_stage).arrive();  // safe as in `step`
-        // Safe: all GEMMs that read k are complete, and what was read of the work tile is long
-        // consumed. The producer overwrites it by generic stores, which need no proxy fence.
+        // Safe: all GEMMs that read k are complete, and every thread has copied the work tile. The
+        // producer overwrites it with generic stores, which need no proxy fence.
         smem.k_empty().arrive();
         finish_dq(dq);
         if constexpr (DS_STAGES == 1) store_dv(ds_pipe);
@@ -244,11 +243,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             for_each_tile<true, false>(p, work, heads, h, tile, step);
             last_step();
         } else {
-            smem.k_empty().arrive();  // safe: the branch has consumed the work tile
+            smem.k_empty().arrive();  // safe: the branch depended on the work tile
             store_dv(ds_pipe);
         }
         store_dk();
-        // The warps have read what they staged.
+        // All warps have read their staging memory.
         sync_warpgroup(warpgroup);
     }
 }

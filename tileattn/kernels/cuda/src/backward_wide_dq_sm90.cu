@@ -1,5 +1,5 @@
-// Backward pass for q on Hopper, for head dimensions above 128: a producer thread loads keys and
-// values in turn into one circular buffer, and two consumer warpgroups have dQ of 64 queries each in
+// Backward pass for q on Hopper, for head dimensions above 128: a producer thread loads values and keys
+// alternately into one circular buffer, and two consumer warpgroups accumulate dQ of 64 queries each in
 // registers. So nothing is added in device memory, and the order of the sums is fixed.
 #include "gemm_sm90.cuh"
 #include "gradient.cuh"
@@ -12,7 +12,7 @@ static_assert(STAGES >= 3, "the next k is read before this one is released");
 
 constexpr int TURN_BARRIER = CONSUMER_BARRIER + 1;  // one for each warpgroup
 constexpr int NT = BLOCK_K / 8, DT = HEAD_DIM / 8;
-// Columns of atoms whose scores are recomputed at a time: the caller's own functions, slopes and
+// Columns of atoms whose scores are recomputed at a time. The caller's own functions, derivatives and
 // dropout need registers.
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
 constexpr bool CHUNKED = CHUNK < NT;
@@ -24,7 +24,7 @@ using DoutTile = SmemTile<WARPGROUP_ROWS, VALUE_DIM>;
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
 using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
 
-// Dynamic shared memory, as it lies: queries and dO of each warpgroup, then the stages.
+// Layout of dynamic shared memory: queries and dO of each warpgroup, then the stages.
 constexpr int STAGE_BYTES = KeyTile::BYTES > ValueTile::BYTES ? KeyTile::BYTES : ValueTile::BYTES;
 constexpr int ROWS_BYTES = QueryTile::BYTES + DoutTile::BYTES;
 static_assert(CONSUMERS * ROWS_BYTES + STAGES * STAGE_BYTES == SHARED_BYTES, "what a launch brings");
@@ -33,7 +33,7 @@ static_assert(CONSUMERS * ROWS_BYTES + STAGES * STAGE_BYTES == SHARED_BYTES, "wh
 struct SharedStorage {
     u64 q_full[CONSUMERS], q_empty[CONSUMERS], full[STAGES], empty[STAGES];
     WorkTile work_tiles[CONSUMERS];
-    int entries[STAGES];  // beside a tile of v, where masks leave some: that of `KeyTiles`
+    int entries[STAGES];  // with tile lists, the entry of each tile of v (KeyTiles)
 };
 
 struct Smem {
@@ -59,7 +59,7 @@ struct Smem {
     __device__ Barrier full(int stage) const { return {shared_address(storage.full + stage)}; }
     __device__ Barrier empty(int stage) const { return {shared_address(storage.empty + stage)}; }
 
-    // By one thread, before all others. A q_full expects q, dO and the work tile.
+    // One thread initialises the barriers. A q_full gets three arrivals: q, dO and the work tile.
     __device__ void init() const {
         for (int g = 0; g < CONSUMERS; ++g) q_full(g).init(3), q_empty(g).init(WARPGROUP);
         for (int s = 0; s < STAGES; ++s) full(s).init(1), empty(s).init(CONSUMERS);
@@ -92,8 +92,8 @@ struct KeyTiles {
     }
 };
 
-// One thread produces. Where tiles are listed its whole warp does, to find them; electing the thread that
-// loads, for each load, would then take registers that are not there.
+// One thread produces. If the mask leaves out tiles, its whole warp does, to find the others. Electing a
+// thread for each load would then need more registers than there are.
 constexpr bool PRODUCES_ALONE = !HAS_TILE_LIST;
 constexpr u32 PRODUCER_LANES = PRODUCES_ALONE ? 1 : ~0u;
 __device__ inline bool leads() { return PRODUCES_ALONE || threadIdx.x % WARP == 0; }
@@ -113,7 +113,7 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
             if (PACKED && work.q0 >= work.Nq(p)) continue;
             const u32 kv = u32(work.h) / u32(p.group);
             wait_for_rows(p, i64(work.b) * p.Hkv + kv);
-            // Generic kernels are for flagged heads.
+            // Generic kernels compute flagged heads.
             if (!(head_flags(p, work.b, kv) & KNOWN)) return;
         }
         work.is_end = true;
@@ -145,8 +145,8 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
     WorkTile own = work;
     KeyTiles tiles(own);
     int kv = 0, entry = -1;  // the next tile of keys that is loaded, or none
-    bool looks = true;  // for the next work tile
-    // All code is there once: instructions, too, have to be fetched.
+    bool looks = true;  // the next work tile has not been found
+    // Each load appears once in the code: the instruction cache is small.
 #pragma unroll 1
     for (;;) {
         if (entry >= 0) {
@@ -170,7 +170,7 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
         }
         if (looks) {
             find(), looks = false;
-            // Shared memory has no room for the next queries yet, but the L2 cache has.
+            // Shared memory is occupied, so prefetch the next queries to the L2 cache.
             if (!work.is_end && leads())
 #pragma unroll 1
                 for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS) {
@@ -210,13 +210,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     Accum lse_log2[2], delta[2];
     const WarpBias<false, 1, NT> bias(nullptr);
 
-    // By one thread, where it is safe: the GEMM that reads the stage is the warpgroup's as a whole,
-    // and is complete. Before it each thread had used the entry beside the stage.
+    // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete. Each
+    // thread has read the entry of the stage before that GEMM.
     auto release = [&](int stage) {
         if (leads) smem.empty(stage).arrive();
     };
-    // Zero keys and values that no query attends to: what is not finite there would make dQ NaN. Each
-    // warpgroup does so for its own GEMMs: another one stores the same zeros.
+    // Zero keys and values that no query attends to: NaN or infinity there would make dQ NaN. Each
+    // warpgroup does this for its own GEMMs; the other stores the same zeros.
     auto zero_unattended = [&](const auto& rows, int columns) {
         const int begin = attended.lo - tile * BLOCK_K, end = attended.hi - tile * BLOCK_K;
         if (!__any_sync(~0u, begin > 0 || end < BLOCK_K)) return;
@@ -294,13 +294,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
         order_after(ds);
     };
-    // The warpgroups issue their GEMMs in turn, one tile each, so that dS of one is computed beside
+    // Ping-pong: the warpgroups issue their GEMMs alternately, one tile each, so that one computes dS during
     // the GEMMs of the other.
     auto wait_turn = [&] { named_barrier_sync<CONSUMERS * WARPGROUP>(TURN_BARRIER + warpgroup); };
     auto pass_turn = [&] {
         named_barrier_arrive<CONSUMERS * WARPGROUP>(TURN_BARRIER + 1 - warpgroup);
     };
-    // Tiles that only other warpgroups attend to.
+    // Skip tiles that only the other warpgroup attends to.
     auto skip_tiles = [&](int count) {
 #pragma unroll 1
         for (; count > 0; --count) {
@@ -308,7 +308,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
 #pragma unroll 1
             for (int n = 0; n < 2; ++n, pipe.advance()) {
                 smem.full(pipe.stage).wait(pipe.phase);
-                // No GEMM has kept the warps together.
+                // The warps may have drifted apart: no GEMM has synchronised them.
                 sync_warpgroup(warpgroup);
                 release(pipe.stage);
             }
@@ -326,7 +326,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         dq.clear();
         const SlidingWindow window(p, work.sequence(p));
         attended = window.key_range(0, window.Nq);
-        // Beyond the last key of all, TMA has zeroed them.
+        // TMA has zeroed rows past the end of the array.
         if (attended.hi + work.k_start >= p.Nk) attended.hi = FAR;
         if (work.tiles.begin >= work.tiles.end) {
             // Safe: the work tile is in registers, and no GEMM reads q.
@@ -382,7 +382,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             release(k_stage);
             skip_tiles(work.end - work.tiles.end);
         }
-        // What is past the end of a packed sequence is the next one's.
+        // Rows past the end of a packed sequence belong to the next one.
         if constexpr (PACKED)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
@@ -405,7 +405,8 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     const Smem smem{shared_address(tensors), storage};
     const int warpgroup = warpgroup_index();
     set_up(smem, maps.k, maps.q, maps.v, maps.dout);
-    // Nothing here comes from the kernel of dK and dV. Of packed sequences another one is between them.
+    // This kernel reads no result of the kernel of dK and dV. For packed sequences another kernel runs
+    // between the two.
     if constexpr (PACKED)
         wait_for_prerequisites();
     else

@@ -1,7 +1,7 @@
 // Backward pass for k and v on Hopper, for head dimensions above 128: as backward_sm90.cu, but the
-// accumulators of dK and dV of 64 keys fill the registers of a warpgroup each. So one warpgroup has
-// dV, computes P and passes it to the other, which has dK and computes dS. No registers are left for
-// dQ: backward_wide_dq_sm90.cu computes it.
+// accumulators of dK or of dV for 64 keys fill the registers of a warpgroup. So one warpgroup accumulates
+// dV: it computes P and passes it to the other, which accumulates dK and computes dS. No registers are left
+// for dQ, which backward_wide_dq_sm90.cu computes.
 #include "bwd_mainloop_sm90.cuh"
 
 static_assert(IS_WIDE && CONSUMERS == 2 && BLOCK_Q == WARPGROUP_ROWS);
@@ -50,12 +50,12 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         recompute_p(p, work.sequence(p), h, partial, smem.storage.lse_log2[q_pipe.stage], inputs, s,
                     probs);
-        fence_async_shared();  // of lse; behind P it would wait for the stores
+        fence_async_shared();  // for lse; after the stores of P it would wait for them
         smem.p_empty(p_pipe.stage).wait(p_pipe.phase ^ 1);
         store_exchange(smem.p(p_pipe.stage), s);
         smem.p_full(p_pipe.stage).arrive();
         p_pipe.advance();
-        // Safe: the GEMM of S is complete; and the lse is consumed, for the P made of it is stored.
+        // Safe: the GEMM of S is complete. lse has been used: P, computed from it, is stored.
         smem.q_empty(q_pipe.stage).arrive();
         q_pipe.advance();
         const DoutTile dout = smem.dout(dout_pipe.stage);
@@ -86,7 +86,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
             warpgroup_wait<0>(s);
             for_each_tile<false, true>(p, work, heads, h, tile, step);
         }
-        // Safe: all GEMMs that read k are complete, and the steps have consumed the work tile.
+        // Safe: all GEMMs that read k are complete, and the steps have read the work tile.
         smem.k_empty().arrive();
         if constexpr (SCALES_DV) dv.scale(dv_scale(p));
         flag_non_finite(p, work, dv);
@@ -131,8 +131,8 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             compute_ds(smem.storage.delta[dout_pipe.stage], Accum(p.dropout_scale), dp, s);
         }
         convert(ds, dp);
-        // Safe: dS is made of P, which generic stores overwrite; and of delta, with the proxy fence
-        // behind. dP's GEMM is complete.
+        // Safe: P and delta have been used by dS. Generic stores overwrite P, which need no fence; delta is
+        // fenced below. The GEMM of dP is complete.
         smem.p_empty(p_pipe.stage).arrive();
         p_pipe.advance();
         fence_async_shared();
@@ -167,7 +167,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             warpgroup_wait<0>(dp);
             for_each_tile<false, true>(p, work, heads, h, tile, step);
         }
-        smem.k_empty().arrive();  // safe: the steps have consumed the work tile
+        smem.k_empty().arrive();  // safe: the steps have read the work tile
         flag_non_finite(p, work, dk);
         dk.scale(Accum(p.scale));
         store_gradient(p, smem, p.dk, p.dk_at, int(p.D), work, row0, dk, {});

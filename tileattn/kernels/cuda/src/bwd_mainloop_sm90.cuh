@@ -1,5 +1,5 @@
-// Layer 3. What Hopper's backward kernels share: the entry, the producer, the dQ store warps, the
-// order of the tiles, and the epilogue.
+// Layer 3. The common parts of Hopper's backward kernels: the entry, the producer, the dQ store warps,
+// the order of the tiles, and the epilogue.
 #pragma once
 
 #include "bwd_scores_sm90.cuh"
@@ -7,13 +7,12 @@
 #include "lockstep.cuh"
 #include "row_counter.cuh"
 
-// Where a query's lse and delta are.
+// The index of a query in lse_log2 and delta.
 __device__ inline i64 statistic_index(const Params& p, const WorkTile& work, int h, int q) {
     return (i64(work.entry()) * p.Hq + h) * p.rows + work.first_statistic() + q;
 }
 
-// The producer thread: claim work tiles, load all that they need in the order of its use, and
-// publish them.
+// The producer thread: claim and publish work tiles, and load what they need in the order of use.
 __device__ inline void produce(const Params& p, const BackwardMaps& maps, const Smem& smem) {
     PipelineState<1> k_pipe;
     PipelineState<1> v_pipe;
@@ -39,7 +38,7 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
                              full));
         dout_pipe.advance();
     };
-    // A work tile is published with its k: all wait for that. If there is one to load, that begins first.
+    // Publish a work tile with its k, for which all consumers wait. The load of k, if any, starts first.
     auto publish_work = [&](bool with_k) {
         smem.k_empty().wait(k_pipe.phase ^ 1);
         if (with_k)
@@ -53,18 +52,17 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
     };
 #pragma unroll 1
     while (get_work(p, claim_work(p), work)) {
-        // Of a shorter sequence, or where heads begin apart an index of no head.
+        // Skip a block past the end of a shorter sequence, or an index without a head (staggered heads).
         if (work.k0 >= work.Nk(p)) continue;
         wait_for_rows(p, i64(work.b) * p.Hkv + work.kv);
-        // All work tiles of a head are skipped or none: these flags stay while this kernel runs.
+        // The flags do not change while this kernel runs: all work tiles of a head are skipped, or none.
         // LARGE_SCORES heads, alone or with NON_FINITE, go to the generic kernels.
         if ((head_flags(p, work.b, work.kv) & KNOWN) != FLAGGED_HEADS) continue;
         if (work.tiles.is_empty()) {
             publish_work(false);
             continue;
         }
-        // Shared memory has no room for them before the last work tile is done, but the L2 cache
-        // has.
+        // Shared memory is occupied until the previous work tile is done, so prefetch to the L2 cache.
         KeyTile::prefetch(maps.k, work.k_start + work.k0, work.kv, work.entry());
         ValueTile::prefetch(maps.v, work.k_start + work.k0, work.kv, work.entry());
         const QueryTileList list(p, work);
@@ -96,10 +94,10 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
     publish_work(false);
 }
 
-// The warp that loads the bias of each tile, as soon as all have read the last one.
+// The warp that loads the bias of each tile, once all consumers have read the bias of the previous one.
 __device__ inline void load_bias(const Params& p, const Smem& smem) {
     const TileBias bias(smem.bias());
-    const WorkTile& work = smem.storage.work_tile;  // read anew for each tile: registers are few
+    const WorkTile& work = smem.storage.work_tile;  // read again for each tile, to save registers
     PipelineState<1> k_pipe, bias_pipe;
 #pragma unroll 1
     for (;; k_pipe.advance()) {
@@ -118,15 +116,15 @@ __device__ inline void load_bias(const Params& p, const Smem& smem) {
     }
 }
 
-// What dq_semaphore says of a tile that key blocks claim.
+// Values of dq_semaphore for a dQ tile that key blocks claim.
 constexpr u32 DQ_CLAIMED = 1, DQ_STORED = 2;
 
-// Whether the first key block to come to a dQ tile stores, or that with the first keys. Lists of tiles
-// may leave that one far more queries than others have, which would wait for it.
+// True if the key block that reaches a dQ tile first stores it; otherwise the one with the first keys does.
+// With tile lists the block with the first keys may have far more queries than others, which would wait.
 __device__ inline bool claims_dq(const Params& p) { return HAS_TILE_LIST && !p.in_order; }
 
-// Wait for this CTA's turn to add to a dQ tile. How many key blocks have, or any number but 0. `reached`
-// is what the semaphore has said.
+// Wait until this CTA may add to a dQ tile. Returns 0 if it is the first, which stores. `reached` is the
+// last value read from the semaphore.
 __device__ inline u32 wait_turn(const Params& p, u32* semaphore, u32 reached, u32 rank) {
     u32 before = rank;
     if (claims_dq(p)) {
@@ -140,18 +138,18 @@ __device__ inline u32 wait_turn(const Params& p, u32* semaphore, u32 reached, u3
     return before;
 }
 
-// The thread of a dQ store warp: add dQ tiles to device memory, in turn with the other warp's. Of the key
-// blocks that a query tile attends to the first stores, so there need be no zeros before; the others add.
+// The thread of a dQ store warp: add dQ tiles to device memory, alternating with the other store warp. The
+// first of the key blocks that a query tile attends to stores, so memory need not be zeroed; the others add.
 __device__ inline void store_dq(const Params& p, const Smem& smem, int store_warp) {
     const int rows = int(p.Nq), tiles = block_count<BLOCK_Q>(p, p.Nq);
-    // A copy is read while the next one begins. The wait before makes the arrive safe.
+    // The next copy starts while this one is read. bulk_wait_read makes the arrive safe.
     constexpr int UNREAD = DQ_STAGES > 1 ? 1 : 0;
     PipelineState<1> k_pipe;
     PipelineState<DQ_STAGES> dq_pipe;
-    int others = store_warp;  // tiles of the other warp before the next one of this
+    int others = store_warp;  // tiles of the other warp before the next tile of this warp
     auto wait_full = [&](int warpgroup, const PipelineState<DQ_STAGES>& at) {
-        // The parity of a full barrier tells two phases apart. The last one may be the other warp's, which
-        // then has released the stage.
+        // The parity of a full barrier distinguishes only two phases. The previous phase may belong to the
+        // other warp, so first wait until that warp has released the stage.
         smem.dq_empty(warpgroup, at.stage).wait(at.phase ^ 1);
         smem.dq_full(warpgroup, at.stage).wait(at.phase);
     };
@@ -179,8 +177,9 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
                 others = DQ_STORE_WARPS - 1;
                 u32* const semaphore = p.dq_semaphore + (head * tiles + work.first_tile() + tile);
                 u32 reached = 0;
-                // Who claims a tile stores it at once: others may be waiting for it. So all of it has come
-                // before: the other warp may wait for one of those, with a stage that this tile needs.
+                // Claim a dQ tile only when all of its copies are staged. A warp that claims must store
+                // without waiting: other CTAs spin on the claim, and the sibling store warp may hold a
+                // stage that this warp would wait for. That would be a deadlock.
                 if (claims_dq(p)) {
                     reached = read_semaphore(semaphore);
                     PipelineState<DQ_STAGES> copy = dq_pipe;
@@ -219,7 +218,7 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
     }
 }
 
-// Pass a warpgroup's share of dQ to a store warp, some columns at a time.
+// Pass a warpgroup's part of dQ to a store warp, some columns at a time.
 template <int NT>
 __device__ inline void publish_dq(const Smem& smem, int warpgroup,
                                   const Fragment<Accum, 1, NT>& dq, int row0,
@@ -238,14 +237,14 @@ __device__ inline void publish_dq(const Smem& smem, int warpgroup,
     }
 }
 
-// Zero keys and values of a work tile that no query attends to: beyond the length, outside all
-// windows, or of the next sequence. What is not finite there would make gradients NaN. v has landed when v_full's phase of
-// this parity ends.
+// Zero keys and values of a work tile that no query attends to: past the length, outside all windows, or in
+// the next sequence. NaN or infinity there would make gradients NaN. v has landed when the phase of v_full
+// with this parity ends.
 __device__ inline void zero_unattended(const Params& p, const Smem& smem, const WorkTile& work,
                                        u32 parity) {
     const Range attended = work.window.key_range(0, work.window.Nq);
     const int begin = attended.lo - work.k0, end = attended.hi - work.k0;
-    // Beyond the last key of all, TMA has zeroed them.
+    // TMA has zeroed rows past the end of the array.
     const bool behind = end < BLOCK_K && attended.hi + work.k_start < p.Nk;
     if (!__any_sync(~0u, begin > 0 || behind)) return;
     smem.v_full().wait(parity);
@@ -264,9 +263,9 @@ __device__ inline void zero_unattended(const Params& p, const Smem& smem, const 
     sync_consumers();
 }
 
-// Zero the rows of a tile of q or dO past the end of a packed sequence, which are of the next one:
-// not even a NaN may come from there. Each warpgroup does so for its own GEMMs, and waits for nobody:
-// another one stores the same zeros. The next TMA load into the stage comes behind the fence.
+// Zero the rows of a tile of q or dO past the end of a packed sequence. They belong to the next sequence,
+// and a NaN there must not spread. Each warpgroup does this for its own GEMMs without waiting for the others,
+// which store the same zeros. The fence orders the stores before the next TMA load into the stage.
 template <int COLUMNS, class Tile>
 __device__ inline void zero_past_end(const Params& p, const Tile& tile, const WorkTile& work,
                                      int q0, int warpgroup) {
@@ -283,14 +282,14 @@ __device__ inline void zero_past_end(const Params& p, const Tile& tile, const Wo
     }
 }
 
-// Whether a mask leaves out some pair of a query tile, by its index.
+// True if the mask hides some pair of the query tile with this index.
 __device__ inline bool is_partial(const WorkTile& work, const QueryTileList& list, int index) {
     return list.is_partial(index) || work.tiles.is_partial(list.tile(index));
 }
 
-// Call step(partial, more) for the query tiles of a work tile that has some, in the order of
-// for_each_index. The caller may do the first step of all itself. `more` is false for the last one, if
-// that is peeled off.
+// Call step(partial, more) for each query tile and head of a work tile that is not empty, in the order of
+// for_each_index. With SKIP_FIRST the caller has done the first step. With PEEL_LAST `more` is false for the
+// last step.
 template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
 __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int heads,
                                               int& h, int& tile, Step step) {
@@ -302,7 +301,7 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& w
         tile = list.tile(index);
         partial = is_partial(work, list, index);
         end -= PEEL_LAST && end == end_head && tiles.next(index) == tiles.stop;
-        if constexpr (NAN_SAFE) {  // one copy compiles sooner
+        if constexpr (NAN_SAFE) {  // one copy of the step, which compiles faster
             const bool any = __any_sync(~0u, partial);
 #pragma unroll 1
             for (h = begin; h < end; ++h) step(any, true);
@@ -328,8 +327,8 @@ __device__ inline void flag_non_finite(const Params& p, const WorkTile& work,
     if (!NAN_SAFE && !all_finite_by_fma(acc)) head_flags(p, work.b, work.kv) |= FAILED;
 }
 
-// Store 16 rows of each warp to dK or dV. Narrow heads go through a stage of dS that nobody reads
-// any more; others have none.
+// Store 16 rows of each warp to dK or dV. Narrow heads stage them in a stage of dS that is no longer read;
+// wide heads and those in halves have no such stage.
 template <int NT>
 __device__ inline void store_gradient(const Params& p, const Smem& smem, void* target,
                                       const Rows& at, int columns, const WorkTile& work, int row0,
@@ -351,7 +350,7 @@ __device__ inline void store_gradient(const Params& p, const Smem& smem, void* t
 
 // --- entry ---------------------------------------------------------------------------------------
 
-// Of a kernel whose consumer warpgroups call consume(smem, warpgroup).
+// The body of a backward kernel. Consumer warpgroups call consume(smem, warpgroup).
 template <class Consume>
 __device__ __forceinline__ void run_backward(const Params& p, const BackwardMaps& maps, Consume consume) {
     extern __shared__ __align__(1024) char tensors[];
@@ -363,13 +362,13 @@ __device__ __forceinline__ void run_backward(const Params& p, const BackwardMaps
         wait_for_prerequisites();
     else
         pass_kernel_before();
-    // What follows begins on SMs that have no work tile left.
+    // The next kernel starts on SMs that have no work tile left.
     if constexpr (!NAN_SAFE) launch_dependents();
     if (NAN_SAFE && !any_flagged_head(p)) return;
     __syncthreads();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();
-        // Warp by warp: thread by thread, they would need more registers than they have.
+        // Branch by uniform warp number: divergent branches would need more registers than there are.
         const int warp = uniform(threadIdx.x / WARP);
         if constexpr (BIAS_IS_LOADED)
             if (warp > WARPS_M + DQ_STORE_WARPS) return load_bias(p, smem);

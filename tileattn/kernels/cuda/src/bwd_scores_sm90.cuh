@@ -1,5 +1,5 @@
-// Layer 3. Hopper's backward kernels, in fragments: from S^T to P and from dP to dS, for 64 keys
-// and a tile of queries. Then the same NaN-safe.
+// Layer 3. Softmax of Hopper's backward kernels, in fragments: from S^T to P and from dP to dS, for 64
+// keys and a tile of queries. Then the same, NaN-safe.
 #pragma once
 
 #include "bwd_smem_sm90.cuh"
@@ -8,16 +8,16 @@
 constexpr int QT = BLOCK_Q / 8, DT = HEAD_DIM / 8, VT = VALUE_DIM / 8;
 
 using TileScores = Scores<true, 1, QT>;
-// Columns of atoms whose scores are recomputed at a time: the caller's own functions and dropout
-// need registers.
+// Columns of atoms whose scores are recomputed at a time. The caller's own functions and dropout need
+// registers.
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT || HAS_BIAS ? 2 : QT;
 constexpr bool CHUNKED = CHUNK < QT;
 using Operands = Atom<Element>::A[BLOCK_Q / 16];            // P or dS as an operand of dV or dK
 
-// Whether dS takes P as dV does, rounded: registers are few.
+// True if dS uses the rounded P of dV, to save registers.
 constexpr bool P_IS_ROUNDED = DQ_IS_TRANSPOSED || DQ_BESIDE_DP;
 
-// P of an element, in float or from an operand.
+// P of an element, from float or from a rounded operand.
 __device__ inline Accum element(const Fragment<Accum, 1, QT>& p, int n, int e) { return p.x[0][n][e]; }
 __device__ inline Accum element(const Operands& p, int n, int e) {
     const u32 two = p[n / 2].r[n % 2 * 2 + e / 2];
@@ -30,8 +30,8 @@ __device__ inline void convert(Operands& operands, const Fragment<Accum, 1, QT>&
     for (int i = begin / 2; i < end / 2; ++i) operands[i] = Atom<Element>::a_of(c.x[0] + 2 * i);
 }
 
-// The logsumexp of a lane's queries. Where dK is complete before the softmax registers hold it: it is
-// read while S is computed.
+// The logsumexp of a lane's queries. If dK is complete before the softmax, there are registers for it: then
+// it is read while S is computed.
 struct TileLse {
     static constexpr bool IS_HELD = DQ_BESIDE_DP;
     const float* row;
@@ -62,11 +62,11 @@ __device__ inline void exponentiate(const ScoreMod& score_mod, const TileLse& ls
     }
 }
 
-// Slopes of the softcap and of the caller's own function at the scores.
+// Derivatives of the softcap and of the caller's own function at the scores.
 using ScoreSlopes = Fragment<Accum, 1, HAS_SCORE_GRAD ? QT : 1>;
 
-// What is dropped is marked for dS: by the sign of P, which costs least; or by its lowest bit, where
-// P has the sign of a slope.
+// Dropped elements of P are marked for dS: by the sign, which is cheapest. If P is multiplied by derivatives,
+// which have signs, they are marked by the lowest bit.
 __device__ inline Accum marked(Accum p) {
     return HAS_SCORE_GRAD ? __uint_as_float(__float_as_uint(p) | 1) : -p;
 }
@@ -77,8 +77,8 @@ __device__ inline bool is_marked(Accum p) {
     return HAS_SCORE_GRAD ? __float_as_uint(p) & 1 : p < 0;
 }
 
-// Zero the dropped ones of some columns of atoms of `kept`, which stay NaN, mark those of s, and call
-// record(m, n, e) for each.
+// For each dropped element of some columns of atoms: zero it in `kept` (NaN stays NaN), mark it in s, and
+// call record(m, n, e).
 template <class Record>
 __device__ inline void drop(const Dropout& dropout, TileScores& s, Fragment<Accum, 1, QT>& kept,
                             int begin, int end, Record record) {
@@ -95,7 +95,7 @@ __device__ inline void drop(const Dropout& dropout, TileScores& s, Fragment<Accu
             dropout.for_columns<true, 1>(s.row, s.column, n, visit);
 }
 
-// What the scores of a tile need besides: its dense mask in registers, its bias in shared memory.
+// The other inputs of a tile of scores: its dense mask, in registers, and its bias, in shared memory.
 struct TileInputs {
     const Smem& smem;
     DenseMask<true, 1, QT> dense;
@@ -111,15 +111,15 @@ struct TileInputs {
     __device__ void wait_for_bias() const {
         if constexpr (BIAS_IS_LOADED) smem.bias_full().wait(bias_pipe.phase);
     }
-    // Safe once the scores have it: what was read is consumed, and the copies that overwrite it are
-    // generic stores, which an arrival holds back behind the reads before it.
+    // Safe once the bias is added to the scores: its values have been used. The copies that overwrite it are
+    // generic stores, which the arrive orders after the reads.
     __device__ void release_bias() {
         if constexpr (BIAS_IS_LOADED) smem.bias_empty().arrive(), bias_pipe.advance();
     }
 };
 
-// From K Q^T to P, with the logsumexp of the tile's queries, as an operand of dV; and to P times the
-// slopes, which dS takes in its place.
+// From K Q^T to P: `probs` becomes P as an operand of dV, and s becomes P times the derivatives of the score
+// modifiers, for dS.
 __device__ inline void recompute_p(const Params& p, const Sequence& sequence, int h,
                                    bool partial, const TileLse& lse_log2, TileInputs& inputs, TileScores& s,
                                    Operands& probs) {
@@ -159,7 +159,7 @@ __device__ inline void recompute_p(const Params& p, const Sequence& sequence, in
     }
 }
 
-// From dP to dS, with P and delta of the tile's queries. Of all columns of atoms or of some.
+// From dP to dS, with P and delta of the tile's queries, for columns of atoms begin to end - 1.
 template <class Probs>
 __device__ inline void compute_ds(const float* deltas, Accum dropout_scale,
                                   Fragment<Accum, 1, QT>& dp, const Probs& p,
@@ -179,24 +179,23 @@ __device__ inline void compute_ds(const float* deltas, Accum dropout_scale,
     }
 }
 
-// --- NaN-safe, as told in nonfinite.cuh ----------------------------------------------------------
+// --- NaN-safe, as explained in nonfinite.cuh ----------------------------------------------------------
 
-// With slopes what is not finite in q and k would have to be restored, too.
+// With derivatives, values of q and k that are not finite would have to be restored, too.
 static_assert(!(NAN_SAFE && HAS_SCORE_GRAD), "gradients where the scores are flat are not NaN");
 
 using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_DIM>;
 static_assert(NonFiniteDout::BYTES <= ScoreTile::BYTES, "the table takes a stage of dS");
 
-// Whether a tile has a pair that is masked out. Queries past the end, which are zero, attend to
-// nothing.
+// True if a tile has a masked-out pair. Queries past the end are zero, and attend to nothing.
 __device__ inline bool has_masked(const Params& p, const WorkTile& work, int tile, bool partial) {
     return HAS_MASK || partial || (tile + 1) * BLOCK_Q > work.Nq(p);
 }
 
-// Copy k with zeros in place of what is not finite.
+// Copy k, with zeros instead of values that are not finite.
 __device__ inline void clean_k(const Smem& smem) {
-    sync_consumers();  // no GEMM still reads the last copy
-    // Also the zeros behind the last column: the GEMM of dQ takes whole slices.
+    sync_consumers();  // all GEMMs that read the previous copy are complete
+    // Also copy the zeros after the last column: the GEMM of dQ reads whole slices.
     constexpr int COLUMNS = KeyTile::SLICES * KeyTile::WIDTH;
     zero_non_finite<Element, BLOCK_K, COLUMNS, WARPS_M, false>(smem.clean_k(), smem.k(),
                                                                threadIdx.x / WARP);
@@ -204,22 +203,22 @@ __device__ inline void clean_k(const Smem& smem) {
     sync_consumers();
 }
 
-// The k that dQ takes.
+// The k that the GEMM of dQ reads.
 __device__ inline KeyTile k_of_dq(const Smem& smem, bool masked) {
     return NAN_SAFE && masked ? smem.clean_k() : smem.k();
 }
 
-// Zero what is not finite in a tile of q and of dO, and record that of dO in the table; whether
-// there was any. The next TMA loads into the stages come behind this fence.
+// Zero values that are not finite in a tile of q and of dO, and record those of dO in the table. Returns true
+// if dO had any. The fence orders these stores before the next TMA loads into the stages.
 __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int dout_stage,
                                         const NonFiniteDout& table) {
-    // The scores are complete, and so is the GEMM that read the stage of dS that the table takes.
+    // The scores are complete. So is the GEMM that read the stage of dS, where the table is stored.
     sync_consumers();
     const int warp = threadIdx.x / WARP;
     const QueryTile q = smem.q(q_stage);
     zero_non_finite<Element, BLOCK_Q, HEAD_DIM, WARPS_M, true>(q, q, warp);
     const bool any = table.template clean<WARPS_M>(smem.dout(dout_stage), warp);
-    // By way of memory: the warpgroups may be at two places in the code.
+    // Through memory: the warpgroups may call this from two places in the code.
     u32* const found = smem.storage.found;
     if (threadIdx.x % WARP == 0) found[warp] = any;
     fence_async_shared();
@@ -227,8 +226,8 @@ __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int dout_
     return __any_sync(~0u, found[threadIdx.x % WARPS_M]);
 }
 
-// From K Q^T to P, 0 where it is not attended to, and to operands of dV. If `non_finite`, dV gets
-// what was taken out of dO.
+// From K Q^T to P, 0 for masked-out pairs, and to operands of dV. If `non_finite`, add to dV the values that
+// were taken out of dO.
 template <int NT>
 __device__ inline Attended<1, QT> recompute_p_nan_safe(const Params& p, const Sequence& sequence,
                                                        int h, bool masked, const TileLse& lse_log2, TileInputs& inputs,

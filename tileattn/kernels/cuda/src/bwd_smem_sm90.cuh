@@ -7,47 +7,47 @@
 #include "tile_scheduler_sm90.cuh"
 #include "warpgroups_sm90.cuh"
 
-// Wide heads: all warpgroups have the same keys.
+// Wide heads: both warpgroups have the same 64 keys.
 constexpr bool IS_WIDE = BLOCK_K == WARPGROUP_ROWS;
 static_assert(BLOCK_K == WARPGROUP_ROWS * (IS_WIDE ? 1 : CONSUMERS) && WARPS_N == 1,
               "64 keys a warpgroup");
 
-constexpr bool NAN_SAFE = ONLY_FLAGGED;  // of the heads that the first launch has skipped
+constexpr bool NAN_SAFE = ONLY_FLAGGED;  // for heads that the first launch has skipped
 
-// Whether a warp of its own loads the bias, one tile ahead.
+// True if a separate warp loads the bias, one tile ahead.
 using TileBias = WarpBias<true, 1, BLOCK_Q / 8>;
 constexpr bool BIAS_IS_LOADED = HAS_BIAS && TileBias::STAGED;
 
-// Whether dK and dV leave registers for half of a tile's dP only, and for no tile ahead.
+// True if dK and dV leave registers only for half of dP of a tile, and none for the next tile.
 constexpr bool IN_HALVES = !IS_WIDE && HEAD_DIM > 128;
 
-// Whether dQ, dV and dP are issued at once, and dQ is staged beside the others. They leave no
-// registers for P but in the operand of dV, and dK has to be complete before.
+// True if the GEMMs of dQ, dV and dP are issued together, and dQ is staged while dV and dP run. Then P has
+// registers only as the operand of dV, and dK must be complete before.
 constexpr bool DQ_BESIDE_DP = !IS_WIDE && STAGES > 2;
 
-// q stays until dK has read it, while the next P is computed: where there is room it has one stage
-// more than dO, or two.
+// q is held until dK has read it, while the next P is computed. So it has one stage more than dO if shared
+// memory suffices.
 constexpr int DOUT_STAGES = DQ_BESIDE_DP ? STAGES - 1 : STAGES,
               Q_STAGES = IS_WIDE || IN_HALVES || (DQ_IS_TRANSPOSED && NAN_SAFE) ? STAGES : STAGES + 1;
-// With two stages no warpgroup waits for the GEMMs of the other. NaN-safe, one has a table.
+// With two stages no warpgroup waits for the GEMMs of the other. The NaN-safe path stores a table in one.
 constexpr int DS_STAGES = DQ_BESIDE_DP || ((IN_HALVES || DQ_IS_TRANSPOSED) && !NAN_SAFE) ? 1 : 2;
-// Of each warpgroup's share of dQ. Transposed, one has all of it.
+// Stages for each warpgroup's part of dQ. A transposed stage holds the whole part.
 constexpr int DQ_STAGES = DQ_IS_TRANSPOSED || (IN_HALVES && NAN_SAFE) ? 1 : BIAS_IS_LOADED ? 2 : 3;
-// Wide heads: of P, which one warpgroup passes to the other, and may be so many tiles ahead.
+// Wide heads: stages for P, which the dV warpgroup passes to the dK warpgroup.
 constexpr int P_STAGES = 2;
 
-// A warpgroup's share of a dQ tile: 64 queries, or all, and some columns.
+// A warpgroup's part of a dQ tile: 64 queries or all, and some columns.
 struct DqShare {
-    int row, column, second;  // columns behind the first 64 begin at the second
+    int row, column, second;  // the first 64 columns begin at `column`, the others at `second`
 
     __device__ constexpr int at(int n) const { return n < 64 ? column + n : second + n - 64; }
 };
-constexpr int DQ_SHARES = WARPGROUP_ROWS * CONSUMERS / BLOCK_Q;  // of the same queries
+constexpr int DQ_SHARES = WARPGROUP_ROWS * CONSUMERS / BLOCK_Q;  // warpgroups with the same queries
 constexpr int DQ_COLUMNS = DQ_IS_TRANSPOSED ? BLOCK_Q : (DQ_DIM / DQ_SHARES + 31) / 32 * 32;
-// Bulk copies of a share, each from a stage.
+// Bulk copies of a warpgroup's part, each from one stage.
 constexpr int DQ_COPIES = DQ_IS_TRANSPOSED ? 1 : DQ_COLUMNS / DQ_COPY_COLUMNS;
-// Warps that store dQ take turns at whole tiles, so that one adds while the other waits. Where a share has
-// more copies than there are stages, parities would not tell whose a stage is: one warp has all tiles.
+// The dQ store warps alternate by tiles, so that one adds while the other waits. If a part has more copies
+// than there are stages, parities could not tell which warp a stage belongs to: one warp stores all tiles.
 constexpr int DQ_STORE_WARPS = DQ_COPIES > DQ_STAGES ? 1 : 2;
 static_assert(!DQ_IS_TRANSPOSED || (DQ_DIM > WARPGROUP_ROWS && CONSUMERS == 2), "64 columns a warpgroup");
 static_assert(IS_WIDE || IN_HALVES || DQ_IS_TRANSPOSED || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32,
@@ -69,8 +69,8 @@ using QueryTile = SmemTile<BLOCK_Q, HEAD_DIM>;
 using DoutTile = SmemTile<BLOCK_Q, VALUE_DIM>;
 using ScoreTile = SmemTile<BLOCK_Q, BLOCK_K>;  // dS, queries in rows
 
-// Dynamic shared memory, as it lies: where each part begins. Behind it what only some kernels have.
-// Wide heads have P in place of dS and dQ.
+// Layout of dynamic shared memory: the offset of each part. Parts that only some kernels have follow. Wide
+// heads have P instead of dS and dQ.
 struct Tensors {
     static constexpr int DS_BYTES = IS_WIDE ? 0 : DS_STAGES * ScoreTile::BYTES;
     static constexpr int DQ_TILE = DQ_ROWS * DQ_COPY_COLUMNS * 4;
@@ -82,7 +82,7 @@ struct Tensors {
     static constexpr int DS = DOUT + DOUT_STAGES * DoutTile::BYTES, DQ = DS + DS_BYTES;
     static constexpr int P = DQ + DQ_BYTES, BYTES = P + P_BYTES;
 };
-// NaN-safe: a copy of k with zeros in place of what is not finite.
+// NaN-safe: a copy of k with zeros instead of values that are not finite.
 constexpr int CLEAN_K_BYTES = NAN_SAFE ? KeyTile::BYTES : 0;
 constexpr int BIAS_BYTES = TileBias::BYTES;
 static_assert(!(HAS_BIAS && (IS_WIDE || NAN_SAFE)), "there is no room for the bias");
@@ -133,7 +133,7 @@ struct Smem {
     __device__ u32 p(int stage) const { return tensors + Tensors::P + stage * Tensors::P_TILE; }
     __device__ KeyTile clean_k() const { return {tensors + Tensors::BYTES}; }
     __device__ char* bias() const { return memory + Tensors::BYTES; }
-    // Staging memory of each warp, within the slice of dS that its warpgroup writes.
+    // Staging memory of each warp, in the slice of dS that its warpgroup writes.
     __device__ u32 staging(int stage) const {
         return ds(stage).address + threadIdx.x / WARPGROUP * ScoreTile::SLICE +
                threadIdx.x % WARPGROUP / WARP * STAGING_BYTES;
@@ -172,11 +172,11 @@ struct Smem {
         return {shared_address(storage.dout_empty + stage)};
     }
 
-    // By one thread, before all others. All threads of a consumer warpgroup arrive. Full barriers
-    // of q and dO expect twice: the tile, and a number for each row. That of k: k, and the work tile.
+    // One thread initialises the barriers. All threads of a consumer warpgroup arrive. The full barriers of
+    // q and dO get two arrivals: the tile, and its lse or delta. k_full gets two: k, and the work tile.
     __device__ void init() const {
         constexpr int ALL = CONSUMER_THREADS, ONE_OR_ALL = IS_WIDE ? WARPGROUP : ALL;
-        // These read the work tile, too: dQ store warps, and that which loads the bias.
+        // The dQ store threads and the warp that loads the bias read the work tile, too.
         constexpr int OTHERS = IS_WIDE ? 0 : DQ_STORE_WARPS + BIAS_IS_LOADED * WARP;
         k_full().init(2), k_empty().init(ALL + OTHERS);
         bias_full().init(WARP), bias_empty().init(ALL);

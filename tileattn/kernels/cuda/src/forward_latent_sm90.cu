@@ -1,8 +1,8 @@
 // Forward pass of latent attention (MLA) on Hopper, absorbed: values are the first columns of the
-// keys, so that each key is loaded once. A CTA for a split of the keys of a key head, and for 64 of
-// the rows that share them; a row is a query of one head. A producer warp loads keys. The score
-// warpgroup computes S and P of all rows, and the first half of the columns of O; the value
-// warpgroup, which gets P through shared memory, the second half.
+// keys, so that each key is loaded once. A CTA computes 64 of the rows that share the keys of a key head,
+// over one split of the keys; a row is a query of one head. A producer warp loads keys. The score warpgroup
+// computes S and P of all rows and the first half of the columns of O. The value warpgroup gets P through
+// shared memory, and computes the second half of O.
 #include "latent_smem_sm90.cuh"
 
 constexpr int NT = BLOCK_K / 8, VT = HALF / 8;
@@ -78,8 +78,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     }
 }
 
-// Zero the keys of a tile that no row attends to: what is not finite there would spoil all rows,
-// though P is 0. By the score warpgroup; its named barrier comes before the GEMM.
+// Zero the keys of a tile that no row attends to: NaN or infinity there would spoil all rows, though P is 0.
+// The score warpgroup does this; its named barrier comes before the GEMM.
 __device__ inline void zero_outside(const KeyTile& tile, int k0, Range keys) {
     constexpr int CHUNKS = VALUE_DIM / 8;
     const u32 zeros[4] = {};
@@ -96,7 +96,7 @@ __device__ inline void issue_qk(Fragment<Accum, 1, NT>& s, const Smem& smem,
                                 const PipelineState<STAGES>& pipe) {
     QueryTile q = smem.q();
     KeyTile k = smem.k(pipe.stage);
-    hide(q.address), hide(k.address);  // else all descriptors would be kept in registers
+    hide(q.address), hide(k.address);  // otherwise all descriptors would stay in registers
     auto& d = accum_registers(s);
     smem.full(pipe.stage, SECOND).wait(pipe.phase);
     discard_operand(d);
@@ -117,7 +117,7 @@ __device__ inline int row_of(int half) {
     return threadIdx.x % WARPGROUP / WARP * 16 + Lane().row(2 * half);
 }
 
-// Tell which rows have sums that are not finite.
+// Mark rows with sums that are not finite.
 __device__ inline void mark_bad(const Smem& smem, const Fragment<Accum, 1, VT>& acc) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -179,7 +179,7 @@ __device__ __forceinline__ void compute_scores(const Params& p, const Smem& smem
         k_pipe.advance();
         state.update(s, softmax_scale_log2, LoneWarp(), rescale);
     };
-    // P for both warpgroups, once the value warpgroup has read that of the tile before.
+    // Publish P to both warpgroups, once the value warpgroup has read P of the previous tile.
     auto publish_p = [&] {
 #pragma unroll
         for (int i = 0; i < BLOCK_K / 16; ++i) probs[i] = Atom<Element>::a_of(s.x[0] + 2 * i);
@@ -301,14 +301,14 @@ struct RowTarget {
     }
 };
 
-// Whether a row is summed anew: sums are not finite, though the denominator is. It attends to an
-// infinity of weight 0, or is in a tile with what is not finite and others attend to.
+// True if a row must be computed again: its sums are not finite although its denominator is. It attends to
+// an infinity with weight 0, or its tile has values that are not finite and that only other rows attend to.
 __device__ inline bool needs_repair(const Smem& smem, int r) {
     return smem.storage.bad[r] && is_finite(smem.storage.row_sums[r][1]);
 }
 
-// This warpgroup's columns of all rows but those. One address for each row of a thread: one for
-// each pair would be more code than the instruction cache holds.
+// Store this warpgroup's columns of all rows that need no repair. There is one address for each row of a
+// thread: one for each pair would be more code than the instruction cache holds.
 __device__ inline void store_columns(const Params& p, const Smem& smem, const Piece& work,
                                      int column0, const Fragment<Accum, 1, VT>& acc) {
 #pragma unroll
@@ -323,9 +323,8 @@ __device__ inline void store_columns(const Params& p, const Smem& smem, const Pi
     }
 }
 
-// The sums of one row over some keys, by one warp and without wgmma: what is masked out is left
-// out, whatever it is, and what has a score of -infinity, as it counts as masked out. Sum n is of
-// columns 64 n + 2 lane and the next.
+// Sum one row over some keys, by one warp and without wgmma. Masked-out keys are skipped, and so are keys
+// with a score of -infinity. sums[n] holds columns 64 * n + 2 * lane and the next.
 __device__ inline RowSum sum_row(const Params& p, const Piece& work, const SharedRow& row,
                                  Accum (&sums)[VALUE_DIM / (2 * WARP)][2]) {
     const int lane = threadIdx.x % WARP;
@@ -385,7 +384,7 @@ __device__ inline void repair_rows(const Params& p, const Smem& smem, const Piec
     }
 }
 
-// The queries, and zeros for rows and columns that there are none of: a warp takes a row.
+// Load the queries, with zeros for missing rows and columns. Each warp loads a row at a time.
 __device__ inline void load_queries(const Params& p, const Smem& smem, const Piece& work) {
     const int rows = work.row_end - work.row0, bytes = int(p.D) * int(sizeof(Element));
 #pragma unroll 1
@@ -414,7 +413,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     const int warpgroup = warpgroup_index();
     wait_for_prerequisites();
     const Piece work(p);
-    if (work.is_empty() && p.splits > 1) return;  // nobody reads these sums
+    if (work.is_empty() && p.splits > 1) return;  // forward_combine does not read the sums of an empty split
     if (threadIdx.x == 0) smem.init();
     if (threadIdx.x < BLOCK_Q) {
         storage.bad[threadIdx.x] = 0;
