@@ -206,6 +206,7 @@ def key_texts(key: KernelKey) -> dict[str, str]:
         "types.cuh": "\n".join(["#pragma once", *lines, _TYPES]),
         "fragment.cuh": _FRAGMENT,
         "score_tile.cuh": _SCORE_TILE,
+        "ptxas.cuh": "#pragma once",
         "nonfinite.cuh": "#pragma once",
     }
 
