@@ -183,6 +183,7 @@ def test_gradients_by_any_indices(names: str, backend: Backend) -> None:
     assert_attention_close(grads, expected, error_bound(Q, K, V, DOUT, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", ["B", "Hq", "Nq", "Nk"])
 def test_an_axis_without_elements(cpu_backend: str, length: str) -> None:
     sizes = {"B": 2, "Hq": 4, "Nq": 5, "Nk": 6} | {length: 0}

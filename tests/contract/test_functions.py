@@ -129,6 +129,7 @@ def test_the_oracle_indexes_as_numpy_does(name: str) -> None:
     assert_attention_close(reference.backward(dout, q, k, v, **options), expected, bounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", range(len(SCORES)), ids=SCORES)
 @settings(max_examples=3)
 @given(data=st.data())

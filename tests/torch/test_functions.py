@@ -205,6 +205,7 @@ def test_with_arrays_and_by_operators_too() -> None:
     same(*grads)
 
 
+@pytest.mark.slow
 def test_nothing_that_a_function_reads_is_kept_alive() -> None:
     gone, q = [], drawn()
     for n in range(3):
@@ -243,6 +244,7 @@ def of_aux(q: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_captured_tensors_are_arrays_with_gradients(is_compiled: bool) -> None:
@@ -265,6 +267,7 @@ def test_captured_tensors_are_arrays_with_gradients(is_compiled: bool) -> None:
 # --- compiled -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("name", WAYS)
 def test_a_program_is_made_again_where_what_a_function_reads_changes(name: str) -> None:
@@ -344,6 +347,7 @@ def test_without_names_of_dynamo_functions_are_read_outside(
     same(torch.compile(of_captured, backend="eager")(drawn()), of_captured(drawn()))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize(("call", "change"), [(of_counter, set_layer), (of_import, set_global)])
 def test_what_cannot_be_compiled_is_named_or_runs_outside(call: Any, change: Setter) -> None:

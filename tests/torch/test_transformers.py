@@ -235,6 +235,7 @@ def test_models_generate_the_same_tokens(name: str, cached: str) -> None:
     assert torch.equal(model(name, "tileattn").generate(**given), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_steps_that_transformers_compiles_generate_the_same_tokens(side: str) -> None:
     """As it does by itself with a static cache on a GPU."""

@@ -109,6 +109,7 @@ def test_ranks_that_disagree() -> None:
     assert printed == [f"ValueError: {message}"] * 2 + [""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [60, 3000])  # short messages are copied, long ones read in place
 def test_what_arrives_after_a_timeout_is_written_nowhere_else(keys: int) -> None:
     lines = sorted(on_ranks(3, "-c", LATE, str(keys), check=False).splitlines())

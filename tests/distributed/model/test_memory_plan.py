@@ -104,6 +104,7 @@ BOUNDS: dict[tuple[Any, int, int], float] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "Hkv", "ranks"), BOUNDS, ids=str)
 def test_ranks_hold_little_more_than_their_share(schedule: Any, Hkv: int, ranks: int) -> None:
     layout = Layout.zigzag(N, ranks)

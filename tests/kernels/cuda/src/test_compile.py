@@ -81,7 +81,15 @@ def name_of(case: Case) -> str:
     return "-".join([arch, key.kernel, *(d.partition("=")[2] for d in key.defines()[1:])])
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+# The quick tests compile each kernel once.
+FIRST = {key.kernel: (arch, key) for arch, key in reversed(CASES)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x != FIRST[x[1].kernel])) for x in CASES],
+    ids=name_of,
+)
 def test_a_kernel_compiles(case: Case) -> None:
     arch, key = case
     made = compiled(key, arch)

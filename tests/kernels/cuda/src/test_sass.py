@@ -39,6 +39,7 @@ def name_of(key: KernelKey) -> str:
     return f"{key.kernel}-{key.head_dim}-{key.block_k}{kind}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS, ids=name_of)
 def test_a_stage_is_given_back_after_it_has_been_read(key: KernelKey, program: str) -> None:
     assert findings(key, program) == []
