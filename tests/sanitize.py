@@ -47,6 +47,7 @@ def options(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
     yield {"block_mask": tileattn.BlockMask.from_mask(blocks, (16, 24)), "causal": True}
     yield {"mask": rng.random((1, Nk)) < 0.5, "bias": rng.standard_normal(())}
     yield {"tree_mask": rng.random((1, Nq, Nq)) < 0.5, "kv_lengths": [Nk, 60]}
+    yield {"prefix": [40, 3], "causal": True}
     table = rng.standard_normal((Hq, 9)).astype(np.float32)
     own = {"score_mod": past_the_ends, "mask_mod": near, "aux": (table,)}
     yield own | {"causal": True}

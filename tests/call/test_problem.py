@@ -348,3 +348,18 @@ def test_arrays_become_views_with_four_axes() -> None:
 def test_check_array(x: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         check_array("lse", x, (2, 3), np.dtype(np.float32))
+
+
+def test_a_problem_is_a_kind_and_its_numbers() -> None:
+    def problem(**options: Any) -> Problem:
+        return parse(Q, K, V, options)[0]
+
+    for options in ({}, {"causal": True, "softcap": 2.0}, {"prefix": 3, "window": (1, 0)}):
+        found = problem(**options)
+        assert Problem.of(found.kind, found.numbers) == found
+    one = problem(window=(2, 0), dropout_p=0.5, seed=1, scale=0.25, softcap=3.0, kv_lengths=4)
+    other = problem(window=(1, 3), dropout_p=0.1, seed=9, scale=0.5, softcap=7.0, kv_lengths=2)
+    assert one.kind == other.kind
+    assert hash(one.kind) == hash(other.kind)
+    assert one.numbers != other.numbers
+    assert one.kind != problem(window=(2, None), dropout_p=0.5, seed=1, softcap=3.0).kind

@@ -15,10 +15,61 @@ from tileattn.expressions.nodes import Node
 _OF_ROWS = ("lse", "dlse")
 _LOWERED = options_with(lowered=True)
 
+ARRAY_OPTIONS = options_with(value="array", lowered=False)
+"""Options whose arrays are fields of `Operands` of the same names."""
+
+
+class Kind(NamedTuple):
+    """What decides which kernels run and how their parameters are filled: few values, hashable.
+
+    Calls of one kind differ only in their `Numbers`. The fields are as in `Problem`, but for these.
+
+    Parameters
+    ----------
+    group : int
+        Query heads that read one key head.
+    bounded : (bool, bool)
+        True for each side of the window that has a bound.
+    has_softcap, has_dropout, is_packed : bool
+        As the properties of `Problem`.
+    """
+
+    dtype: np.dtype[Any]
+    D: int
+    Dv: int
+    ndim: int
+    group: int
+    bounded: tuple[bool, bool]
+    has_softcap: bool
+    has_dropout: bool
+    is_packed: bool
+    page: int | None
+    enabled_options: frozenset[str]
+    score_mod: Node | None
+    mask_mod: Node | None
+    aux_names: tuple[str, ...]
+    mask_options: tuple[str, ...]
+
+
+class Numbers(NamedTuple):
+    """What may change from call to call while the kind stays: see `Problem` for each."""
+
+    B: int
+    Hq: int
+    Hkv: int
+    Nq: int
+    Nk: int
+    scale: float
+    softcap: float | None
+    window: tuple[int | None, int | None]
+    dropout_p: float
+    seed: int
+    sequences: int | None
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The facts of one call: hashable, and free of arrays.
+    """The facts of one call: hashable, and free of arrays. It is a `Kind` and its `Numbers`.
 
     Parameters
     ----------
@@ -88,6 +139,40 @@ class Problem:
         return self.enabled_options - functions.keys() - set(_LOWERED) | traced
 
     @property
+    def kind(self) -> Kind:
+        """Return what calls that run the same kernels have in common."""
+        left, right = self.window
+        return Kind(
+            *(self.dtype, self.D, self.Dv, self.ndim, self.group),
+            bounded=(left is not None, right is not None),
+            has_softcap=self.has_softcap,
+            has_dropout=self.has_dropout,
+            is_packed=self.is_packed,
+            page=self.page,
+            enabled_options=self.enabled_options,
+            score_mod=self.score_mod,
+            mask_mod=self.mask_mod,
+            aux_names=self.aux_names,
+            mask_options=self.mask_options,
+        )
+
+    @property
+    def numbers(self) -> Numbers:
+        """Return what `kind` leaves open."""
+        return Numbers(*(getattr(self, name) for name in Numbers._fields))
+
+    @classmethod
+    def of(cls, kind: Kind, numbers: Numbers) -> "Problem":
+        """Join the two again."""
+        facts = {name: x for name, x in kind._asdict().items() if name in cls.__slots__}
+        return cls(**facts, **numbers._asdict())
+
+    @property
+    def has_softcap(self) -> bool:
+        """True if scaled products are capped."""
+        return self.softcap is not None
+
+    @property
     def has_bias(self) -> bool:
         """True if there is an array that is added to the scores."""
         return "bias" in self.enabled_options
@@ -145,7 +230,7 @@ class Problem:
     @property
     def changes_scores(self) -> bool:
         """True if scores are more than ``scale * q @ k.T``: kernels modify them one by one."""
-        modified = self.softcap is not None or self.score_mod is not None
+        modified = self.has_softcap or self.score_mod is not None
         return modified or self.has_alibi or self.has_bias
 
     @property
@@ -228,6 +313,12 @@ class Operands(NamedTuple):
     packing: Packing | None = None
     paging: Paging | None = None
     origin: Any = None
+
+    @property
+    def option_arrays(self) -> dict[str, Any]:
+        """Return the arrays that kernels read under the names of the options that gave them."""
+        given = ((name, getattr(self, name)) for name in ARRAY_OPTIONS)
+        return {name: x for name, x in given if x is not None}
 
     def wants(self, name: str) -> bool:
         """Whether the gradient of an array is asked for."""

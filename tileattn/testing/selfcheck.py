@@ -117,10 +117,8 @@ def compile_all(drawn: Iterable[Case], progress: Callable[[float, str], None]) -
 def kernels(case: Case, device: Device) -> list[KernelKey]:
     """List the kernels of both passes, for arrays that lie on a device as they do on the host."""
     problem, x = parse(case.call.q, case.call.k, case.call.v, case.call.options)
-    names = ("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks")
-    given = ((name, getattr(x, name)) for name in names)
-    there = [(name, a) for name, a in given if a is not None]
-    arrays = tuple((name, array_layout(a, 0)) for name, a in there)
+    given = {"q": x.q, "k": x.k, "v": x.v, **x.option_arrays}
+    arrays = tuple((name, array_layout(a, 0)) for name, a in given.items())
     lengths, offsets = tuple(x.kv_lengths.tolist()), tuple(x.q_offset.tolist())
     forward, *backward = plans_of(
         problem, CallLayout(arrays, lengths, offsets, x.block_mask, **host_arrays(x)), device

@@ -12,7 +12,6 @@ arXiv:2307.08691, section 3.1.
 from collections.abc import Callable
 
 from tileattn.call.problem import Operands, Problem
-from tileattn.call.sequences import Packing
 from tileattn.traffic.counts import ClosedForm, ScheduledTiles, TileLoads, loads_of_a_key, reached
 from tileattn.traffic.record import Traffic
 
@@ -335,9 +334,13 @@ def _check(tile: tuple[int, int], algorithm: str, kind: str, heads_per_load: int
 def _check_model(problem: Problem, density: float | None) -> None:
     if density is not None and not 0 <= density <= 1:
         raise ValueError(f"density is {density}; a number from 0 to 1 is accepted")
-    unknown = sorted(problem.enabled_options & {"kv_lengths", "q_offset", *Packing._fields})
-    if density is None:
-        unknown += sorted(problem.enabled_options & {"block_mask"})
+    of_arrays = {
+        "kv_lengths": problem.has_lengths,
+        "q_offset": problem.has_offset,
+        "packed sequences": problem.is_packed,
+        "block_mask": problem.has_block_mask and density is None,
+    }
+    unknown = [name for name, used in of_arrays.items() if used]
     if unknown:
         remedy = "counted() looks at the arrays"
         if "block_mask" in unknown:

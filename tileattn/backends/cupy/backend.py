@@ -14,7 +14,7 @@ from tileattn.backends.cupy.external_memory import CupyMemory
 from tileattn.backends.cupy.passes import ArrayPass, Pass
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call.prepared import PreparedCall
-from tileattn.call.problem import Operands, Problem
+from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families import latent
 from tileattn.kernels.cuda.plan.aux_gradient import daux_name, why_not_learned
@@ -28,7 +28,7 @@ _REMEDY = (
 )
 
 # What a caller brings, besides integers on the device.
-_BROUGHT = ROWS | {"lse", "dlse", "alibi_slopes", "sinks", "mask", "bias"}
+_BROUGHT = ROWS | {"lse", "dlse", *ARRAY_OPTIONS}
 
 # Kernels add positions, FAR of src/mask.cuh and the sides of a tile in 32 bits.
 LONGEST = (1 << 30) - (1 << 16)

@@ -43,8 +43,7 @@ def inputs_of(problem: Problem, operands: Operands) -> dict[str, Any]:
         elif type(array) is not np.ndarray:
             arrays[name] = array
     if problem.enabled_options:
-        options = {"alibi_slopes": x.alibi_slopes, "sinks": x.sinks, "mask": x.mask, "bias": x.bias}
-        arrays |= {name: array for name, array in options.items() if array is not None}
+        arrays |= x.option_arrays
         arrays |= {aux_name(n): a for n, a in enumerate(x.aux) if type(a) is not np.ndarray}
     return arrays
 

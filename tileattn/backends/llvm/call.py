@@ -175,7 +175,7 @@ class LlvmCall(PreparedCall):
         if len(arrays) > len(_PLAIN) or any(arrays[name] is not getattr(x, name) for name in "qkv"):
             return False
         # CachedForward checks that out overlaps none of q, k and v, but no other input.
-        return out is None or not self.problem.enabled_options & {"kv_lengths", "q_offset"}
+        return out is None or not (self.problem.has_lengths or self.problem.has_offset)
 
     def _split_large_rows(self, x: Operands, saved: Residuals) -> None:
         """Split the logsumexp of large rows, as ``spec.renormalise``, but for whole arrays.
