@@ -1,5 +1,5 @@
-// After Hopper's backward kernels: dQ in its own dtype and scaled. A CTA takes a tile of queries,
-// and a thread 16 columns of some.
+// After Hopper's backward kernels: scale dQ and convert it to its dtype. A CTA takes a tile of queries; a
+// thread takes 16 columns of a query at a time.
 #include "dq_counter.cuh"
 #include "rows.cuh"
 
@@ -9,13 +9,13 @@ constexpr int COLUMNS = 16, SLAB_UNITS = DQ_COPY_COLUMNS / COLUMNS, ROW_UNITS = 
 constexpr int UNITS = BLOCK_Q * ROW_UNITS;
 constexpr int TOGETHER = 2;  // units that are loaded before one is stored
 
-// dQ_accum of a query, as stage_dq stores it: two columns of one atom and two of the next. As
-// stage_transposed_dq does: one of each, then the next one of each.
+// Four numbers of dQ_accum. stage_dq stores two columns of one atom, then two of the next;
+// stage_transposed_dq alternates between the atoms.
 struct alignas(16) Accums {
     float x[4];
 };
 
-// Tile `number` of those of all query heads, `tiles` of each.
+// Convert tile `number` of all query heads, each of which has `tiles`.
 __device__ inline void convert(const Params& p, int tiles, int number) {
     const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), number / tiles, number % tiles);
     const int b = at.b, h = at.h, q0 = at.block * BLOCK_Q;
@@ -24,7 +24,7 @@ __device__ inline void convert(const Params& p, int tiles, int number) {
     const Sequence sequence(p, b);
     const int rows = int(sequence.Nq) - q0, count = min(BLOCK_Q, rows);
     if (PACKED && rows <= 0) return;
-    const bool stored = p.dq_semaphore[number];  // else no key attends to them
+    const bool stored = p.dq_semaphore[number];  // false if these queries attend to no key
     const float* const sums = static_cast<const float*>(p.dq_accum);
     const Accums* const tile =
         reinterpret_cast<const Accums*>(sums + (sequence.row(p, h) + q0) * DQ_DIM);
@@ -77,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         for_blocks(p, p.B * p.Hq * tiles, [&](int n) { convert(p, tiles, n); });
     } else {
         const int number = dq_tile(p, tiles, int(blockIdx.x));
-        // The kernel before leaves SMs idle in the end: they begin with heads that are complete. The
-        // last CTA always waits: so this kernel completes behind that one.
+        // The previous kernel leaves SMs idle at its end: CTAs here start with heads that are complete. The
+        // last CTA always waits, so this kernel completes after the previous one.
         const bool waits = blockIdx.x == gridDim.x - 1;
         if (waits || !dq_is_complete(p, number / tiles / int(p.group))) wait_for_prerequisites();
         convert(p, tiles, number);

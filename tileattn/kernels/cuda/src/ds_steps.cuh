@@ -1,4 +1,4 @@
-// Layer 3. The score tiles whose dS a CTA sums, in a fixed order, and each warp's share of a tile.
+// Layer 3. The score tiles whose dS a CTA sums, in a fixed order, and each warp's part of a tile.
 #pragma once
 
 #include "head.cuh"
@@ -7,11 +7,11 @@ constexpr int MT = BLOCK_Q / (16 * WARPS_M);
 constexpr int NT = BLOCK_K / (8 * WARPS_N);
 static_assert(NT % 2 == 0, "atoms are loaded in pairs");
 
-// First row and column of this warp's scores.
+// The first row and column of this warp's scores.
 __device__ inline int first_row() { return threadIdx.x / WARP / WARPS_N * MT * 16; }
 __device__ inline int first_column() { return threadIdx.x / WARP % WARPS_N * NT * 8; }
 
-// What a CTA covers of one axis: all of it, or one of its entries.
+// The indices of one axis that a CTA sums over: all of them, or one.
 struct Axis {
     bool all;
     int begin, end, at;
@@ -21,7 +21,7 @@ struct Axis {
 
     __device__ bool is_one() const { return end - begin == 1; }
 
-    // Advance, or start over behind the last; whether it advanced.
+    // Advance and return true, or return to the first index and return false.
     __device__ bool next() {
         if (++at < end) return true;
         at = begin;
@@ -29,8 +29,8 @@ struct Axis {
     }
 };
 
-// The score tiles that a CTA sums over, keys fastest: of every so many rows of tiles, from one of the
-// first on. All threads call.
+// The score tiles that a CTA sums over, keys fastest: rows of tiles share, share + shares, share + 2 * shares
+// and so on. All threads call.
 struct Steps {
     const Params& p;
     Axis b, h, q, k;
@@ -45,7 +45,7 @@ struct Steps {
         --this->k.at;
         if (!done) next();
     }
-    // Go on by some rows of tiles; whether there is one.
+    // Advance by some rows of tiles. Returns false after the last.
     __device__ bool skip(int rows) {
         for (; rows; --rows)
             if (!(q.next() || h.next() || next_entry())) return false;
@@ -57,7 +57,7 @@ struct Steps {
         fit();
         return true;
     }
-    // The tiles of a packed sequence are as many as it has, or one that is empty.
+    // A packed sequence has its own number of tiles; an empty one has a single empty tile.
     __device__ void fit() {
         if constexpr (PACKED) {
             if (q.all) q.end = max(1, int((sequence.Nq + BLOCK_Q - 1) / BLOCK_Q));
@@ -66,9 +66,9 @@ struct Steps {
     }
     __device__ int q0() const { return q.at * BLOCK_Q; }
     __device__ int k0() const { return k.at * BLOCK_K; }
-    // Number of the first row of the row of tiles, in delta and lse_log2.
+    // The index of the first row of this row of tiles in delta and lse_log2.
     __device__ i64 row() const { return sequence.padded_row(p, h.at) + q0(); }
-    // Whether all steps have the same tile of the bias.
+    // True if all steps have the same tile of the bias.
     __device__ bool one_bias() const {
         return q.is_one() && k.is_one() && (b.is_one() || p.bias_B == 1) &&
                (h.is_one() || p.bias_H == 1);

@@ -1,6 +1,6 @@
 // Layer 3. dS of all score tiles that a CTA sums over, in a fixed order. Each tile takes two GEMMs.
 // With two stages, the operands of one are loaded during the other. Always NaN-safe: dS of a score
-// comes from that score alone.
+// depends only on that score.
 #pragma once
 
 #include "ds_steps.cuh"

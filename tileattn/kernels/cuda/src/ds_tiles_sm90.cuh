@@ -1,6 +1,5 @@
-// Layer 3. The same as ds_tiles.cuh on Hopper, with TMA, wgmma and warp specialisation: a producer
-// thread loads what each step needs, and the softmax of a warpgroup overlaps with the GEMMs of the
-// other.
+// Layer 3. ds_tiles.cuh for Hopper, with TMA, wgmma and warp specialisation: a producer thread loads the
+// operands of each step, and the softmax of one warpgroup overlaps with the GEMMs of the other.
 #pragma once
 
 #include "ds_steps.cuh"
@@ -49,9 +48,9 @@ struct DsProducer {
     const BackwardMaps& maps;
     const Smem smem;
     PipelineState<1> pipe;
-    i64 row = -1;  // of tiles, which q and dO in shared memory belong to
+    i64 row = -1;  // the row of tiles whose q and dO are in shared memory
 
-    // Load what the steps need. Of a row of tiles q and dO stay.
+    // Load the operands of the steps. q and dO stay for a whole row of tiles.
     __device__ void load(Steps step) {
 #pragma unroll 1
         for (; !step.done; step.next(), pipe.advance()) {
@@ -114,7 +113,7 @@ struct DsConsumer {
             smem.keys_full().wait(pipe.phase);
             gemm_async<Element, HEAD_DIM>(tile.p, smem.q(), m0, smem.k());
             warpgroup_wait<0>(tile.p);
-            // Only GEMMs read q and k, and the warpgroup's is complete.
+            // Safe: only GEMMs read q and k, and that of this warpgroup is complete.
             if (leader) smem.keys_empty().arrive();
             copy_wait<0>();
             __syncwarp();  // the bias has landed
@@ -129,7 +128,7 @@ struct DsConsumer {
             smem.values_full().wait(pipe.phase);
             gemm_async<Element, VALUE_DIM>(tile.ds, smem.dout(), m0, smem.v());
             warpgroup_wait<0>(tile.ds);
-            if (leader) smem.values_empty().arrive();  // the same of dO and v
+            if (leader) smem.values_empty().arrive();  // safe, like q and k
             tile.compute_ds(Accum(p.dropout_scale), [&](int, int, int e) { return delta[e / 2]; });
             // Queries past the end may attend to a key that is masked out for all others, and not
             // finite.

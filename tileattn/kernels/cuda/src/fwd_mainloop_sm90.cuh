@@ -49,7 +49,7 @@ __device__ inline void load_keys(const Params& p, const WorkSequence<PACKED>& se
 constexpr bool PREFETCHES_Q = GROUPS == 1 && Q_STAGES == 2 * CONSUMERS;
 // The load of q waits for a free stage, so for the end of the previous work tile, and blocks the producer
 // until then. With at most STAGES key tiles the K loads after it would stall. With more than 4, prefetching
-// was slower on an H100 (docs/performance.md). Dynamically scheduled work tiles always prefetch: they are
+// was slower when measured. Dynamically scheduled work tiles always prefetch: they are
 // claimed only when the last K/V loads have been issued.
 __device__ constexpr bool is_short(int tiles) { return tiles > STAGES && tiles <= 4; }
 

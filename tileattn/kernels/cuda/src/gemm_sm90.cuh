@@ -1,5 +1,5 @@
-// Layer 2. Asynchronous GEMMs of a warpgroup, and the ways of its accumulator fragments to shared
-// and global memory. A fragment has 16 rows of each warp.
+// Layer 2. Asynchronous GEMMs of a warpgroup, and stores of its accumulator fragments to shared and global
+// memory. A fragment has 16 rows of each warp.
 #pragma once
 
 #include "fragment.cuh"
@@ -91,8 +91,8 @@ __device__ inline Fragment<float, 1, COUNT>& atoms(Fragment<float, 1, NT>& c, in
     return reinterpret_cast<Fragment<float, 1, COUNT>&>(c.x[0][first]);
 }
 
-// Whether the first ELEMENTS of each atom are finite: zero times what is not finite is not zero. In
-// several sums: one alone would be a long dependency chain.
+// True if the first ELEMENTS of each atom are finite: 0 times NaN or infinity is not 0. Several sums, since
+// a single one would be a long dependency chain.
 template <int ELEMENTS = 4, int CHAINS = 4, int NT>
 __device__ inline bool all_finite_by_fma(const Fragment<float, 1, NT>& c) {
     float zeros[CHAINS] = {};
@@ -141,7 +141,7 @@ constexpr int STAGING_BYTES = 16 * 128;
 template <class T, int NT>
 __device__ inline void store_rows_staged(u32 staged, T* target, i64 stride,
                                          const Fragment<float, 1, NT>& c, int rows, int columns) {
-    u32 lane;  // read anew here, so that what depends on it is not kept in registers until now
+    u32 lane;  // read again here, so that values that depend on it are not kept in registers until now
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     // Of the memory's address the lower bits are zero: addresses of other chunks differ from these by
     // bits.
@@ -153,7 +153,7 @@ __device__ inline void store_rows_staged(u32 staged, T* target, i64 stride,
     for (int i = 1; i < 4; ++i) to[i] = to[i - 1] + 4 * stride;
 #pragma unroll
     for (int n0 = 0; n0 < NT; n0 += 8) {
-        __syncwarp();  // the columns before have been read
+        __syncwarp();  // the previous columns have been read
 #pragma unroll
         for (int i = 0; i < 4 && n0 + 2 * i < NT; ++i)
             store_matrices(write ^ 32 * i, Atom<T>::a_of(c.x[0] + n0 + 2 * i).r);

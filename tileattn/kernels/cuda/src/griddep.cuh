@@ -51,7 +51,7 @@ __device__ inline void pass_kernel_before() {
 }
 
 // Launch dependents and wait. Persistent kernels only wait: a waiting CTA of the next kernel beside them
-// costs time (docs/performance.md). The persistent kernels of the backward pass launch the next kernel if it
+// made them slower when measured. The persistent kernels of the backward pass launch the next kernel if it
 // has work for the SMs that they leave.
 __device__ inline void overlap_launches() {
     launch_dependents();

@@ -23,7 +23,7 @@ __device__ constexpr int slices_end(int part) {
     return part == FIRST ? HALF_SLICES : KeyTile::SLICES;
 }
 
-// Dynamic shared memory, as it lies.
+// Layout of dynamic shared memory.
 struct Tensors {
     QueryTile::Storage q;
     KeyTile::Storage k[STAGES];
@@ -60,7 +60,7 @@ struct Smem {
     __device__ Barrier p_full() const { return {shared_address(&storage.p_full)}; }
     __device__ Barrier p_empty() const { return {shared_address(&storage.p_empty)}; }
 
-    // By one thread, before all others.
+    // One thread initialises the barriers.
     __device__ void init() const {
         for (int s = 0; s < STAGES; ++s)
             for (int part = 0; part < 2; ++part) full(s, part).init(1), empty(s, part).init(4);
@@ -69,7 +69,7 @@ struct Smem {
     }
 };
 
-// A warp releases what it has read: its part of the GEMMs that read it is complete.
+// A warp releases a stage: its part of the GEMMs that read it is complete.
 __device__ inline void release(const Barrier& empty) {
     __syncwarp();
     if (threadIdx.x % WARP == 0) empty.arrive();

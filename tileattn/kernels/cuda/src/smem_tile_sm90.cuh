@@ -4,8 +4,8 @@
 #include "tma_sm90.cuh"
 #include "wgmma_sm90.cuh"
 
-// Copies of a TMA load in a producer's loop over the slices of a tile: for all four of a wide head at
-// once it has no registers.
+// Unrolling of a producer's loop over the slices of a tile. It has no registers for all four loads of a wide
+// head at once.
 constexpr int LOAD_UNROLL = 2;
 
 // ROWS x COLUMNS elements of 16 bits with the 128-byte swizzle, in slices of 64 columns: a row of a
@@ -72,8 +72,8 @@ struct SmemTile {
         return {describe(offset, k * PITCH, column_offset(second) - offset)};
     }
 
-    // The offset known at compile time is added last: all descriptors of a GEMM share the rest. Of many
-    // slices it is added to the lower half alone: ptxas would keep descriptors in vector registers.
+    // The offset known at compile time is added last: all descriptors of a GEMM share the rest. With more than
+    // two slices it is added only to the lower half: otherwise ptxas keeps descriptors in vector registers.
     __device__ u64 describe(int offset, int known, int between_slices = SLICE) const {
         constexpr u64 CONSTANT = u64(ATOM >> 4) << 32 | u64(1) << 62;
         const u32 low = u32(between_slices >> 4) << 16 | (address + offset) >> 4;

@@ -1,23 +1,23 @@
-// Layer 3. Work tiles of Hopper's persistent kernels, and which CTA gets which: the forward
-// scheduler is static, the backward one dynamic.
+// Layer 3. Work tiles of Hopper's persistent kernels, and their schedulers. The forward scheduler is static
+// or dynamic, the backward one dynamic.
 #pragma once
 
 #include "splits.cuh"
 #include "tile_scheduler.cuh"
 
-// Tiles along the other axis that a block attends to, or is attended by: from begin to end - 1.
-// Those from full_begin to full_end - 1 need no mask.
+// The key tiles that a block of queries attends to: begin to end - 1. Tiles full_begin to full_end - 1 need
+// no mask.
 struct TileRange {
     int begin, end, full_begin, full_end;
-    bool ends_in_half;  // of key tiles: the second half of the last one is masked out
+    bool ends_in_half;  // the second half of the last tile is masked out
 
     __device__ bool is_partial(int tile) const { return tile < full_begin || tile >= full_end; }
 };
 
-// The tiles that a mask leaves to a block, ascending. An entry begins with twice the tile, plus one
-// if it is partial. There is room for all tiles and one entry more; what is unused holds END_OF_LIST
-// less the number of those in use. Without a list there are all tiles, partial where the kernel
-// evaluates a mask: their indices are their numbers.
+// The tiles of a block that are not empty, ascending. An entry begins with an int, 2 * tile + partial. A list
+// has one entry more than there are tiles; each unused entry holds END_OF_LIST minus the number of used ones.
+// Without a list, every tile is in the list at its own index, and counts as partial if the kernel evaluates
+// a mask.
 template <class Entry>
 struct TileList {
     const Entry* entries = nullptr;
@@ -37,7 +37,8 @@ struct TileList {
     __device__ int tile(int index) const { return entry(index) / 2; }
     __device__ bool is_partial(int index) const { return entry(index) % 2; }
 
-    // Index of the first entry from a tile on; `tiles` are all. Only windows have to search.
+    // The index of the first entry at or after a tile. `tiles` is the number of all tiles. Only sliding
+    // windows have to search.
     __device__ int lower_bound(int tile, int tiles) const {
         if (!HAS_TILE_LIST || !entries) return tile;
         int lo = 0, hi = tile;
@@ -53,14 +54,14 @@ struct TileList {
     }
 };
 
-// The sequence of a work tile, and its rows: of a batch entry all, of packed sequences some, which
-// nobody has to look up again.
+// The sequence of a work tile, and its rows: all rows of a batch entry, or those of a packed sequence, which
+// are kept here so that they are looked up only once.
 template <bool>
 struct WorkSequence {
     static constexpr int q_start = 0, k_start = 0;
     int b;
 
-    // Find a block by its place in the order of work. Gives its number in its sequence.
+    // Find a block by its place in the order of work. Returns its number in its sequence.
     __device__ int find(const Params&, int entry, int place) { return b = entry, place; }
     template <int BLOCK>
     __device__ static int blocks(const Params& p, i64 rows) {
@@ -89,8 +90,8 @@ struct WorkSequence<true> {
     __device__ static int blocks(const Params& p, i64) {
         return p.block_order->count;
     }
-    // For all heads, the blocks that take turns come before the next ones. It is short: the next work
-    // tile waits for it.
+    // The blocks that share the L2 cache come for all heads before the next blocks. This function is
+    // short because the next work tile waits for it.
     __device__ static BlockCoord coord(const Params& p, int, int heads, int index) {
         const int share = heads / int(p.Hkv);
         const PackedBlock& any = p.block_order[index / heads];
@@ -109,20 +110,20 @@ struct WorkSequence<true> {
 
 // --- forward -------------------------------------------------------------------------------------
 
-// A block of queries of one head, or one warpgroup's share of it. Where there is a list of tiles,
-// begin and end index it, and are the same for all warpgroups.
+// A block of queries of one head, or the part of a warpgroup. With a tile list, begin and end are indices
+// into it, the same for all warpgroups.
 struct FwdWorkTile : WorkSequence<PACKED> {
     int h, q0, iteration;
     int split;       // of the keys, where h is the first query head of a key head
     bool nan_safe;   // in a NaN-safe pass
     bool all_max_first;  // in the third pass, where all rows count as large
-    bool is_end;     // no work tile: the first pass has ended, or all have
+    bool is_end;     // no work tile: the first pass has ended, or all passes have
     int begin, end;  // of the whole block
     TileRange tiles;
 
     __device__ void keep(const SlidingWindow&) {}
 };
-// One that consumers read whole, and need not find the window again: the forward kernel's.
+// A work tile with its window, so that consumers of the forward kernel need not compute it again.
 struct alignas(16) WindowedWorkTile : FwdWorkTile {
     SlidingWindow window;
 
@@ -146,19 +147,19 @@ __device__ inline TileRange key_tiles(const Params& p, const FwdWorkTile& work,
     return tiles;
 }
 
-// The key tiles that a mask leaves to a block of queries.
+// The key tiles of a block of queries that are not empty.
 struct KeyTileList : TileList<int> {
     __device__ KeyTileList() {}
     __device__ KeyTileList(const Params& p, const FwdWorkTile& work)
         : TileList(p, work.b, work.h, work.q0 / BLOCK_Q) {}
 };
 
-// A group of a CTA goes through work tiles of its own: it is a worker, as if it were a CTA. First
-// groups come before second ones: of few work tiles each SM gets one before any gets two.
+// Each group of a CTA is a worker of the scheduler, with its own work tiles. The first groups of all CTAs come
+// before the second ones: with few work tiles each SM gets one before any SM gets two.
 __device__ inline u32 worker_count() { return gridDim.x * GROUPS; }
 __device__ inline u32 worker_of(int group) { return blockIdx.x + gridDim.x * group; }
 
-// The indices of a worker's work tiles, in each pass the same: claimed or assigned.
+// The indices of a worker's work tiles, from the dynamic or the static scheduler; the same in each pass.
 template <bool SHARED = SPLIT_KV>
 struct WorkOrder {
     int group, iteration = -1, index = 0, claimed = 0;
@@ -170,8 +171,8 @@ struct WorkOrder {
     }
     __device__ void restart() { iteration = -1; }
 
-    // A worker claims the next work tile when it needs one, and writes down which that is. Lane 0
-    // calls; the shuffle tells the compiler that the index is uniform.
+    // Dynamic scheduler: a worker claims the next work tile when it needs one, and records it for later
+    // passes. Only lane 0 calls.
     __device__ int next_claimed(const Params& p) {
         if (iteration == 0) return index = int(worker_of(group));
         int successor;
@@ -183,9 +184,9 @@ struct WorkOrder {
         }
         return index = uniform(successor, 1);
     }
-    // The host's LPT assignment, or else round robin, there and back: under a causal mask each is a
-    // little shorter than the one before, and workers that drift apart would share no keys in the L2
-    // cache.
+    // Static scheduler: the host's LPT assignment, or round robin in alternating directions. With a causal
+    // mask each work tile is a little shorter than the one before, and workers that drift apart would not
+    // share keys in the L2 cache.
     __device__ int next_assigned(const Params& p) const {
         const int workers = int(worker_count()), worker = int(worker_of(group));
         const int first = iteration * workers;
@@ -193,8 +194,8 @@ struct WorkOrder {
         return first + (iteration % 2 ? workers - 1 - worker : worker);
     }
 };
-// The sum over the lanes of a warp. The compiler knows the instruction's result to be uniform; other
-// GPUs compile this for probes alone.
+// The sum over the lanes of a warp. The compiler knows that the result of the instruction is uniform. GPUs
+// before compute capability 8.0 compile this only for probes.
 __device__ inline int sum_of_warp(int x) {
 #if __CUDA_ARCH__ >= 800
     return __reduce_add_sync(~0u, x);
@@ -204,11 +205,11 @@ __device__ inline int sum_of_warp(int x) {
 #endif
 }
 
-// Splits of the keys: lengths are on the device, so each worker counts those of all sequences that have
-// a key, and takes an equal share of them, one behind the other. All lanes of a warp construct it.
+// Split-KV: lengths are on the device, so each worker counts the splits of all sequences, and takes an equal
+// number of consecutive splits. All lanes of a warp construct it.
 template <>
 struct WorkOrder<true> {
-    int iteration = -1, share, first_b = 0, first_place = 0;  // place: among those of a sequence
+    int iteration = -1, share, first_b = 0, first_place = 0;  // place: index among the splits of a sequence
     int b = 0, place = 0, kv = 0, split = 0;
 
     __device__ explicit WorkOrder(const Params& p, int group = 0) {
@@ -218,7 +219,7 @@ struct WorkOrder<true> {
         for (int n = lane; n < B; n += WARP) total += count(n);
         total = sum_of_warp(total);
         auto start_of = [&](i64 worker) { return int(worker * total / worker_count()); };
-        int before = start_of(worker_of(group));  // splits from sequence n on that are not its own
+        int before = start_of(worker_of(group));  // splits of earlier workers from sequence n on
         share = start_of(worker_of(group) + 1) - before;
         for (int n = 0; n < B && share > 0; n += WARP) {
             const int own = count(n + lane);
@@ -238,7 +239,7 @@ struct WorkOrder<true> {
         }
     }
 
-    // The splits of a sequence that some query attends to: those of each key head.
+    // The splits of a sequence that some query attends to, for each key head.
     struct Splits {
         int first, count;
     };
@@ -260,7 +261,7 @@ struct WorkOrder<true> {
     __device__ void restart() { iteration = -1; }
 };
 
-// The first heads come one by one, and those behind them in groups.
+// The first `single_heads` heads come one by one, the others in groups (L2 swizzle).
 __device__ inline BlockCoord forward_coord(const Params& p, const WorkSequence<PACKED>& sequence,
                                            int blocks, int heads, int index) {
     const int single = PACKED ? 0 : int(p.single_heads), behind = index - single * blocks;
@@ -270,14 +271,14 @@ __device__ inline BlockCoord forward_coord(const Params& p, const WorkSequence<P
     return at;
 }
 
-// The work tile of an index, with its flags as they are and all key tiles of its window; false
-// behind the last.
+// Find the work tile of an index, with all key tiles of its window; flags stay as they are. Returns false
+// after the last work tile.
 template <class Work>
 __device__ inline bool get_work(const Params& p, int index, Work& work) {
     const int blocks = work.template blocks<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
     if (index >= blocks * heads) return false;
     const BlockCoord at = forward_coord(p, work, blocks, heads, index);
-    // Under a causal mask the last queries have most keys: they go first.
+    // Longest first: with a causal mask the last queries have most keys.
     const int place = PACKED || p.right < 0 ? at.block : blocks - 1 - at.block;
     work.q0 = work.find(p, at.head / int(p.Hq), place) * BLOCK_Q;
     work.h = at.head % int(p.Hq);
@@ -287,7 +288,7 @@ __device__ inline bool get_work(const Params& p, int index, Work& work) {
     work.begin = work.tiles.begin, work.end = work.tiles.end;
     return true;
 }
-// The next one of a worker.
+// Find the next work tile of a worker.
 template <class Work>
 __device__ inline bool get_work(const Params& p, WorkOrder<false>& order, Work& work) {
     if (!get_work(p, order.next(p), work)) return false;
@@ -311,11 +312,11 @@ __device__ inline bool get_work(const Params& p, WorkOrder<true>& order, Work& w
 
 // --- backward ------------------------------------------------------------------------------------
 
-// Whether calls may have the last keys first.
+// True if calls may take the last keys first.
 constexpr bool MAY_BEGIN_LAST = BLOCK_Q == BLOCK_K && !PACKED && !HAS_TILE_LIST;
 
-// Query tiles of a block of keys, by their indices: up or down from first, as far as before stop; of
-// packed sequences down.
+// The query tiles of a block of keys, by index: from `first`, up or down, and before `stop`. Packed sequences
+// always go down.
 struct QueryTiles {
     int first, stop;
     Range full;  // tiles that need no mask
@@ -329,36 +330,36 @@ struct QueryTiles {
 
 // A block of keys of one key head, with the query tiles of each query head that shares it.
 //
-// The blocks of a head begin with the first keys, and each with its last query tile: under a causal
-// mask, too, all come to a tile at about the same time. With `run_keys` those of every second run of so
-// many keys begin with their first tile, the diagonal. With `last_keys_first` all do, and the last keys
-// come first: blocks that begin together come to a tile one behind the other, in the order in which
-// they add to its dQ.
+// The blocks of a head are claimed from the first keys on, and each starts with its last query tile: then all
+// blocks reach a tile at about the same time, even with a causal mask. With `run_keys`, the blocks of every
+// second run of that many keys start with their first tile, on the diagonal. With `last_keys_first` all blocks
+// do, and the last keys come first: blocks that start together reach a tile one after another, in the
+// order in which they add to its dQ.
 struct BwdWorkTile : WorkSequence<PACKED> {
     int kv, k0;
     bool is_end;  // no work tile: all have been claimed
     QueryTiles tiles;
     SlidingWindow window;
 
-    // The number of its first tile of queries among those of a head, and the row of the first query
-    // among their statistics.
+    // The index of its first query tile among the tiles of a head, and of its first query in lse_log2 and
+    // delta.
     __device__ int first_tile() const { return PACKED ? q_start / BLOCK_Q + b : 0; }
     __device__ int first_statistic() const {
         return PACKED ? (q_start / ROW_PAD + b) * ROW_PAD : 0;
     }
 };
 
-// The query tiles that a mask leaves to a block of keys, or to one of the heads that share it.
+// The query tiles of a block of keys that are not empty, for all heads that share it or for one.
 struct alignas(8) QueryTileEntry {
     int entry;
-    int rank;  // how many blocks of keys before this one the tile is left to
+    int rank;  // number of earlier key blocks that the tile attends to
 };
 struct QueryTileList : TileList<QueryTileEntry> {
     __device__ QueryTileList(const Params& p, const BwdWorkTile& work)
         : TileList(p, work.b, work.kv, work.k0 / BLOCK_K) {}
 
-    // How many blocks of keys that were claimed before this one attend to a tile. Without a list
-    // those of its window.
+    // The number of key blocks claimed before this one that add to a dQ tile. Without a list, the window
+    // decides.
     __device__ int rank(const Params& p, const BwdWorkTile& work, int index) const {
         if (HAS_TILE_LIST && entries) return entries[index].rank;
         const int row = tile(index) * BLOCK_Q, block = work.k0 / BLOCK_K;
@@ -368,23 +369,23 @@ struct QueryTileList : TileList<QueryTileEntry> {
     }
 };
 
-// Claim the next work tile. Those of a head are claimed in the order in which they add to each dQ
-// tile, by rising ranks; so of the work tiles that are not done the first claimed waits for none,
-// and all get done, however few CTAs run. Lane 0 calls; the shuffle tells the compiler that the index is uniform.
+// Claim the next work tile; only lane 0 calls. The work tiles of a head are claimed in the order in which they
+// add to each dQ tile, by rising ranks. So the first claimed of all unfinished work tiles never waits, and
+// there is no deadlock, however few CTAs are resident.
 __device__ inline u32 claim_work(const Params& p) {
     u32* const tile_counter = p.tile_counter + (ONLY_FLAGGED ? 1 : 0);
     return uniform(atomicAdd(tile_counter, 1), 1);
 }
 
-// Heads begin evenly apart, so that long blocks run beside short ones: block b of head h has the
-// index h blocks + b apart. Where that is no head, at both ends, there is a block behind the last.
+// Staggered heads start evenly spaced, so that long blocks run beside short ones: block b of head h has the
+// index h * blocks + b * stagger. Indices of no head, at both ends, give a block past the last.
 __device__ inline BlockCoord staggered_coord(const Params& p, int blocks, int heads, int index) {
     const int block = index % blocks * int(p.inverse_stagger) % blocks;
     const int head = (index - block * int(p.stagger)) / blocks;
     return u32(head) < u32(heads) ? BlockCoord(block, head) : BlockCoord(blocks, 0);
 }
 
-// The work tile of an index; false behind the last.
+// Find the work tile of an index. Returns false after the last.
 __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile& work) {
     const int blocks = work.blocks<BLOCK_K>(p, p.Nk), heads = int(p.B * p.Hkv);
     if (index >= u32(blocks * heads + (blocks - 1) * int(p.stagger))) return false;
@@ -397,7 +398,7 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     const SlidingWindow window = work.window = SlidingWindow(p, work.sequence(p));
     const Range queries = window.query_range(work.k0, work.k0 + BLOCK_K);
     Range full = window.full_query_tiles(work.k0, work.k0 + BLOCK_K);
-    // The rows past the end of a packed sequence are of the next one.
+    // Rows past the end of a packed sequence belong to the next one.
     if (PACKED) full.hi = min(full.hi, work.Nq(p) / BLOCK_Q);
     const QueryTileList list(p, work);
     const int tiles = block_count<BLOCK_Q>(p, p.Nq);
@@ -409,9 +410,9 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
     return true;
 }
 
-// Call visit(index, begin, end) for each query tile of a work tile, and the query heads, begin to
-// end - 1, that are taken with it before the next tile: all that share keys, or one after the other. The
-// first `left_out` heads are not visited at the first tile.
+// Call visit(index, begin, end) for each query tile of a work tile. The query heads begin to end - 1 are
+// computed before the next tile: all heads that share the keys, or with HEAD_MAJOR one. The first `left_out`
+// heads are skipped at the first tile.
 template <class Visit>
 __device__ __forceinline__ void for_each_index(const Params& p, const BwdWorkTile& work, Visit visit,
                                                int left_out = 0) {

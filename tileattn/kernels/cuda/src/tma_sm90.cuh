@@ -45,8 +45,8 @@ __device__ inline void stall() {
     }
 }
 
-// Whether this is the first thread of its warp. The compiler knows that no other runs what depends on
-// it, by the election: else it would repeat each TMA load for all threads that may be there.
+// True in the first thread of a warp. The election tells the compiler that a single thread runs the branch.
+// Otherwise it would repeat each TMA load for every thread that might be active.
 __device__ inline bool is_first_lane() {
     u32 elected = 0;
     if (threadIdx.x % WARP == 0)
@@ -155,9 +155,9 @@ __device__ inline void bulk_store(float* target, u32 source, int bytes, bool add
                      "r"(source), "r"(bytes)
                      : "memory");
 }
-// What the thread has started since the last call is one group of copies, if it is nothing, too.
+// The copies that the thread has started since the last call become one group, which may be empty.
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Wait until shared memory has been read of all groups but the last `UNREAD`.
+// Wait until all groups except the last UNREAD have read their shared memory.
 template <int UNREAD>
 __device__ inline void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(UNREAD) : "memory");
@@ -165,21 +165,21 @@ __device__ inline void bulk_wait_read() {
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // A semaphore in global memory orders the bulk stores of different CTAs. Those go through the async
-// proxy, so both sides need a proxy fence. Publish: bulk stores that this thread has waited for are
-// visible before the value is. Without the release they need not be (measured): a wait makes them
-// visible to the thread that waits alone.
+// proxy, so both sides need a proxy fence. Publish: bulk stores that this thread has waited for become
+// visible before the value does. The wait alone makes them visible only to the waiting thread: with a relaxed
+// store an H100 gave wrong sums (docs/performance.md).
 __device__ inline void publish_semaphore(u32* place, u32 value) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
-// Wait: bulk stores after a read that returns the value, and after `fence_async_global`, come
-// behind those of the publisher.
+// Wait: bulk stores after a read that returns the value, and after `fence_async_global`, are ordered after
+// those of the publisher.
 __device__ inline u32 read_semaphore(const u32* place) {
     u32 value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
     return value;
 }
-// Claim a semaphore of 0; gives its value before.
+// Claim a semaphore whose value is 0. Returns its previous value.
 __device__ inline u32 claim_semaphore(u32* place, u32 value) {
     u32 before;
     asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, %2;"
@@ -188,9 +188,8 @@ __device__ inline u32 claim_semaphore(u32* place, u32 value) {
                  : "memory");
     return before;
 }
-// Add to a semaphore. Who reads the sum of several threads sees what bulk stores that they have waited
-// for have written. To see it by generic loads takes no proxy fence: the completion of a bulk store
-// comes with one.
+// Add to a semaphore. A thread that reads the sum sees all bulk stores that the adding threads have waited
+// for. Generic loads of that data need no proxy fence: the completion of a bulk store includes one.
 __device__ inline void add_to_semaphore(u32* place, u32 value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
@@ -198,7 +197,7 @@ __device__ inline void fence_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Generic writes to shared memory become visible to TMA and wgmma behind the next barrier.
+// After this fence and a barrier, generic writes to shared memory are visible to TMA and wgmma.
 __device__ inline void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -228,14 +227,15 @@ __device__ inline void named_barrier_sync(int id) {
     asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
-// Arrive at a named barrier, and wait for nobody.
+// Arrive on a named barrier without waiting.
 template <int THREADS>
 __device__ inline void named_barrier_arrive(int id) {
     __syncwarp();
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
-// The same, and whether the condition holds for any thread. All arrive from one place in the code.
+// Wait for a named barrier; returns true if the condition holds for any thread. All threads arrive from the
+// same place in the code.
 template <int THREADS>
 __device__ inline bool named_barrier_or(int id, bool holds) {
     u32 any;
