@@ -92,7 +92,7 @@ class Recorder:
             self._count += len(pairs)
 
     def pairs(self) -> Stored | None:
-        """Give what was kept; None without partial blocks."""
+        """Return the kept pairs; None without partial blocks."""
         if not self._bits:
             return None
         return Stored(self._slots, np.concatenate(self._bits), self._block_size)

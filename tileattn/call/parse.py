@@ -102,7 +102,7 @@ def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, An
 
 
 def arrays_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the arrays among the options, by their names in messages."""
+    """Return the arrays among the options, by their names in messages."""
     given = {name: options[name] for name in ARRAYS if options.get(name) is not None}
     return given | aux_arrays(options)
 
@@ -115,7 +115,7 @@ def device_integers(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def aux_arrays(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the arrays ``aux`` by their names in messages; raise TypeError if it is no sequence."""
+    """Return the arrays of ``aux``, by their names in messages; raise TypeError for no sequence."""
     aux = options.get("aux")
     if aux is None:
         return {}
@@ -269,7 +269,7 @@ def _functions(
 
 
 def _in_use(name: str, value: Any) -> bool:
-    """Whether an option differs from its default of None, False or zero."""
+    """Return True if an option differs from its default of None, False or zero."""
     value = scalar(value) if name in NUMBERS else value
     plain = isinstance(value, int | float | np.generic | tuple | list)
     return value is not None and not (plain and not value)

@@ -148,7 +148,7 @@ def prepared_call(backend: Any, problem: Problem, operands: Operands) -> Prepare
 
 
 def values_of(options: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Write down options that are plain values, and tuples of them; None if there are others."""
+    """Return a key of options that are plain values or tuples of them; None if some are not."""
     key: list[Any] = []
     for name, x in options.items():
         kind = type(x)
@@ -166,7 +166,7 @@ def values_of(options: Mapping[str, Any]) -> tuple[Any, ...] | None:
 def signature(
     arrays: Iterable[Any], backend: Any, options: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Write down all that the validation of a call looks at, and the layout of its arrays.
+    """Return a key of all that validation looks at, and of the layout of the arrays.
 
     Calls of equal signatures are all valid or all invalid, with arrays of the same layout. None for
     unusual arguments.
@@ -188,7 +188,7 @@ def signature(
 def signature_at_any_lengths(
     arrays: Iterable[Any], backend: Any, options: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Write down the same without the values of lengths, offsets and pages; None if none are left.
+    """Return the same key without the values of lengths, offsets and pages; None without any.
 
     Calls of equal signatures are valid or invalid by these values alone.
     """

@@ -11,14 +11,14 @@ _PROBABILITY = "a number from 0 up to, but not including, 1"
 
 
 def scale_of(scale: Any, D: int) -> float:
-    """Give the scale of a call; None is ``1 / sqrt(D)``."""
+    """Return a valid scale; None is ``1 / sqrt(D)``."""
     if scale is None:
         return 1.0 / math.sqrt(D) if D else 1.0
     return real("scale", scale, "a finite number or None")
 
 
 def softcap_of(softcap: Any) -> float | None:
-    """Give the bound of the scaled products; None is no bound."""
+    """Return a valid bound of the scaled products; None is no bound."""
     if softcap is None:
         return None
     value = real("softcap", softcap, _CAP)
@@ -28,7 +28,7 @@ def softcap_of(softcap: Any) -> float | None:
 
 
 def dropout_of(dropout_p: Any) -> float:
-    """Give the probability of dropping an entry."""
+    """Return a valid probability of dropping an entry."""
     value = real("dropout_p", dropout_p, _PROBABILITY)
     if not 0.0 <= value < 1.0:
         raise ValueError(must_be("dropout_p", _PROBABILITY, dropout_p))
@@ -41,7 +41,7 @@ def number_of(name: str, x: Any) -> float:
 
 
 def seed_of(seed: Any) -> int:
-    """Give the seed of the dropout generator."""
+    """Return a valid seed of the dropout generator."""
     return integer("seed", seed, "an integer from 0 to 2**64 - 1", 0, 1 << 64)
 
 

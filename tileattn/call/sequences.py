@@ -34,7 +34,7 @@ class Packing(NamedTuple):
         return len(self.cu_seqlens_q) - 1, queries, keys
 
     def longest(self, Nq: int, Nk: int) -> tuple[int, int]:
-        """Give the most queries and keys of a sequence; what the host does not know is all."""
+        """Return the longest numbers of queries and keys; Nq and Nk where only a device knows."""
         _, queries, keys = self.sizes
         if queries is not None:
             Nq = int(queries.max(initial=0))
@@ -104,7 +104,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, operands: Any) -> "Places":
-        """Take those of the arrays of a call."""
+        """Take the fields of the same names from the operands of a call."""
         return cls(*(getattr(operands, name) for name in cls._fields))
 
     @property
@@ -160,7 +160,7 @@ def _on_host(*given: Any) -> bool:
 
 
 def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
-    """Find out whether keys are in pages, as a block table says."""
+    """Return where pages are; None if keys and values are not in pages."""
     table = options.get("block_table")
     if table is None:
         return None
@@ -182,7 +182,7 @@ def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
 
 
 def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing | None:
-    """Find out how the sequences of a call are packed; None where they are batch entries."""
+    """Return where packed sequences start; None if sequences are batch entries."""
     given = {n: options.get(n) for n in Packing._fields if options.get(n) is not None}
     if not given:
         return None
@@ -231,7 +231,7 @@ def _ending(
 
 
 def offsets_of(name: str, x: Any) -> Any:
-    """Give the tokens before each sequence, and those of all."""
+    """Return valid offsets: the tokens before each sequence, then the number of all tokens."""
     x = as_integers(name, x, "integers of shape (S + 1,)")
     if x.ndim != 1 or not len(x):
         raise ValueError(f"{called(name)} must have shape (S + 1,) for S sequences; got {x.shape}")
@@ -248,7 +248,7 @@ def offsets_of(name: str, x: Any) -> Any:
 
 
 def kv_lengths_of(x: Any, count: int, keys: Any) -> Any:
-    """Give the length of each sequence, which has so many keys; None where a device knows."""
+    """Return the valid length of each sequence of ``keys`` keys; None if only a device knows."""
     lengths = integers("kv_lengths", x, count)
     if lengths is None:
         return np.full(count, keys, np.int64) if isinstance(keys, int) else keys
@@ -262,7 +262,7 @@ def kv_lengths_of(x: Any, count: int, keys: Any) -> Any:
 
 
 def origin_of(x: Any, entries: int) -> Any:
-    """Give where the call starts in a larger one, for each sequence."""
+    """Return the origin of each sequence: where the call starts in a larger one."""
     if x is None:
         return None
     what = f"integers of shape (4,) or ({entries}, 4), of Python or NumPy"
@@ -290,7 +290,7 @@ def integers(name: str, x: Any, count: int) -> Any:
 
 
 def _remembered(x: Any) -> Any:
-    """Copy what is on the host, for it may be remembered; on a device a copy takes a kernel."""
+    """Copy an array of the host, which is kept; a copy on a device would cost a kernel."""
     return x.astype(np.int64) if isinstance(x, np.ndarray) else x
 
 

@@ -11,7 +11,7 @@ Window = tuple[int | None, int | None]
 
 
 def window_of(window: Any, causal: Any) -> Window:
-    """Both sides of the window, causal folded into the right one."""
+    """Return both sides of the window; causal is a right side of 0."""
     check_flags(causal=causal)
     left: int | None = None
     right: int | None = None
@@ -25,9 +25,9 @@ def window_of(window: Any, causal: Any) -> Window:
 
 
 def without_far_sides(window: Window, Nq: int, Nk: int) -> Window:
-    """Open the sides that hide no key from Nq queries, of which the last is at the last of Nk keys.
+    """Drop the bounds that mask nothing; the last of Nq queries is at the last of Nk keys.
 
-    A window whose left side hides some keeps both: its width is how many keys a query attends to.
+    If the left bound masks some keys both stay: kernels choose tiles by the width of the window.
     """
     left, right = window
     if left is None or left >= Nk - 1:
