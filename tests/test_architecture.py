@@ -173,7 +173,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed.arrays": {"backends"},
     "distributed.comm": LEAVES | {"distributed.arrays"},
     "distributed.layout": LEAVES | {"distributed.arrays"},
-    "distributed.visibility": LEAVES | {"algorithm", "distributed.layout"},
+    "distributed.visibility": FACTS | {"algorithm", "distributed.layout"},
     "distributed.rank_blocks": PARTS - {"distributed.rank_blocks"},
     "distributed.call": FACTS | PARTS | {"distributed.comm"},
     "distributed.schedules": FACTS

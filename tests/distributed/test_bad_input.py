@@ -81,7 +81,7 @@ def test_one_rank_is_wrong(call: str, name: str, junk: str) -> None:
 @pytest.mark.parametrize("junk", JUNK)
 def test_what_is_no_communicator(junk: str) -> None:
     for name, call in CALLS.items():
-        with pytest.raises(TypeError, match="comm is"):
+        with pytest.raises(TypeError, match="comm must be"):
             call(comm=JUNK[junk], **arguments(name))
 
 

@@ -62,17 +62,20 @@ def test_a_rank_that_refuses_is_named() -> None:
     [
         ({"block_mask": tileattn.BlockMask(np.ones((1, 1), bool))}, "block_mask does not go with"),
         ({"cu_seqlens_q": [0, 12]}, "cu_seqlens_q does not go with"),
-        ({"layout": 3}, "layout is 3; 'contiguous', 'zigzag' and a tileattn.distributed.Layout"),
-        ({"layout": Layout.contiguous([24])}, "layout is of 1 ranks, and there are 2"),
-        ({"layout": Layout.contiguous([11, 13])}, "layout gives rank 0 11 tokens, and its arrays"),
+        (
+            {"layout": 3},
+            "layout must be 'contiguous', 'zigzag' or a tileattn.distributed.Layout; got 3",
+        ),
+        ({"layout": Layout.contiguous([24])}, "layout must be for 2 ranks; got one for 1"),
+        ({"layout": Layout.contiguous([11, 13])}, "layout must give rank 0 the 12 tokens of its"),
         ({"mask": np.ones((12, 23), bool)}, "mask must broadcast to (B, Hq, Nq, Nk)"),
         ({"unknown": 1}, "unknown option 'unknown'"),
         (
             {"schedule": "star"},
-            "schedule is 'star'; accepted are 'ring', 'heads', ('heads', n), 'g",
+            "schedule must be one of 'ring', 'heads', ('heads', n), 'gather', 'auto'; got 'star'",
         ),
-        ({"schedule": ("heads", 0)}, "schedule is ('heads', 0); accepted are 'ring', 'heads', ("),
-        ({"schedule": ("ring", 2)}, "schedule is ('ring', 2); accepted are 'ring', 'heads', ("),
+        ({"schedule": ("heads", 0)}, "'auto'; got ('heads', 0)"),
+        ({"schedule": ("ring", 2)}, "'auto'; got ('ring', 2)"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
@@ -81,7 +84,7 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
 
 
 def test_what_is_no_communicator() -> None:
-    with pytest.raises(TypeError, match="comm is int; an mpi4py communicator is accepted"):
+    with pytest.raises(TypeError, match="comm must be an mpi4py communicator"):
         call(3)
 
 
@@ -144,7 +147,9 @@ def test_ranks_that_exchange_heads_have_the_bits_of_one_call(budget: float) -> N
     "parts", [(((0, 5),), ((6, 9),)), (((0, 5),), ((4, 9),)), (((0, 5), (9, 5)),)]
 )
 def test_a_layout_holds_each_token_once(parts: Any) -> None:
-    with pytest.raises(ValueError, match=r"parts has the range .*: together the ranges hold each"):
+    with pytest.raises(
+        ValueError, match=r"parts must hold each token once: expected a range from .*; got"
+    ):
         Layout(parts)
 
 

@@ -95,8 +95,16 @@ def test_the_report() -> None:
 @pytest.mark.parametrize(
     ("error", "options", "message"),
     [
-        (ValueError, {"layout": Layout.contiguous([12] * 5)}, "layout is of 5 ranks, and there"),
-        (ValueError, {"layout_k": Layout.contiguous([12] * 3 + [11])}, "layout_k has 47 tokens"),
+        (
+            ValueError,
+            {"layout": Layout.contiguous([12] * 5)},
+            "layout must be for 4 ranks; got one",
+        ),
+        (
+            ValueError,
+            {"layout_k": Layout.contiguous([12] * 3 + [11])},
+            "layout_k must have 48 tokens; got 47",
+        ),
         (UnsupportedError, {"cu_seqlens_q": [0, 48]}, "cu_seqlens_q does not go with"),
     ],
 )
@@ -106,7 +114,7 @@ def test_what_is_refused_on_paper(error: Any, options: dict[str, Any], message: 
 
 
 def test_there_is_a_rank() -> None:
-    with pytest.raises(ValueError, match="ranks is 0; 1 or more is accepted"):
+    with pytest.raises(ValueError, match="ranks must be an integer of at least 1; got 0"):
         predict(*SHAPES, 0)
 
 

@@ -9,7 +9,7 @@ from tests.distributed.in_groups import tireless
 from tests.distributed.schedules.test_schedules import check, layouts
 from tileattn.call.parse import parse
 from tileattn.distributed import Layout
-from tileattn.distributed.model.memory_plan import CPU, Held
+from tileattn.distributed.model.memory_plan import CPU, PassPlanner
 from tileattn.distributed.rank_blocks import RankBlocks
 from tileattn.distributed.visibility import Visibility
 from tileattn.testing import AttentionCase
@@ -79,6 +79,6 @@ def test_query_heads_of_a_key_head_in_several_calls(
     visibility = Visibility(problem.window, np.array([45]), np.array([0]))
     same = Layout.zigzag(45, 4), Layout.zigzag(45, 4)
     given = problem, same, schedule, tireless(CPU), visibility
-    assert Held(*given, backward=True, only_order=True).plan.splits > 1
+    assert PassPlanner(*given, backward=True, only_order=True).plan.splits > 1
     for layout in (Layout.zigzag(45, 4), layouts(rng, 45, 4), Layout.contiguous([0, 30, 0, 15])):
         check(case, layout, layout, schedule=schedule)

@@ -12,7 +12,7 @@ import tileattn.distributed as dist
 from tests.distributed.threads import Rank, on_ranks
 from tileattn.call.options import Options
 from tileattn.distributed import Layout
-from tileattn.distributed.validation import OPTIONS, REFUSED
+from tileattn.distributed.validation import COMPARED, REFUSED
 
 B, HQ, HKV, N, NK, D = 2, 4, 2, 6, 9, 8  # queries and keys of each rank
 RANKS = 3
@@ -96,8 +96,8 @@ CASES = [(name, *pair) for name, pairs in DIFFERENT.items() for pair in pairs]
 
 
 def test_every_option_has_a_row() -> None:
-    assert set(OPTIONS) | set(REFUSED) == set(Options.__annotations__)
-    assert set(DIFFERENT) == set(OPTIONS)
+    assert set(COMPARED) | set(REFUSED) == set(Options.__annotations__)
+    assert set(DIFFERENT) == set(COMPARED)
 
 
 def raised(run: Callable[[Rank], Any], ranks: int = RANKS) -> list[str]:

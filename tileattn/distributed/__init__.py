@@ -1,7 +1,7 @@
-"""Exact attention over a sequence that several ranks share, through MPI or PyTorch.
+"""Exact attention over a sequence that several ranks share, through MPI, NCCL or PyTorch.
 
-Each rank holds a part of the queries and a part of the keys. The options are those of one device,
-by the indices of the whole sequence.
+Each rank holds a part of the queries and a part of the keys. The options are the same as for one
+device; indices refer to the whole sequence.
 """
 
 from tileattn.distributed.explain import Prediction, explain, predict

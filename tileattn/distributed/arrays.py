@@ -1,4 +1,4 @@
-"""Arrays of NumPy's and of CuPy's: what differs between them for parts of a call."""
+"""Operations that differ between NumPy and CuPy arrays."""
 
 import sys
 from typing import Any
@@ -10,18 +10,18 @@ Array = NDArray[Any]
 
 
 def is_on_gpu(x: Any) -> bool:
-    """Whether an array is one of CuPy's, found without importing it."""
+    """Return True for a CuPy array, without importing CuPy."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 
 def library(x: Any) -> Any:
-    """Give the library of an array: its functions have the names of NumPy's."""
+    """Return the library of an array, NumPy or CuPy."""
     return sys.modules["cupy"] if is_on_gpu(x) else np
 
 
 def add(total: Any, part: Any, rows: slice) -> None:
-    """Add a part to some rows of a sum with four axes, contiguous and in the dtype of the sum."""
+    """Add a contiguous part of the same dtype to some rows of a sum with four axes."""
     if is_on_gpu(total):
         from tileattn.backends.cupy.partial_rows import add_rows
 
@@ -31,5 +31,5 @@ def add(total: Any, part: Any, rows: slice) -> None:
 
 
 def add_narrow(total: Any, part: Any) -> None:
-    """Add a part of any shape, in the dtype of the sum."""
+    """Add a part of any shape; convert it to the dtype of the sum."""
     total += part.astype(total.dtype, copy=False)

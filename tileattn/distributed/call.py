@@ -1,4 +1,4 @@
-"""The part of a call that one rank has, agreed on by all ranks before anything else is sent."""
+"""The part of a call that one rank has, and the options of its blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.call.options import DIFFERENTIABLE
+from tileattn.call.options import DIFFERENTIABLE, OPTIONS, options_with
 from tileattn.call.problem import Operands, Problem
 from tileattn.distributed.arrays import is_on_gpu
 from tileattn.distributed.comm.protocol import Communicator
@@ -16,11 +16,19 @@ from tileattn.distributed.rank_blocks import RankBlocks
 
 Array = NDArray[Any]
 
-_COMMON = ("softcap", "causal", "window", "dropout_p", "seed", "score_mod", "mask_mod", "aux")
+SHARED_ARRAYS = options_with(value="array", shared=True)
+"""Names of the options that are arrays."""
+PAIR_ARRAYS = options_with(value="array", shared=True, broadcasts=True)
+"""Names of the arrays with an element for each pair: ranks may have rows of their own."""
+
+_BLOCK_INVARIANT = {"number", "flag", "window", "function", "arrays"}
+_SAME_FOR_BLOCKS = tuple(
+    name for name in options_with(shared=True) if OPTIONS[name].value in _BLOCK_INVARIANT
+)
 
 
 class Heads(NamedTuple):
-    """Heads of queries, and the heads of keys that they read, among those of a rank."""
+    """A group of query heads and the key heads that they read, as indices into those of a rank."""
 
     queries: slice
     keys: slice
@@ -33,25 +41,25 @@ class Call:
     Parameters
     ----------
     comm : Communicator
-        The ranks: all of them, or those of a group.
+        All ranks, or the ranks of a group.
     blocks : RankBlocks
-        What this rank computes; it has the layouts.
+        The blocks that this rank computes, and the layouts.
     problem : Problem
-        Of this rank's queries and all keys.
+        The call with this rank's queries and all keys.
     operands : Operands
-        This rank's arrays, with four axes; bias and mask have all keys.
+        This rank's arrays with four axes; bias and mask cover all keys.
     options : mapping
-        Those of the caller.
+        The caller's options.
     backend : str
-        Runs the blocks.
+        Computes the blocks.
     bias_rows, mask_rows : bool
-        Whether each rank has rows of the bias, or of the mask, of its own.
+        True if each rank has its own rows of the bias, or of the mask.
     sums : numpy.dtype
-        In which results of blocks are summed, and on the CPU blocks are computed.
+        Accumulation dtype; on a CPU also the dtype in which blocks are computed.
     deterministic : bool
-        Whether the gradients of a block have the same bits on every run; on the CPU they do.
+        True if the gradients of a block are bitwise reproducible; on a CPU they always are.
     splits : int
-        Calls of a block, each of some of the query heads of all key heads.
+        Calls per block; each computes some of the query heads of all key heads.
     """
 
     comm: Communicator
@@ -68,43 +76,35 @@ class Call:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the arrays are on a GPU."""
+        """True if the arrays are on a GPU."""
         return is_on_gpu(self.operands.q)
 
     @property
     def has_indices(self) -> bool:
-        """Whether the indices of batch entry, head, query and key matter themselves."""
+        """True if results depend on the indices b, h, i and j themselves."""
         P = self.problem
-        return bool(P.dropout_p) or P.score_mod is not None or P.mask_mod is not None
+        return P.has_dropout or P.score_mod is not None or P.mask_mod is not None
 
     def common(self) -> dict[str, Any]:
-        """Give the options that are the same for all blocks and heads."""
-        given = {name: self.options[name] for name in _COMMON if name in self.options}
+        """Return the options that are the same for all blocks and heads."""
+        given = {name: self.options[name] for name in _SAME_FOR_BLOCKS if name in self.options}
         return given | {"scale": self.problem.scale, "backend": self.backend}
 
     def wide(self, x: Array) -> Array:
-        """Convert to the dtype of sums: partial results of 16 bits would be rounded often.
+        """Convert to the accumulation dtype: 16-bit partial results would be rounded repeatedly.
 
-        On a GPU blocks keep their dtype, in which Tensor Cores multiply.
+        On a GPU blocks keep their dtype, which Tensor Cores multiply.
         """
         return x if self.on_gpu else x.astype(self.sums, copy=False)
 
     def of_heads(self, heads: Heads, **arrays: Any) -> "Call":
-        """Give the call of some of its heads; ``arrays`` are in the place of those that it has.
-
-        Indices of heads are moved.
-        """
-        x, P = self.operands, self.problem
-        own = heads.queries
+        """Return the call of some heads, with ``arrays`` in place of operands."""
+        x, P, own = self.operands, self.problem, heads.queries
         found: dict[str, Any] = {"q": x.q[:, own], "k": x.k[:, heads.keys], "v": x.v[:, heads.keys]}
-        for name in ("bias", "mask"):
-            array = getattr(x, name)
-            if array is not None and array.shape[1] > 1:
-                found[name] = array[:, own]
-        if x.alibi_slopes is not None:
-            found["alibi_slopes"] = x.alibi_slopes[:, own]
-        if x.sinks is not None:
-            found["sinks"] = x.sinks[own]
+        for name in SHARED_ARRAYS:
+            array, axis = getattr(x, name), OPTIONS[name].axes.index("h")
+            if array is not None and array.shape[axis] > 1:
+                found[name] = array[(*[slice(None)] * axis, own)]
         if self.has_indices:
             start = np.array([0, own.start, 0, 0])
             found["origin"] = start if x.origin is None else x.origin + start
@@ -117,11 +117,11 @@ class Call:
         )
 
     def block(self, queries: Segment, keys: Segment) -> dict[str, Any]:
-        """Give the options of the call of a block, sinks left out: indices are moved there."""
+        """Return the options of the call of a block, without sinks; indices are moved."""
         x, name = self.operands, (queries.start, queries.stop, keys.start, keys.stop)
         known = self.blocks.options.get(name)
         if known is None:
-            known = self.blocks.options[name] = self._placed(queries, keys)
+            known = self.blocks.options[name] = self._position_options(queries, keys)
         given = self.common() | known
         if x.alibi_slopes is not None:
             slopes = x.alibi_slopes
@@ -129,17 +129,17 @@ class Call:
         if self.has_indices:
             start = np.array([0, 0, queries.start, keys.start])
             given["origin"] = start if x.origin is None else x.origin + start
-        # What has a gradient is wide: the sum over blocks is rounded once.
+        # Inputs with a gradient are widened: the sum over blocks is rounded once.
         if "aux" in given:
             given["aux"] = tuple(map(self.wider, given["aux"]))
-        if x.bias is not None:
-            given["bias"] = self.wider(x.bias[(..., *self.cut(x.bias, queries, keys))])
-        if x.mask is not None:
-            given["mask"] = x.mask[(..., *self.cut(x.mask, queries, keys))]
+        for pair_name in PAIR_ARRAYS:
+            array = getattr(x, pair_name)
+            if array is not None:
+                given[pair_name] = self.wider(array[(..., *self.cut(array, queries, keys))])
         return given
 
-    def _placed(self, queries: Segment, keys: Segment) -> dict[str, Any]:
-        """Give what of these options is the same for all heads."""
+    def _position_options(self, queries: Segment, keys: Segment) -> dict[str, Any]:
+        """Return the window, lengths and offset of a block; they are the same for all heads."""
         x, given = self.operands, dict[str, Any]()
         full = self.blocks.visibility.is_full(queries, keys)
         if full:
@@ -155,18 +155,18 @@ class Call:
         return given
 
     def wider(self, x: Array) -> Array:
-        """Convert floats that are narrower than sums to their dtype."""
+        """Convert floats that are narrower than the accumulation dtype to it."""
         narrow = x.dtype.kind not in "biu" and x.dtype.itemsize < self.sums.itemsize
         return self.wide(x) if narrow else x
 
     @staticmethod
     def cut(x: Array, queries: Segment, keys: Segment) -> tuple[slice, slice]:
-        """Give the part of a block in an array that broadcasts to (B, Hq, Nq, Nk)."""
+        """Return the rows and columns of a block in a pair array, which may broadcast."""
         rows = queries.rows if x.shape[2] > 1 else slice(None)
         return rows, slice(keys.start, keys.stop) if x.shape[3] > 1 else slice(None)
 
 
-def asked(wrt: frozenset[str], options: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Name the gradients of a call; None if it has no others, for then it is launched sooner."""
+def requested_gradients(wrt: frozenset[str], options: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return ``wrt`` for a call; None, which is faster, if it covers all gradients of the call."""
     found = {name for name in DIFFERENTIABLE if name in "qkv" or options.get(name) is not None}
     return None if wrt == found else tuple(sorted(wrt))

@@ -1,4 +1,4 @@
-"""Which schedule a call takes, and why: the costs of all of them side by side."""
+"""Predict the messages, memory and time of each schedule, with or without ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,22 +7,20 @@ from typing import Any, Unpack
 import numpy as np
 
 from tileattn.call.options import Options
-from tileattn.call.problem import Operands, Problem
-from tileattn.distributed.call import Call
+from tileattn.distributed.call import PAIR_ARRAYS
 from tileattn.distributed.comm.connect import check_timeout, communicator
 from tileattn.distributed.comm.protocol import TIMEOUT
 from tileattn.distributed.layout import Layout, count
-from tileattn.distributed.model.cost import CPU_RATES, GPU_RATES, Cost, Rates, cost_of
-from tileattn.distributed.model.memory_plan import held_by
-from tileattn.distributed.model.workload import Rows, Workload
-from tileattn.distributed.schedules.names import Plan, Schedule, every, why_not
+from tileattn.distributed.model.cost import CPU_RATES, Cost, Rates
+from tileattn.distributed.model.planner import costs_of, default_rates, fastest
+from tileattn.distributed.model.workload import Workload, workload, workload_of
+from tileattn.distributed.schedules.names import Schedule
 from tileattn.distributed.validation import (
     agreed,
     check_supported,
     layout_of,
     parse_with_given_window,
 )
-from tileattn.distributed.visibility import Visibility
 
 _COLUMNS = ("MB", 13), ("messages", 10), ("ms", 10), ("groups", 8), ("memory", 8)
 
@@ -34,14 +32,14 @@ class Prediction:
     Parameters
     ----------
     ranks : int
-        How many ranks there are.
+        Number of ranks.
     rates : Rates
-        How fast they compute and send.
+        How fast ranks compute and send.
     costs : tuple of Cost
-        Of each schedule that goes with the call: messages and bytes that a rank sends at most,
-        predicted seconds, groups of heads and what a rank holds, of both passes.
+        For each possible schedule and each pass: the most messages and bytes that a rank sends,
+        predicted seconds, number of head groups, and memory of a rank.
     refused : mapping of schedule to str
-        Why others do not go with it.
+        Why the other schedules are not possible.
     """
 
     ranks: int
@@ -51,15 +49,13 @@ class Prediction:
 
     @property
     def chosen(self) -> Schedule:
-        """Schedule that takes the least time for both passes: the first of those that take it."""
+        """Schedule with the least time for both passes together; the first of equals."""
         return min(self.costs, key=lambda cost: cost.seconds).schedule
 
     @property
     def fastest(self) -> tuple[Schedule, Schedule]:
-        """Schedules that take the least time forward, and backward: those of ``"auto"``."""
-        forward = min(self.costs, key=lambda cost: cost.forward.seconds)
-        backward = min(self.costs, key=lambda cost: cost.backward.seconds)
-        return forward.schedule, backward.schedule
+        """Schedules with the least time forward and backward, which ``"auto"`` uses."""
+        return fastest(self.costs)
 
     def __str__(self) -> str:
         columns = "".join(f"{name:>{width}}" for name, width in _COLUMNS)
@@ -85,30 +81,29 @@ def predict(
     rates: Rates | None = None,
     **options: Unpack[Options],
 ) -> Prediction:
-    """Predict what the schedules of a call send and how long they take, for any number of ranks.
+    """Predict what each schedule of a call sends and how long it takes, for any number of ranks.
 
-    Nothing is sent or computed, and no ranks are needed.
+    It sends and computes nothing, and needs no ranks.
 
     Parameters
     ----------
     q, k, v : sequence of int
         Shapes of the whole sequence: (B, Hq, Nq, D), (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv).
     ranks : int
-        How many ranks share it.
+        Number of ranks that share the sequence.
     dtype : dtype
-        That of q, k and v.
+        Dtype of q, k and v.
     layout, layout_k : Layout, str or None
-        As for ``forward``; ``"contiguous"`` (the default) gives all ranks as many tokens, or one
-        more.
+        As for ``forward``; ``"contiguous"`` (the default) divides the tokens equally, up to one.
     rates : Rates or None
         How fast ranks compute and send; None is ``CPU_RATES``.
     **options
-        As for ``forward``, with all rows of bias and mask.
+        As for ``forward``, but with all rows of bias and mask.
 
     Returns
     -------
     Prediction
-        The costs of each schedule, and which is chosen.
+        The costs of each schedule, and the fastest one.
 
     Raises
     ------
@@ -127,13 +122,13 @@ def predict(
         matmuls            FLOPs of the visible pairs / FLOPs in a second, and those of blocks
         blocks             blocks * latency + bytes of their results / bandwidth
 
-    Causal masks, windows and lengths leave pairs out; ``mask`` and ``mask_mod`` are not looked at.
-    On a GPU FLOPs take longer by the share of the time in which work tiles leave SMs idle.
-    Messages and bytes are exact. They leave out what all ranks gather, which is little, and the
-    second forward pass that ``backward`` runs where scores are large. Heads are computed in groups,
-    one after the other, so many that a rank holds little more than its share and each call is
-    worth its start; all keys of one group may travel while another is computed. What is held is
-    exact where parts are equal and travel all the way, and less elsewhere.
+    Causal masks, windows and lengths reduce the number of pairs; ``mask`` and ``mask_mod`` do not.
+    On a GPU the FLOP rate is multiplied by the share of SMs that the work tiles of a call occupy.
+    Messages and bytes are exact. They exclude the small metadata that all ranks gather, and the
+    second forward pass that ``backward`` runs if scores are large. Heads are computed in groups,
+    one after the other: as many groups as memory requires, as long as each call is worth its
+    launch. The keys of one group may be sent while another is computed. Memory is exact if all
+    parts have the same length and travel all the way, and an upper bound otherwise.
 
     Examples
     --------
@@ -151,11 +146,10 @@ def predict(
         _on_paper("layout", layout, problem.Nq, ranks),
         _on_paper("layout_k", layout_k, problem.Nk, ranks),
     )
-    shared = [name for name in ("bias", "mask") if _has_rows(getattr(x, name))]
+    shared = [name for name in PAIR_ARRAYS if _has_rows(getattr(x, name))]
     _check_rates(rates)
     rates = rates or CPU_RATES
-    work = _workload(problem, x, *layouts, shared)
-    return _predicted(work, rates, on_gpu=rates.on_gpu)
+    return _predicted(workload(problem, x, *layouts, shared), rates, on_gpu=rates.on_gpu)
 
 
 def explain(
@@ -171,7 +165,7 @@ def explain(
     timeout: float = TIMEOUT,
     **options: Unpack[Options],
 ) -> Prediction:
-    """Say what each schedule of a call would cost, without running it; all ranks call it.
+    """Predict the cost of each schedule of a call without running it; all ranks call it.
 
     Parameters
     ----------
@@ -182,8 +176,8 @@ def explain(
     layout, layout_k : Layout, str or None
         As for ``forward``.
     rates : Rates or None
-        How fast ranks compute and send, the same on all; None is ``GPU_RATES`` of arrays on GPUs,
-        and else ``CPU_RATES``, by which ``schedule="auto"`` chooses.
+        How fast ranks compute and send, the same on all ranks. None is ``GPU_RATES`` for CuPy
+        arrays and ``CPU_RATES`` for NumPy arrays, as for ``schedule="auto"``.
     backend : str
         As for ``forward``.
     timeout : float
@@ -225,77 +219,31 @@ def explain(
         return {"rates": rates}
 
     given: dict[str, Any] = {"step": "explain", "backend": backend, "check": check}
-    return _of_call(agreed(q, k, v, ranks, layout, layout_k, options, **given), rates)
-
-
-def choose(call: Call, *, backward: bool) -> Schedule:
-    """Choose the schedule of a pass; all ranks take the choice of rank 0."""
-    chosen: Schedule = call.comm.gather(_of_call(call, None).fastest[backward])[0]
-    return chosen
-
-
-def plans_of(call: Call, schedule: Schedule) -> tuple[Plan, Plan]:
-    """Say how both passes of a schedule are divided, the same on all ranks."""
-    forward, backward = held_by(_workload_of(call), schedule, on_gpu=call.on_gpu)
-    return forward.plan, backward.plan
-
-
-def _of_call(call: Call, rates: Rates | None) -> Prediction:
-    if rates is None:
-        rates = GPU_RATES if call.on_gpu else CPU_RATES
-    return _predicted(_workload_of(call), rates, on_gpu=call.on_gpu)
-
-
-def _workload_of(call: Call) -> Workload:
-    of_ranks = {"bias": call.bias_rows, "mask": call.mask_rows}
-    shared = [name for name, rows in of_ranks.items() if rows]
-    layouts = call.blocks.q_layout, call.blocks.k_layout
-    return _workload(call.problem, call.operands, *layouts, shared)
-
-
-def _workload(
-    problem: Problem, x: Operands, q_layout: Layout, k_layout: Layout, shared: Sequence[str]
-) -> Workload:
-    """Leave out the arrays; of those named, each rank has rows of its own."""
-    rows = []
-    for name in shared:
-        B, heads, _, keys = getattr(x, name).shape
-        bias, itemsize = name == "bias", getattr(x, name).dtype.itemsize
-        if bias:  # it travels in the accumulation dtype
-            itemsize = max(itemsize, problem.accum_dtype.itemsize)
-        rows.append(Rows(B, heads, keys, itemsize, gradient=bias))
-    visibility = Visibility(problem.window, x.kv_lengths, x.q_offset)
-    return Workload(problem, visibility, q_layout, k_layout, tuple(rows))
+    call = agreed(q, k, v, ranks, layout, layout_k, options, **given)
+    rates = default_rates(call) if rates is None else rates
+    return _predicted(workload_of(call), rates, on_gpu=call.on_gpu)
 
 
 def _predicted(work: Workload, rates: Rates, *, on_gpu: bool) -> Prediction:
-    Hkv, ranks = work.problem.Hkv, work.ranks
-    reasons = {schedule: why_not(schedule, Hkv, ranks) for schedule in every(Hkv, ranks)}
-    costs = (
-        cost_of(work, schedule, rates, on_gpu=on_gpu)
-        for schedule, why in reasons.items()
-        if why is None
-    )
-    refused = {schedule: why for schedule, why in reasons.items() if why is not None}
-    return Prediction(ranks, rates, tuple(costs), refused)
+    return Prediction(work.ranks, rates, *costs_of(work, rates, on_gpu=on_gpu))
 
 
 def _on_paper(name: str, layout: Any, length: int, ranks: int) -> Layout:
     equal = np.diff(np.arange(ranks + 1) * length // ranks).tolist()
     found = layout_of(name, layout, equal)
     if found.length != length:
-        raise ValueError(f"{name} has {found.length} tokens; it must have {length}")
+        raise ValueError(f"{name} must have {length} tokens; got {found.length}")
     return found
 
 
 def _empty(name: str, shape: Any, dtype: Any) -> Any:
-    """Stand in for an array."""
+    """Return an array of a shape without its memory."""
     try:
         kind = np.dtype(dtype)
     except TypeError:
-        raise TypeError(f"dtype is {dtype!r}; a NumPy dtype or its name is accepted") from None
+        raise TypeError(f"dtype must be a NumPy dtype or its name; got {dtype!r}") from None
     if not isinstance(shape, tuple | list):
-        raise TypeError(f"{name} is {type(shape).__name__}; its shape is accepted, as a tuple")
+        raise TypeError(f"{name} must be a shape, as a tuple; got {type(shape).__name__}")
     return np.broadcast_to(np.zeros((), kind), [count(name, n, 0) for n in shape])
 
 

@@ -1,4 +1,4 @@
-"""The calls: as those of one device, with a communicator and layouts."""
+"""``forward``, ``backward`` and ``vjp`` with a communicator and layouts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,10 +11,16 @@ from tileattn.call.parse import check_array, four_axes
 from tileattn.distributed.call import Call
 from tileattn.distributed.comm.connect import check_timeout, communicator
 from tileattn.distributed.comm.protocol import TIMEOUT
-from tileattn.distributed.explain import choose, plans_of
+from tileattn.distributed.model.planner import plan_passes
 from tileattn.distributed.schedules.names import Schedule, check, check_known
 from tileattn.distributed.schedules.passes import Passes
-from tileattn.distributed.validated_calls import Known, kind_of, recall, remember, with_arrays
+from tileattn.distributed.validated_calls import (
+    ValidatedCall,
+    recall,
+    remember,
+    signature_of,
+    with_arrays,
+)
 from tileattn.distributed.validation import agreed
 from tileattn.expressions.functions import read_valid_functions
 from tileattn.results import Attention, Gradients
@@ -33,7 +39,7 @@ def forward(
     timeout: float = TIMEOUT,
     **options: Unpack[Options],
 ) -> Attention:
-    """Exact attention over a sequence that several ranks share; all of them call it.
+    """Compute exact attention over a sequence that ranks share; all ranks call it.
 
     Parameters
     ----------
@@ -41,33 +47,35 @@ def forward(
         Queries of this rank: NumPy arrays, or CuPy arrays on its GPU, of float16, bfloat16,
         float32 or float64.
     k, v : array, shapes (B, Hkv, Nk, D) and (B, Hkv, Nk, Dv), or without leading axes as q
-        Keys and values of this rank. Ranks may have parts of other lengths, or of none.
+        Keys and values of this rank. The lengths may differ between ranks, and may be 0.
     comm : mpi4py.MPI.Comm, torch.distributed.ProcessGroup or cupy.cuda.nccl.NcclCommunicator
-        The ranks. NumPy arrays travel by MPI or by a process group of gloo, CuPy arrays by an
-        NcclCommunicator or by a process group of NCCL.
+        The ranks. MPI and gloo process groups send NumPy arrays; an NcclCommunicator and NCCL
+        process groups send CuPy arrays.
     layout : Layout, str or None
-        Which tokens each rank holds; ``"contiguous"`` (the default): each as many as its arrays
-        have, in the order of the ranks; ``"zigzag"``: `Layout.zigzag` of all tokens, with which a
-        causal mask gives all ranks equal work.
+        Which tokens each rank holds. ``"contiguous"`` (the default): consecutive parts in rank
+        order, as long as the arrays. ``"zigzag"``: `Layout.zigzag`, with which a causal mask gives
+        all ranks equal work.
     layout_k : Layout, str or None
-        That of the keys; None is ``layout``.
+        Layout of the keys; None is ``layout``.
     schedule : str or (str, int)
-        ``"ring"`` (the default): keys and values travel from rank to rank; ``"heads"``: ranks
-        exchange tokens for heads, whose number in k they must divide; ``("heads", n)``: groups of n
-        ranks do so, and keys travel from group to group, where n must divide the ranks and the
-        heads of k; ``"gather"``: ranks get all keys and values that they attend to at once, and
-        have room for them; ``"auto"``: what `predict` expects to take the least time for the
-        pass, at the rates of ``GPU_RATES`` or ``CPU_RATES``. A ring is the default: it goes with
-        every call, and its bits do not depend on a model.
+        ``"ring"`` (the default): keys and values travel from rank to rank. ``"heads"`` (Ulysses):
+        an all-to-all exchanges tokens for heads; the number of ranks must divide the key heads.
+        ``("heads", n)``: groups of n ranks exchange heads, and keys travel in a ring from group to
+        group; n must divide the number of ranks and of key heads. ``"gather"``: an all-gather of
+        the keys and values that a rank attends to, which needs memory for all of them. ``"auto"``:
+        the schedule that `predict` expects to be fastest for the pass, with ``GPU_RATES`` or
+        ``CPU_RATES``. The ring is the default: it supports every call, and its results do not
+        depend on a cost model.
     backend : str
-        As for ``tileattn.forward``; it computes the blocks, or heads.
+        As for ``tileattn.forward``; it computes each block.
     timeout : float
-        Seconds after which a rank that waits for another raises TimeoutError: positive, finite.
-        With CuPy arrays only the first call of a kind waits, to compare arguments.
+        Seconds that a rank waits for another before it raises TimeoutError; positive and finite.
+        With CuPy arrays only the first call with a signature waits, to compare arguments.
     **options
-        Those of ``tileattn.forward``, the same on all ranks. Indices, positions and lengths are
-        those of the whole sequence. ``bias`` and ``mask`` have the rows of this rank's queries, and
-        all keys in their order. ``block_mask``, ``tree_mask``, packed sequences and pages are not
+        As for ``tileattn.forward``, the same on all ranks. Indices, positions and lengths refer to
+        the whole sequence. ``bias`` and ``mask`` have the rows of this rank's queries and the
+        columns of all keys, in sequence order. ``block_mask``, ``tree_mask``, packed
+        sequences and pages are not
         supported; ``mask_mod`` is.
 
     Returns
@@ -78,25 +86,26 @@ def forward(
     Raises
     ------
     TypeError, ValueError
-        If an argument is not as described, or the ranks disagree; nothing has been sent then.
+        If an argument is not as described, or the ranks disagree; then no keys have been sent.
     RuntimeError
-        If another rank refuses the call; the message says which, and why. Also if an earlier call
-        on the communicator failed between its messages: all ranks must make a new one then.
+        If another rank refuses the call; the message names the rank and the reason. Also if an
+        earlier call on the communicator failed between its messages: then all ranks must create a
+        new communicator.
     TimeoutError
-        If another rank does not answer. Arrays of messages that have begun are kept until these are
-        over, and the communicator must not be used again.
+        If another rank does not answer. The arrays of pending messages are kept until the messages
+        are complete, and the communicator must not be used again.
     UnsupportedError
         For an option that is not supported.
 
     Notes
     -----
-    In a ring keys and values travel as far as the last rank that attends to them, while each rank
-    computes with those that it has. Results over the keys of the ranks are joined as
-    ``tileattn.merge`` does. Of 16-bit arrays partial results are kept in float32, and rounded once.
-    Of the same ranks and layouts results have the same bits on every run.
+    In a ring, keys and values travel to the last rank that attends to them, while each rank
+    computes. Results over the keys of different ranks are merged as in ``tileattn.merge``. Partial
+    results of 16-bit arrays are kept in float32 and rounded once. With the same ranks and layouts
+    results are bitwise reproducible.
 
-    Heads are computed in groups, one after the other, and buffers are those of one group. So a rank
-    holds little more than its part of what one call holds; ``predict`` says how much.
+    Heads are computed in groups, one after the other, and buffers hold one group. So a rank needs
+    little more than its share of the memory of one call; ``predict`` returns how much.
 
     References
     ----------
@@ -117,8 +126,8 @@ def forward(
     options = read_valid_functions(options)
     ranks = communicator(comm, timeout, q)
     others = "forward", layout, layout_k, backend, schedule
-    kind = kind_of(ranks, (q, k, v), others, options)
-    known = recall(ranks, kind)
+    signature = signature_of(ranks, (q, k, v), others, options)
+    known = recall(ranks, signature)
     if known is None:
 
         def check() -> Mapping[str, Any]:
@@ -128,8 +137,8 @@ def forward(
 
         given: dict[str, Any] = {"step": "forward", "backend": backend, "check": check}
         call = agreed(q, k, v, ranks, layout, layout_k, options, **given)
-        known = Known(call, _passes(call, schedule, backward=False))
-        remember(ranks, kind, known)
+        known = ValidatedCall(call, _passes(call, schedule, backward=False))
+        remember(ranks, signature, known)
     else:
         check_timeout(timeout)
         call = with_arrays(known.call, q, k, v, options)
@@ -157,20 +166,20 @@ def backward(
     timeout: float = TIMEOUT,
     **options: Unpack[Options],
 ) -> Gradients:
-    """Gradients of ``forward``; all ranks call it.
+    """Compute the gradients of ``forward``; all ranks call it.
 
     Parameters
     ----------
     dout : array, shape and dtype of out
-        Upstream gradient of this rank's out.
+        Upstream gradient of this rank's ``out``.
     q, k, v : array
         As given to ``forward``.
     out, lse : array
-        As ``forward`` has returned them.
+        As returned by ``forward``.
     comm : mpi4py.MPI.Comm, torch.distributed.ProcessGroup or cupy.cuda.nccl.NcclCommunicator
         The ranks.
     dlse : array, shape and dtype of lse, or None
-        Upstream gradient of this rank's lse; on all ranks, or on none.
+        Upstream gradient of this rank's ``lse``; on all ranks, or on none.
     wrt : sequence of str or None
         As for ``tileattn.backward``.
     layout, layout_k : Layout, str or None
@@ -180,7 +189,7 @@ def backward(
     backend : str
         As for ``forward``.
     deterministic : bool
-        As for ``tileattn.backward``: the same bits on every run. On the CPU they always are.
+        As for ``tileattn.backward``: bitwise reproducible. On a CPU gradients always are.
     timeout : float
         As for ``forward``.
     **options
@@ -189,13 +198,13 @@ def backward(
     Returns
     -------
     Gradients
-        Those of this rank's q, k and v. Those of sinks, aux and a bias without rows of its own for
-        each rank are summed over the ranks, and the same on all.
+        Gradients of this rank's q, k and v. The gradients of sinks, aux and a bias without rows of
+        its own on each rank are summed over the ranks, and are the same on all ranks.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is not as described, or the ranks disagree; nothing has been sent then.
+        If an argument is not as described, or the ranks disagree; then no keys have been sent.
     RuntimeError
         If another rank refuses the call.
     TimeoutError
@@ -205,8 +214,8 @@ def backward(
 
     Notes
     -----
-    Gradients of keys and values travel behind these and are summed on the way in the accumulation
-    dtype, in one order.
+    In a ring, dk and dv follow the keys and values from rank to rank and are summed on the way, in
+    the accumulation dtype and always in the same order.
     """
     options = read_valid_functions(options)
     ranks = communicator(comm, timeout, q)
@@ -235,14 +244,14 @@ def backward(
         }
 
     others = "backward", layout, layout_k, backend, schedule, deterministic, wrt
-    kind = kind_of(ranks, (dout, q, k, v, out, lse, dlse), others, options)
-    known = recall(ranks, kind)
+    signature = signature_of(ranks, (dout, q, k, v, out, lse, dlse), others, options)
+    known = recall(ranks, signature)
     if known is None:
         given: dict[str, Any] = {"step": "backward", "backend": backend, "check": check}
         call = agreed(q, k, v, ranks, layout, layout_k, options, **given)
         call = replace(call, deterministic=bool(deterministic))
-        known = Known(call, _passes(call, schedule, backward=True), names)
-        remember(ranks, kind, known)
+        known = ValidatedCall(call, _passes(call, schedule, backward=True), names)
+        remember(ranks, signature, known)
     else:
         check_timeout(timeout)
         call = with_arrays(known.call, q, k, v, options)
@@ -260,7 +269,7 @@ def backward(
 def vjp(
     q: Any, k: Any, v: Any, comm: Any, **options: Any
 ) -> tuple[Attention, Callable[..., Gradients]]:
-    """``forward``, and a function for its gradients: the options are given once.
+    """Compute ``forward``, and return a function for its gradients, with the same options.
 
     Parameters
     ----------
@@ -269,12 +278,12 @@ def vjp(
     comm : mpi4py.MPI.Comm, torch.distributed.ProcessGroup or cupy.cuda.nccl.NcclCommunicator
         The ranks.
     **options
-        As for ``forward``, layouts and backend included; they hold for both passes.
+        As for ``forward``, including layouts and backend, for both passes.
 
     Returns
     -------
     attention : Attention
-        As ``forward`` returns it.
+        As returned by ``forward``.
     pullback : callable
         ``pullback(dout, dlse=None, wrt=None, *, deterministic=False)`` returns ``Gradients``, as
         ``backward`` does; all ranks call it.
@@ -289,7 +298,7 @@ def vjp(
         *,
         deterministic: bool = False,
     ) -> Gradients:
-        """Gradients for the inputs, given those for ``out`` and ``lse``; see ``backward``."""
+        """Compute the gradients of the inputs; see ``backward``."""
         given = options | {"dlse": dlse, "wrt": wrt, "deterministic": deterministic}
         return backward(dout, q, k, v, *attention, comm, **given)
 
@@ -297,15 +306,13 @@ def vjp(
 
 
 def _passes(call: Call, schedule: Schedule, *, backward: bool) -> Passes:
-    """Raise if the schedule does not go with the call; so do all ranks."""
+    """Prepare both passes; all ranks raise if the schedule does not support the call."""
     check(schedule, call.problem.Hkv, call.comm.size)
-    if schedule == "auto":
-        schedule = choose(call, backward=backward)
-    return Passes(call, schedule, plans_of(call, schedule))
+    return Passes(call, *plan_passes(call, schedule, backward=backward))
 
 
 def _all(options: Options) -> frozenset[str]:
-    """Name everything that has a gradient."""
+    """Return the names of all inputs of the call that have a gradient."""
     return frozenset(n for n in DIFFERENTIABLE if n in "qkv" or options.get(n) is not None)
 
 
@@ -315,6 +322,6 @@ def _rows(call: Call, x: Any) -> Any:
 
 
 def _of_rank(result: Attention, ndim: int) -> Attention:
-    """Leave out the leading axes that q lacks."""
+    """Remove the leading axes that q lacks."""
     lead = (0,) * (4 - ndim)
     return Attention(result.out[lead], result.lse[lead])

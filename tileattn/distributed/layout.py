@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds."""
+"""Layouts: which tokens of a sequence each rank holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class Segment(NamedTuple):
     Parameters
     ----------
     start, stop : int
-        Tokens of the whole sequence, from and to.
+        Range of tokens in the whole sequence.
     rows : slice
-        Where they are in the arrays of the rank.
+        The rows of the tokens in the arrays of the rank.
     """
 
     start: int
@@ -29,17 +29,17 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tokens each rank holds: ranges of them, one behind the other in its arrays.
+    """Which tokens each rank holds: ranges, stored one after another in its arrays.
 
     Parameters
     ----------
     parts : sequence of sequence of (int, int)
-        For each rank its ranges ``(start, stop)``. Together they hold each token once.
+        For each rank its ranges ``(start, stop)``; all together hold each token once.
 
     Raises
     ------
     ValueError
-        If the ranges leave a token out, or hold one twice.
+        If a token is missing, or in two ranges.
 
     Examples
     --------
@@ -63,8 +63,8 @@ class Layout:
         for start, stop in sorted(x for part in parts for x in part if x[0] != x[1]):
             if start != at or stop < start:
                 raise ValueError(
-                    f"parts has the range ({start}, {stop}) where one from {at} on is accepted: "
-                    "together the ranges hold each token once"
+                    f"parts must hold each token once: expected a range from {at} on; got "
+                    f"({start}, {stop})"
                 )
             at = stop
 
@@ -83,27 +83,27 @@ class Layout:
             The ranges in the order of the ranks.
         """
         if not isinstance(lengths, Sequence | np.ndarray):
-            raise TypeError(f"lengths is {lengths!r}; a sequence of integers is accepted")
+            raise TypeError(f"lengths must be a sequence of integers; got {lengths!r}")
         counts = [count("lengths", n, 0) for n in lengths]
         return cls(tuple((ends,) for ends in pairwise(accumulate(counts, initial=0))))
 
     @classmethod
     def zigzag(cls, length: int, ranks: int) -> "Layout":
-        """Give each rank two ranges: one from the start, one as far from the end.
+        """Give each rank two ranges: one near the start, one equally near the end.
 
-        With a causal mask the work of all ranks is then equal.
+        With a causal mask all ranks then have the same work.
 
         Parameters
         ----------
         length : int
             Tokens of the sequence.
         ranks : int
-            How many ranks there are.
+            Number of ranks.
 
         Returns
         -------
         Layout
-            Rank r has the ranges r and ``2 * ranks - 1 - r`` of as many as twice the ranks.
+            Of ``2 * ranks`` equal ranges, rank r has r and ``2 * ranks - 1 - r``.
         """
         length, ranks = count("length", length, 0), count("ranks", ranks, 1)
         chunks = list(pairwise(n * length // (2 * ranks) for n in range(2 * ranks + 1)))
@@ -111,7 +111,7 @@ class Layout:
 
     @classmethod
     def striped(cls, length: int, ranks: int, width: int) -> "Layout":
-        """Deal out ranges of a width, one rank after the other.
+        """Give ranges of one width to the ranks in turn.
 
         Parameters
         ----------
@@ -120,7 +120,7 @@ class Layout:
         ranks : int
             How many ranks there are.
         width : int
-            Tokens of a range, 1 or more; each is a call of its own, so that wide ones are faster.
+            Tokens of a range, at least 1. Each range is a separate call: wide ranges are faster.
 
         Returns
         -------
@@ -143,7 +143,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.parts)
 
     @property
@@ -156,7 +156,7 @@ class Layout:
         return sum(stop - start for start, stop in self.parts[rank])
 
     def segments(self, rank: int) -> list[Segment]:
-        """List what a rank holds; ranges that follow one another are one."""
+        """List the segments of a rank; adjacent ranges are joined."""
         found, at = list[Segment](), 0
         for start, stop in self.parts[rank]:
             rows = slice(at, at := at + stop - start)
@@ -166,16 +166,16 @@ class Layout:
         return found
 
     def take(self, x: Any, rank: int, axis: int = -2) -> Any:
-        """Cut the part of a rank out of an array that holds all tokens.
+        """Copy the tokens of a rank from an array that holds all tokens.
 
         Parameters
         ----------
         x : array
-            Holds all tokens along an axis.
+            Array with all tokens along an axis.
         rank : int
-            Whose part.
+            The rank.
         axis : int
-            The axis.
+            The axis of the tokens.
 
         Returns
         -------
@@ -188,12 +188,12 @@ class Layout:
         return found
 
     def join(self, parts: Sequence[Any], axis: int = -2) -> Any:
-        """Put the parts of all ranks together again: what ``take`` has cut.
+        """Join the parts of all ranks: the inverse of ``take``.
 
         Parameters
         ----------
         parts : sequence of array
-            Those of all ranks, in their order.
+            The parts of all ranks, in rank order.
         axis : int
             The axis of the tokens.
 
@@ -210,11 +210,11 @@ class Layout:
 
 
 def count(name: str, x: Any, least: int) -> int:
-    """Check a number of things."""
+    """Validate a count."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
-        raise TypeError(f"{name} is {x!r}; an integer is accepted")
+        raise TypeError(f"{name} must be an integer of at least {least}; got {x!r}")
     if x < least:
-        raise ValueError(f"{name} is {x}; {least} or more is accepted")
+        raise ValueError(f"{name} must be an integer of at least {least}; got {x}")
     return int(x)
 
 
@@ -225,14 +225,14 @@ def _empty_like(x: Any, axis: int, length: int) -> Any:
 
 
 def _along(x: Any, axis: int, which: slice) -> tuple[slice, ...]:
-    """Index some places along an axis."""
+    """Return the index of a slice along an axis."""
     index = [slice(None)] * x.ndim
     index[axis] = which
     return tuple(index)
 
 
 def layout_inside(layout: Layout, group: int, n: int) -> Layout:
-    """Give the tokens of each rank of a group, by their indices among those of the group."""
+    """Return the layout of one group of n ranks, with indices into the tokens of the group."""
     parts = layout.parts[group * n : group * n + n]
     ranges = sorted(x for part in parts for x in part)
     found, at = dict[tuple[int, int], tuple[int, int]](), 0
@@ -243,7 +243,7 @@ def layout_inside(layout: Layout, group: int, n: int) -> Layout:
 
 
 def layout_across(layout: Layout, n: int) -> Layout:
-    """Give the tokens of each group in their order; ranges that touch are one."""
+    """Return the layout whose ranks are groups of n ranks; adjacent ranges are joined."""
     groups = []
     for first in range(0, layout.ranks, n):
         joined: list[tuple[int, int]] = []

@@ -1,4 +1,9 @@
-"""The blocks that a rank computes: some of its queries, and keys that they attend to."""
+"""The blocks that a rank computes: some of its queries with the keys that they attend to.
+
+If only the order of tokens matters, non-adjacent query ranges are merged into one causal call: each
+query attends to the first few keys, and the next query to as many or one more. So a zigzag layout
+needs one call for the keys of each rank.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -9,27 +14,27 @@ from typing import Any, NamedTuple
 from tileattn.distributed.layout import Layout, Segment
 from tileattn.distributed.visibility import Visibility, reach
 
-_ALIGNED = 128  # queries: a tile of a GPU, and a multiple of those that draw dropout together
+_ALIGNED = 128  # queries: tile of a GPU, and a multiple of the rows that share random numbers
 
 Blocks = list[tuple[Segment, list[Segment]]]
 
 
 class RankBlocks:
-    """Who attends to what, of all ranks and of one.
+    """The blocks of one rank, and which ranks attend to which keys.
 
     Parameters
     ----------
     visibility : Visibility
-        Where keys are visible.
+        Which keys are visible.
     q_layout, k_layout : Layout
         Queries and keys of each rank.
     rank : int
-        Whose queries.
+        The rank whose queries are computed.
     rows : int or None
-        Queries of a block, at most; None does not cut them.
+        Maximum number of queries of a block; None for no limit.
     only_order : bool
-        Whether of the positions of tokens nothing but their order counts: then tokens that are no
-        neighbours in the sequence may be in one block.
+        True if only the order of tokens matters, not their absolute positions: then a block may
+        join tokens that are not adjacent in the sequence.
     """
 
     def __init__(
@@ -46,11 +51,13 @@ class RankBlocks:
         self.rank, self._rows, self._only_order = rank, rows, only_order
         self._segments = [x for x in q_layout.segments(rank) if x.start != x.stop]
         self._end = q_layout.length_of(rank)
-        self.options: dict[tuple[int, int, int, int], dict[str, Any]] = {}  # as blocks come
+        self.options: dict[
+            tuple[int, int, int, int], dict[str, Any]
+        ] = {}  # of blocks, by their ends
         self._of_sources: dict[int, Blocks] = {}
 
     def of(self, source: int) -> Blocks:
-        """Give the keys of a rank in parts, each with the queries that attend to it."""
+        """Return the key segments of a rank, each with the query segments that attend to it."""
         found = self._of_sources.get(source)
         if found is None:
             keys = self.k_layout.segments(source)
@@ -60,13 +67,13 @@ class RankBlocks:
         return found
 
     def _apart(self, keys: list[Segment]) -> Blocks:
-        """Give a block for each pair of segments."""
+        """Return a block for each pair of segments."""
         queries = [piece for x in self._segments for piece in _cut(x, self._rows)]
         pairs = ((c, [a for a in queries if self.visibility.block(a, c)]) for c in keys)
         return [(c, pieces) for c, pieces in pairs if pieces]
 
     def _joined(self, keys: list[Segment]) -> Blocks:
-        """Give as few blocks as there may be."""
+        """Return as few blocks as possible, joining segments."""
         step = None if self._rows is None or not self._end else _step(self._end, self._rows)
         runs = runs_of(self.visibility, self._segments, keys)
         return [
@@ -77,7 +84,7 @@ class RankBlocks:
 
     @cached_property
     def number(self) -> dict[int, int]:
-        """In how many blocks each piece is, by its first row: rows that are in the same ones."""
+        """Number of blocks of each row range, by its first row; its rows are in the same blocks."""
         blocks = [
             a.rows
             for source in range(self.k_layout.ranks)
@@ -93,39 +100,39 @@ class RankBlocks:
 
     @cached_property
     def pieces(self) -> list[slice]:
-        """The pieces in their order."""
+        """Row ranges that are in the same blocks, in ascending order."""
         return [slice(*x) for x in pairwise((*self.number, self._end))]
 
     def within(self, rows: slice) -> list[slice]:
-        """List the pieces of a block."""
+        """List the row ranges of a block."""
         starts = list(self.number)
         first, end = (bisect_left(starts, x) for x in (rows.start, rows.stop))
         return self.pieces[first:end]
 
     @cached_property
     def attending(self) -> list[int]:
-        """Ranks that attend to the keys of each rank: bit r stands for rank r."""
+        """Ranks that attend to the keys of each rank, as sets: bit r is rank r."""
         return self.visibility.attending(self.q_layout, self.k_layout)
 
     @cached_property
     def reach(self) -> list[int]:
-        """How many ranks the keys of each rank travel to: up to the last that needs them."""
+        """Ring steps that the keys of each rank travel, to the last rank that needs them."""
         return reach(self.attending)
 
     def needs(self, rank: int, source: int) -> bool:
-        """Whether a rank attends to some of the keys of another."""
+        """Return True if a rank attends to some keys of another."""
         return bool(self.attending[source] >> rank & 1)
 
     @cached_property
     def of_all_keys(self) -> "RankBlocks":
-        """The blocks where one part holds all keys, in their order."""
+        """The blocks if all keys are one part, in sequence order."""
         whole = Layout.contiguous([self.k_layout.length])
         given = self.visibility, self.q_layout, whole, self.rank, self._rows
         return RankBlocks(*given, only_order=self._only_order)
 
 
 def _cut(segment: Segment, rows: int | None) -> list[Segment]:
-    """Cut a segment into pieces of nearly equal length."""
+    """Cut a segment into pieces of nearly equal length, at most ``rows`` but for alignment."""
     start, at, length = segment.start, segment.rows.start, segment.stop - segment.start
     step = length if rows is None else _step(length, rows)
     ends = [min(n, length) for n in range(0, length + step, step)]
@@ -135,21 +142,21 @@ def _cut(segment: Segment, rows: int | None) -> list[Segment]:
 
 
 def _step(length: int, rows: int) -> int:
-    """Give the length of equal pieces of at most so many rows, but for alignment."""
+    """Return the length of equal pieces of at most ``rows``, rounded up to the alignment."""
     count = -(-length // rows)
     return -(-length // (count * _ALIGNED)) * _ALIGNED
 
 
 class Run(NamedTuple):
-    """Neighbours among the queries of a rank, and what they attend to.
+    """Adjacent rows of a rank that one causal call can compute.
 
     Parameters
     ----------
     start, stop : int
-        Rows of the rank's arrays, from and to.
+        Range of rows in the rank's arrays.
     first, last : int
-        Keys that the first row attends to, and the last. From row to row there is one more, up to
-        ``last``.
+        Number of keys that the first and the last row attend to. It grows by one from row to row,
+        up to ``last``.
     """
 
     start: int
@@ -158,7 +165,7 @@ class Run(NamedTuple):
     last: int
 
     def cut(self, step: int | None) -> Iterator["Run"]:
-        """Cut at multiples of some rows."""
+        """Cut at multiples of ``step`` rows."""
         at = self.start
         while at < self.stop:
             end = self.stop if step is None else min(self.stop, (at // step + 1) * step)
@@ -167,7 +174,7 @@ class Run(NamedTuple):
             at = end
 
     def segments(self, visibility: Visibility) -> tuple[Segment, Segment]:
-        """Give the keys and the queries as neighbours in a sequence without the others."""
+        """Return keys and queries as segments of a sequence without other tokens."""
         right, offset = visibility.window[1], int(visibility.q_offset[0])
         start = 0 if right is None else self.first - 1 - offset - right
         stop = start + self.stop - self.start
@@ -179,12 +186,12 @@ class Run(NamedTuple):
 def runs_of(
     visibility: Visibility, queries: Sequence[Segment], keys: Sequence[Segment]
 ) -> list[Run]:
-    """List the runs of a rank's queries over the keys of a rank, which are in their order."""
+    """List the runs of a rank's queries over the ascending key segments of a rank."""
     found: list[Run] = []
     for x in _pieces(visibility, queries, keys):
         before = found[-1] if found else None
         if before is not None and before.last and before.stop == x.start:
-            end = before.first + before.stop - before.start - 1  # without an end to the keys
+            end = before.first + before.stop - before.start - 1  # as if keys went on
             goes_on = end == before.last and x.first == end + 1
             if goes_on or x.first == x.last == before.last:
                 found[-1] = Run(before.start, x.stop, before.first, x.last)
@@ -196,7 +203,7 @@ def runs_of(
 def _pieces(
     visibility: Visibility, queries: Sequence[Segment], keys: Sequence[Segment]
 ) -> Iterator[Run]:
-    """Yield rows of each segment that attend to as many keys, or to one more from row to row."""
+    """Yield rows of each segment whose number of keys is constant, or grows by one per row."""
     right, total = visibility.window[1], sum(x.stop - x.start for x in keys)
     for a in queries:
         rows = a.rows.start - a.start

@@ -1,7 +1,7 @@
-"""Calls that ranks with a GPU have compared: another of the same kind is not compared again.
+"""Cache of calls already validated across ranks; a call with the same signature skips the check.
 
-To compare arguments the host waits for its GPU and for the other ranks. On a CPU it waits for them
-anyway, and there calls are compared each time.
+Only ranks with GPUs use it: to compare arguments, the host waits for its GPU and for the other
+ranks. On a CPU ranks wait for one another anyway, so every call is validated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,26 +10,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tileattn.call.options import OPTIONS, ROWS
 from tileattn.call.parse import four_axes
 from tileattn.distributed.arrays import is_on_gpu
-from tileattn.distributed.call import Call
+from tileattn.distributed.call import SHARED_ARRAYS, Call
 from tileattn.distributed.comm.failures import CheckedComm
 from tileattn.distributed.schedules.passes import Passes
 
-_MOST = 256  # kinds of calls
+_CAPACITY = 256  # calls
 
 
-class Known(NamedTuple):
-    """What ranks have agreed on.
+class ValidatedCall(NamedTuple):
+    """A call that all ranks have validated.
 
     Parameters
     ----------
     call : Call
-        Its arrays are those of an earlier call, or None.
+        The call, without its arrays if it comes from the cache.
     passes : Passes
-        Those of the schedule.
+        Both passes of its schedule.
     names : frozenset of str
-        Which gradients are asked for.
+        The gradients to compute.
     """
 
     call: Call
@@ -37,59 +38,54 @@ class Known(NamedTuple):
     names: frozenset[str] = frozenset()
 
 
-def kind_of(
+def signature_of(
     comm: CheckedComm, arrays: Sequence[Any], others: Any, options: Mapping[str, Any]
 ) -> Any:
-    """Name the kind of a call: shapes of arrays, and values of options that are on the host.
+    """Return a hashable signature: shapes of arrays, and values of options on the host.
 
-    None where there is no name, or each call is compared.
+    None if the options are not hashable, or if the communicator keeps no cache.
     """
-    if comm.agreed is None:
+    if comm.validated is None:
         return None
     shapes = [(getattr(x, "shape", x), str(getattr(x, "dtype", type(x)))) for x in arrays]
-    kind = _frozen((shapes, others, tuple(sorted(options.items()))))
+    signature = _frozen((shapes, others, tuple(sorted(options.items()))))
     try:
-        hash(kind)
+        hash(signature)
     except TypeError:
         return None
-    return kind
+    return signature
 
 
-def recall(comm: CheckedComm, kind: Any) -> Known | None:
-    """Find a call of this kind that the ranks have compared."""
-    found: Known | None = (comm.agreed or {}).get(kind)
+def recall(comm: CheckedComm, signature: Any) -> ValidatedCall | None:
+    """Return the validated call with a signature, if there is one."""
+    found: ValidatedCall | None = (comm.validated or {}).get(signature)
     return found
 
 
-def remember(comm: CheckedComm, kind: Any, known: Known) -> None:
-    """Remember a call, without its arrays; where there are many, forget the oldest."""
-    agreed = comm.agreed
-    if agreed is None or kind is None:
+def remember(comm: CheckedComm, signature: Any, known: ValidatedCall) -> None:
+    """Add a call, without its arrays, to the cache; drop the oldest call if the cache is full."""
+    validated = comm.validated
+    if validated is None or signature is None:
         return
-    x = known.call.operands
-    empty = dict.fromkeys(("q", "k", "v", "bias", "mask", "alibi_slopes", "sinks"))
-    agreed[kind] = known._replace(
-        call=replace(known.call, operands=x._replace(**empty, aux=()), options={})
-    )
-    if len(agreed) > _MOST:
-        del agreed[next(iter(agreed))]
+    empty = dict.fromkeys((*ROWS, *SHARED_ARRAYS))
+    operands = known.call.operands._replace(**empty, aux=())
+    validated[signature] = known._replace(call=replace(known.call, operands=operands, options={}))
+    if len(validated) > _CAPACITY:
+        del validated[next(iter(validated))]
 
 
 def with_arrays(call: Call, q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Call:
-    """Give a remembered call the arrays of this one."""
+    """Return a validated call with the arrays of a new one."""
     arrays = {"q": four_axes(q), "k": four_axes(k), "v": four_axes(v)}
-    for name in ("bias", "mask"):
-        if options.get(name) is not None:
-            arrays[name] = four_axes(options[name])
-    slopes = options.get("alibi_slopes")
-    if slopes is not None:
-        arrays["alibi_slopes"] = slopes if slopes.ndim == 2 else slopes[None]
-    arrays["sinks"] = options.get("sinks")
+    for name in SHARED_ARRAYS:
+        x = options.get(name)
+        if x is not None:
+            arrays[name] = x[(np.newaxis,) * (len(OPTIONS[name].axes) - x.ndim)]
     return replace(call, operands=call.operands._replace(**arrays), options=options)
 
 
 def _frozen(x: Any) -> Any:
-    """Make an argument that can be compared and hashed."""
+    """Return a value that compares and hashes like an argument; arrays on a GPU by their shape."""
     if is_on_gpu(x):
         return "array", x.shape, x.dtype.name
     if isinstance(x, np.ndarray):

@@ -182,7 +182,7 @@ def _agreed(
         kept.append(_divided(given))
         return {"return_lse": str(return_lse), "what requires a gradient": _needed(given)}
 
-    known = comm.agreed if comm.agreed is not None else {}
+    known = comm.validated if comm.validated is not None else {}
     if (*kind, _needed(given)) in known:
         checked()
     else:

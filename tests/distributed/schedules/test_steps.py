@@ -133,7 +133,7 @@ def test_calls_of_a_known_kind_are_not_compared_again() -> None:
     options: dict[str, Any] = {"causal": True, "alibi_slopes": np.array([0.1, 0.2])}
 
     def run(comm: Any) -> Any:
-        comm.agreed = {}
+        comm.validated = {}
         counts, gather = [0], comm.gather
 
         def counted(x: Any) -> Any:
@@ -145,7 +145,7 @@ def test_calls_of_a_known_kind_are_not_compared_again() -> None:
             dist.forward(q, k, v, comm, backend="numpy", window=window, **options)
             counts.append(0)
         again = dist.forward(2 * q, k, v, comm, backend="numpy", window=None, **options)
-        comm.agreed, known = {}, counts[:]
+        comm.validated, known = {}, counts[:]
         fresh = dist.forward(2 * q, k, v, comm, backend="numpy", window=None, **options)
         return known, again.out.tobytes() == fresh.out.tobytes()
 

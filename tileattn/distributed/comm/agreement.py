@@ -1,4 +1,4 @@
-"""What all ranks do together."""
+"""Collective operations: sums in rank order, and checks that all ranks agree."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from tileattn.distributed.comm.protocol import Array, Communicator
 Made = TypeVar("Made")
 Facts = dict[str, str]
 
-_FEW = 16  # elements of an array that a message shows; of longer ones it shows a digest
-_LONG = 200  # characters of another value that a message shows
+_FEW = 16  # elements of an array in a message; longer arrays are shown by a digest
+_LONG = 200  # characters of other values in a message
 
 
 def sum_in_order(comm: Communicator, x: Array) -> Array:
-    """Sum an array over the ranks, in their order: every rank has the same bits."""
+    """Sum an array over the ranks in rank order: results are bitwise identical on all ranks."""
     first, *others = gathered(comm, x)
     total = first.copy()
     for other in others:
@@ -27,7 +27,7 @@ def sum_in_order(comm: Communicator, x: Array) -> Array:
 
 
 def gathered(comm: Communicator, x: Array) -> list[Array]:
-    """Give every rank the arrays of all ranks, which have one shape, in their order."""
+    """Return the arrays of all ranks, which have one shape, in rank order, on every rank."""
     if not is_on_gpu(x):
         return comm.gather(x)
     x = library(x).ascontiguousarray(x)
@@ -41,14 +41,14 @@ def gathered(comm: Communicator, x: Array) -> list[Array]:
 
 
 def on_all(comm: Communicator, step: str, make: Callable[[], Made]) -> list[Made]:
-    """Make something on every rank, and give all of them; raise on all if one rank has raised.
+    """Call ``make`` on every rank and return all results; if one rank raises, all raise.
 
-    ``step`` names the call, which must be the same on all ranks.
+    ``step`` is the name of the call, which must be the same on all ranks.
     """
     made, failure = None, None
     try:
         made = make()
-    except Exception as error:  # of any kind: the other ranks wait for this one
+    except Exception as error:  # any error: the other ranks wait for this one
         failure = error
     message = None if failure is None else f"{type(failure).__name__}: {failure}"
     found = comm.gather((step, made, message))
@@ -62,7 +62,7 @@ def on_all(comm: Communicator, step: str, make: Callable[[], Made]) -> list[Made
 
 
 def same(found: list[Facts]) -> None:
-    """Raise ValueError if ranks differ in a fact."""
+    """Raise ValueError if the values of a name differ between ranks."""
     for name in dict.fromkeys(name for facts in found for name in facts):
         first = found[0].get(name, "None")
         for rank, facts in enumerate(found):
@@ -75,7 +75,7 @@ def same(found: list[Facts]) -> None:
 
 
 def shown(x: Any) -> str:
-    """Write a value down, equal ones alike and others otherwise; long ones by a digest."""
+    """Return a text that is equal for equal values only; long values by a digest."""
     if not hasattr(x, "dtype"):
         text = str(x)
         return text if len(text) < _LONG else f"{text[:_LONG]}... with digest {_digest(text)}"

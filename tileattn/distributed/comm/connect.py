@@ -1,4 +1,4 @@
-"""What travels between ranks: MPI behind the protocol of communicators, and what uses it."""
+"""Find the communicator for the object that a caller passes."""
 
 import math
 import numbers
@@ -12,10 +12,10 @@ from tileattn.distributed.comm.protocol import TIMEOUT, Communicator
 
 
 def communicator(comm: Any, timeout: float = TIMEOUT, like: Any = None) -> CheckedComm:
-    """Find out what to send messages with, which are arrays of one kind.
+    """Return the communicator for arrays like ``like``.
 
-    Raise RuntimeError if an earlier call has failed between its messages. A timeout that
-    `check_timeout` refuses counts as the default, so that this rank can tell the others.
+    Raise RuntimeError if an earlier call failed between its messages. An invalid timeout is
+    replaced by the default, so that this rank can report the error to the others.
     """
     link = comm if isinstance(comm, CheckedComm) else _linked(comm, timeout, like)
     link.ensure_usable()
@@ -23,7 +23,7 @@ def communicator(comm: Any, timeout: float = TIMEOUT, like: Any = None) -> Check
 
 
 def check_timeout(timeout: Any) -> None:
-    """Raise if a timeout is no positive number of seconds."""
+    """Raise if a timeout is not a positive, finite number of seconds."""
     must = "must be a positive, finite number of seconds"
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(f"timeout {must}; got {timeout!r}")
@@ -38,7 +38,7 @@ def _linked(comm: Any, timeout: Any, like: Any) -> CheckedComm:
         timeout = TIMEOUT
     if isinstance(comm, Communicator):
         return CheckedComm(comm, state_of(comm))
-    torch = sys.modules.get("torch.distributed")  # loaded where there is a process group
+    torch = sys.modules.get("torch.distributed")  # imported if there is a process group
     of_torch = isinstance(comm, getattr(torch, "ProcessGroup", ()))
     if hasattr(comm, "Isend") and hasattr(comm, "allgather"):
         return CheckedComm(MPI(comm, timeout), state_of(comm))
@@ -52,7 +52,7 @@ def _linked(comm: Any, timeout: Any, like: Any) -> CheckedComm:
         ranks = nccl.of_torch(comm, timeout) if of_torch else nccl.of_cupy(comm, timeout)
         return CheckedComm(ranks, state_of(ranks))
     raise TypeError(
-        f"comm is {type(comm).__name__}; an mpi4py communicator is accepted, as MPI.COMM_WORLD "
-        "(pip install mpi4py mpich), a torch.distributed.ProcessGroup, as group.WORLD, and for "
-        "CuPy arrays a cupy.cuda.nccl.NcclCommunicator"
+        "comm must be an mpi4py communicator, as MPI.COMM_WORLD (pip install mpi4py mpich), a "
+        "torch.distributed.ProcessGroup, as group.WORLD, or for CuPy arrays a "
+        f"cupy.cuda.nccl.NcclCommunicator; got {type(comm).__name__}"
     )

@@ -1,8 +1,8 @@
-"""The ranks of a call and its messages: an array is kept until its message is over.
+"""Failures between messages: keep the arrays of pending messages, and refuse the communicator.
 
-A call that fails between its messages, by a timeout or otherwise, leaves some of them posted: MPI
-or NCCL may still read and write their arrays, and a late message would be taken for one of the next
-call. So such messages are cancelled or kept, and the communicator is not used again.
+If a call fails between its messages, some messages are still pending. MPI or NCCL may still read
+and write their arrays, and the next call could receive a late message. So pending messages are
+cancelled, or their arrays are kept, and the communicator is not used again.
 """
 
 import sys
@@ -19,14 +19,14 @@ from tileattn.distributed.comm.protocol import Array, Cancellable, Communicator,
 
 @dataclass(eq=False)
 class State:
-    """What is known of a communicator from one call to the next.
+    """State of a communicator from one call to the next.
 
     Parameters
     ----------
     failure : str or None
-        The error that ended a call between its messages.
+        The error of a call that failed between its messages.
     under_way : set of Message
-        Messages that have begun, and that no rank has waited for yet.
+        Messages that have started and that this rank has not waited for.
     """
 
     failure: str | None = None
@@ -34,7 +34,7 @@ class State:
 
 
 class Message:
-    """A message, with its array until it is over."""
+    """A pending message; it keeps its array alive until it is complete."""
 
     def __init__(self, state: State, transfer: Transfer, x: Array) -> None:
         self._state = state
@@ -42,14 +42,14 @@ class Message:
         state.under_way.add(self)
 
     def wait(self) -> None:
-        """Wait as its transfer does."""
+        """Wait for its transfer."""
         if self._kept is not None:
             self._kept[0].wait()
             self._kept = None
             self._state.under_way.discard(self)
 
     def cancel(self) -> bool:
-        """Cancel its transfer, if that can be cancelled."""
+        """Cancel its transfer if possible."""
         if self._kept is None:
             return True
         transfer = self._kept[0]
@@ -57,14 +57,14 @@ class Message:
 
 
 class CheckedComm:
-    """The ranks of a communicator, which is not used again after a call has failed on it.
+    """A communicator that cannot be used after a call failed on it.
 
     Parameters
     ----------
     ranks : Communicator
-        Sends the messages.
+        The communicator that sends the messages.
     state : State
-        That of the caller's communicator.
+        State of the caller's communicator.
     """
 
     def __init__(self, ranks: Communicator, state: State) -> None:
@@ -72,51 +72,51 @@ class CheckedComm:
         self._ranks, self._state = ranks, state
 
     @property
-    def agreed(self) -> dict[Any, Any] | None:
-        """Calls that the ranks have compared; None where each call is compared."""
-        found: dict[Any, Any] | None = getattr(self._ranks, "agreed", None)
+    def validated(self) -> dict[Any, Any] | None:
+        """Cache of validated calls; None if every call is validated."""
+        found: dict[Any, Any] | None = getattr(self._ranks, "validated", None)
         return found
 
     @property
     def on_gpu(self) -> bool | None:
-        """Whether its messages are between GPUs; None if it does not say."""
+        """True if messages are between GPUs; None if the communicator does not say."""
         found: bool | None = getattr(self._ranks, "on_gpu", None)
         return found
 
     def send(self, x: Array, to: int, tag: int) -> Transfer:
-        """Begin to send."""
+        """Start to send."""
         return Message(self._state, self._ranks.send(x, to, tag), x)
 
     def receive(self, x: Array, source: int, tag: int) -> Transfer:
-        """Begin to receive."""
+        """Start to receive."""
         return Message(self._state, self._ranks.receive(x, source, tag), x)
 
     def together(self) -> AbstractContextManager[None]:
-        """Begin messages at once."""
+        """Start messages together."""
         return self._ranks.together()
 
     def gather(self, x: Any) -> list[Any]:
-        """Give every rank the objects of all ranks."""
+        """Return the objects of all ranks, on every rank."""
         with self.in_step():
             return self._ranks.gather(x)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Do something that all ranks do; if it fails here, the communicator is broken."""
+        """Run code that sends messages; an error makes the communicator unusable."""
         try:
             yield
         except BaseException as error:
             self._state.failure = self._state.failure or f"{type(error).__name__}: {error}"
             give_up = getattr(self._ranks, "give_up", None)
             if give_up is not None:
-                with suppress(Exception):  # the first error says why the call has failed
+                with suppress(Exception):  # the first error says why the call failed
                     give_up()
             keep(self._state.under_way)
             self._state.under_way.clear()
             raise
 
     def ensure_usable(self) -> None:
-        """Raise RuntimeError if a call has failed between its messages."""
+        """Raise RuntimeError if an earlier call failed between its messages."""
         prune()
         if self._state.failure is not None:
             raise RuntimeError(
@@ -126,33 +126,33 @@ class CheckedComm:
             )
 
 
-_kept: list[Any] = []  # what failed calls have left posted
+_kept: list[Any] = []  # pending messages of failed calls
 _lock = threading.Lock()
 
 
 def keep(transfers: Iterable[Any]) -> None:
-    """Cancel messages of a call that has failed, or keep them until they are over."""
+    """Cancel the messages of a failed call, or keep them until they are complete."""
     with _lock:
         _kept.extend(transfers)
     prune()
 
 
 def prune() -> None:
-    """Let go of the messages that are over by now."""
+    """Drop the kept messages that are complete."""
     with _lock:
         _kept[:] = [x for x in _kept if not _is_over(x)]
 
 
 def _is_over(transfer: Any) -> bool:
-    """Cancel a message that is kept; one that cannot say whether it is over may not be."""
+    """Cancel a kept message; return True if it is complete, False if that is unknown."""
     try:
         return isinstance(transfer, Cancellable) and transfer.cancel()
-    except Exception:  # as of a group that has been destroyed; this call may be another's
+    except Exception:  # for example, its group was destroyed; it must not fail another call
         return False
 
 
 def wait(transfers: Sequence[Transfer]) -> None:
-    """Wait for all of them; if one fails, the others are kept."""
+    """Wait for all transfers; if one fails, keep the others."""
     try:
         for transfer in transfers:
             transfer.wait()
@@ -161,19 +161,21 @@ def wait(transfers: Sequence[Transfer]) -> None:
         raise
 
 
-_states: dict[int, State] = {}  # by identity: equal communicators are not the same
+_states: dict[int, State] = {}  # by identity: equal communicators are different ones
 
 
 def state_of(comm: Any) -> State:
-    """Find the state of a communicator, the same as long as the communicator lives.
+    """Return the state of a communicator, the same object as long as the communicator lives.
 
-    One that no weak reference can be made to, as its class has ``__slots__``, has a new one each
-    time: its failures are not remembered.
+    A communicator without weak references (a class with ``__slots__``) gets a new state each time:
+    its failures are forgotten.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(comm, mpi.Comm):
         return _state_by_identity(comm)
-    found: State | None = comm.Get_attr(_attribute())  # any Python object may stand for it
+    found: State | None = comm.Get_attr(
+        _attribute()
+    )  # Python objects of one MPI communicator may differ
     if found is None:
         comm.Set_attr(_attribute(), found := State())
     return found
@@ -191,6 +193,6 @@ def _state_by_identity(comm: Any) -> State:
 
 @cache
 def _attribute() -> int:
-    """Make an attribute of MPI communicators, which their duplicates do not have."""
+    """Create an attribute key of MPI communicators; duplicates do not inherit the attribute."""
     key: int = sys.modules["mpi4py.MPI"].Comm.Create_keyval()
     return key

@@ -1,4 +1,4 @@
-"""Communicators of mpi4py."""
+"""MPI communicators of mpi4py."""
 
 import pickle
 import time
@@ -10,13 +10,13 @@ import numpy as np
 from tileattn.distributed.comm.failures import wait
 from tileattn.distributed.comm.protocol import Array, Transfer, as_bytes, pickled, too_long
 
-_NAPS = 20e-6, 1e-3  # seconds between two looks at what is under way, at least and at most
+_NAPS = 20e-6, 1e-3  # minimum and maximum seconds between two tests of a request
 
 
-_SHARE = 0.01  # of the time waited so far: a long wait leaves the core to others
+_SHARE = 0.01  # nap relative to the time waited so far: long waits free the core
 
 
-_EAGER = 1000  # looks before the first nap
+_EAGER = 1000  # tests before the first nap
 
 
 class MPI:
@@ -25,9 +25,9 @@ class MPI:
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Its ranks; all of them take part in each call.
+        The communicator; all its ranks take part in each call.
     timeout : float
-        Seconds after which a rank that waits for another gives up.
+        Seconds that a rank waits for another before it raises TimeoutError.
     """
 
     on_gpu = False
@@ -37,17 +37,17 @@ class MPI:
         self._comm, self._timeout = comm, timeout
 
     def send(self, x: Array, to: int, tag: int) -> Transfer:
-        """Begin to send."""
+        """Start to send."""
         request = self._comm.Isend(as_bytes(x), to, tag)
         return _Request(request, f"rank {to} to receive", self._timeout)
 
     def receive(self, x: Array, source: int, tag: int) -> Transfer:
-        """Begin to receive."""
+        """Start to receive."""
         request = self._comm.Irecv(as_bytes(x), source, tag)
         return _Request(request, f"rank {source} to send", self._timeout, receives=True)
 
     def together(self) -> AbstractContextManager[None]:
-        """Begin messages one by one: none waits for another."""
+        """Start messages one by one: MPI messages do not wait for one another."""
         return nullcontext()
 
     def gather(self, x: Any) -> list[Any]:
@@ -64,11 +64,11 @@ class MPI:
 
 
 class _Request:
-    """A request of MPI, which holds its buffers."""
+    """An MPI request, which keeps its buffers alive."""
 
     def __init__(self, request: Any, what: str, timeout: float, *, receives: bool = False) -> None:
         self._request, self._what, self._timeout = request, what, timeout
-        self._to_cancel = receives  # MPI cancels no collectives, and sends are not worth it
+        self._to_cancel = receives  # MPI cannot cancel collectives; sends are short
 
     def wait(self) -> None:
         start, looks = time.monotonic(), 0
@@ -81,7 +81,7 @@ class _Request:
                 time.sleep(min(max(_SHARE * waited, _NAPS[0]), _NAPS[1]))
 
     def cancel(self) -> bool:
-        """Cancel a receive; a message that has been matched still arrives."""
+        """Cancel a receive; a message that is already matched still arrives."""
         if self._to_cancel:
             self._request.Cancel()
             self._to_cancel = False

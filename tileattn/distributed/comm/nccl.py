@@ -1,11 +1,11 @@
-"""Ranks with a GPU each: NCCL behind the protocol of communicators, through CuPy or PyTorch.
+"""NCCL communicators of CuPy and PyTorch, for ranks with a GPU each.
 
-A transfer is a dependency of streams: the host waits for nothing but what ranks gather. NCCL knows
-no tags. Messages between two ranks arrive in their order, and those of one step begin `together`,
-for one that waits for another would hold up all behind it.
+Transfers are dependencies between streams: the host waits only for gathered objects. NCCL has no
+tags. Messages between two ranks arrive in order, and the messages of a step start `together`: if
+one waited for another, all later messages would be blocked.
 
-Ranks of a process group of PyTorch have a communicator of CuPy's between them, where CuPy finds
-NCCL: a message costs the host a fraction of the time, and it is known when it begins.
+For a process group of PyTorch a CuPy communicator is created, if CuPy finds NCCL: a message then
+takes a fraction of the host time, and its start is known.
 """
 
 import functools
@@ -20,12 +20,12 @@ import numpy as np
 
 from tileattn.distributed.comm.protocol import TIMEOUT, Array, Transfer, pickled, too_long
 
-_HEAD, _LENGTH = 4096, 8  # bytes of every rank at first, and those of them that give the size
-_NAP = 20e-6  # seconds between two looks at the GPU
+_HEAD, _LENGTH = 4096, 8  # bytes of the first gather, and of the size in it
+_NAP = 20e-6  # seconds between two queries of an event
 
 
 class _Nccl:
-    """What both have in common."""
+    """Messages grouped into steps, for both libraries."""
 
     rank: int
     size: int
@@ -34,19 +34,19 @@ class _Nccl:
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self._step: _Step | None = None
-        self.agreed: dict[Any, Any] = {}  # calls that the ranks have compared
+        self.validated: dict[Any, Any] = {}  # cache of validated calls
 
     def send(self, x: Array, to: int, tag: int) -> Transfer:  # noqa: ARG002 - NCCL has none
-        """Begin to send."""
+        """Start to send."""
         return self._begun(x, to, sends=True)
 
     def receive(self, x: Array, source: int, tag: int) -> Transfer:  # noqa: ARG002 - as above
-        """Begin to receive."""
+        """Start to receive."""
         return self._begun(x, source, sends=False)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Begin messages at the end of the context, all at once."""
+        """Start all messages together, at the end of the context."""
         self._step = step = _Step()
         try:
             yield
@@ -75,7 +75,7 @@ class _Nccl:
         return self._step
 
     def _wait(self, done: Any) -> None:
-        """Wait until ``done()``."""
+        """Wait until ``done()`` is true."""
         start = time.monotonic()
         while not done():
             if time.monotonic() - start > self.timeout:
@@ -86,33 +86,33 @@ class _Nccl:
         raise NotImplementedError
 
     def _gathered(self, own: Array) -> Array:
-        """Give the bytes of all ranks, each as many as this one's."""
+        """Return the bytes of all ranks, as many from each as from this one."""
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """End the kernels that would wait for good, after a call has failed."""
+        """Stop kernels that would wait forever after a failed call."""
 
 
 class _Step:
-    """Messages that begin together; they keep their arrays."""
+    """Messages that start together; they keep their arrays alive."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[Any, int, bool]] = []
-        self.dependencies: list[Any] = []  # each waits on the current stream
-        self.is_over: Callable[[], bool] = lambda: True  # nothing has begun
+        self.dependencies: list[Any] = []  # each makes the current stream wait
+        self.is_over: Callable[[], bool] = lambda: True  # nothing has started
 
     def wait(self) -> None:
-        """Have the current stream wait for them; the memory is free for what follows on it."""
+        """Make the current stream wait; later work on it may reuse the memory."""
         for wait in self.dependencies:
             wait()
 
     def cancel(self) -> bool:
-        """Say whether it is over: its communicator has been ended, or it is PyTorch's."""
+        """Return True if it is complete: its communicator was aborted, or is PyTorch's."""
         return self.is_over()
 
 
 class CupyNccl(_Nccl):
-    """A communicator of CuPy's.
+    """A CuPy NCCL communicator.
 
     Parameters
     ----------
@@ -129,9 +129,9 @@ class CupyNccl(_Nccl):
         super().__init__(timeout)
         self._cupy, self._nccl, self._comm = cupy, nccl, comm
         self.rank, self.size = int(comm.rank_id()), int(comm.size())
-        # Of high priority: its few blocks are in time where a kernel fills the GPU.
+        # High priority: its few thread blocks start even if a kernel fills the GPU.
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
-        self._last = self._waited = 0  # step that has begun, and that a stream has waited for
+        self._last = self._waited = 0  # last step that has started, and last one waited for
 
     def _begin(self, step: _Step) -> None:
         current = self._cupy.cuda.get_current_stream()
@@ -144,8 +144,8 @@ class CupyNccl(_Nccl):
                 begin(x.data.ptr, x.nbytes, self._nccl.NCCL_UINT8, peer, self._stream.ptr)
         finally:
             self._nccl.groupEnd()
-        # A kernel that keeps all SMs to its end leaves no place for messages that begin later. But
-        # they follow those under way, and to wait for these costs more.
+        # A persistent kernel leaves no SM for messages that start later, so it must start after
+        # them. If earlier messages are pending, waiting for them would cost more.
         if self._waited == self._last:
             current.wait_event(begun)
         self._last += 1
@@ -171,7 +171,7 @@ class CupyNccl(_Nccl):
         return found
 
     def give_up(self) -> None:
-        """End the communicator with all its kernels."""
+        """Abort the communicator and all its kernels."""
         self._comm.abort()
 
     def _recorded(self, stream: Any) -> Any:
@@ -237,7 +237,7 @@ class TorchNccl(_Nccl):
 
     @contextmanager
     def _stream(self, device: int) -> Iterator[None]:
-        """Have PyTorch follow CuPy's current stream."""
+        """Make CuPy's current stream the current stream of PyTorch."""
         torch, handle = self._torch, self._cupy.cuda.get_current_stream().ptr
         if handle == 0:
             stream = torch.cuda.default_stream(device)
@@ -248,14 +248,14 @@ class TorchNccl(_Nccl):
 
 
 def of_cupy(comm: Any, timeout: float) -> CupyNccl:
-    """Give the ranks of a communicator, the same each time."""
+    """Return the wrapper of a communicator, the same each time."""
     found = _of_cupy(comm)
     found.timeout = timeout
     return found
 
 
 def of_torch(group: Any, timeout: float) -> _Nccl:
-    """Give the ranks of a process group, the same each time."""
+    """Return the wrapper of a process group, the same each time."""
     comm = _comm_of(group, timeout)
     if comm is not None:
         return of_cupy(comm, timeout)
@@ -278,21 +278,21 @@ _comms = WeakKeyDictionary[Any, Any]()  # by process group
 
 
 def _comm_of(group: Any, timeout: float) -> Any:
-    """Give a communicator of CuPy's for a process group; None where CuPy finds no NCCL."""
+    """Return a CuPy communicator for a process group; None if CuPy does not find NCCL."""
     from cupy.cuda import nccl
 
     if group not in _comms:
         ranks = TorchNccl(group, timeout)
         is_first = ranks.rank == 0 and nccl.available
         names = ranks.gather(nccl.get_unique_id() if is_first else nccl.available)
-        # NCCL waits for all ranks without a limit: they have just met.
+        # NCCL waits for all ranks without a timeout; they have all just gathered.
         made = all(names) and nccl.NcclCommunicator(ranks.size, names[0], ranks.rank)
         _comms[group] = made or None
     return _comms[group]
 
 
 def _framed(own: Array, nbytes: int) -> Array:
-    """Write a size and as many bytes as there is room for."""
+    """Return a buffer with a size and as many bytes as fit."""
     found = np.zeros(nbytes, np.uint8)
     found[:_LENGTH] = np.array([own.size], np.int64).view(np.uint8)
     some = own[: nbytes - _LENGTH]

@@ -1,4 +1,4 @@
-"""A process group of PyTorch behind the protocol of communicators: gloo, on the CPU."""
+"""Gloo process groups of PyTorch, for NumPy arrays."""
 
 import pickle
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ import numpy as np
 from tileattn.distributed.comm.failures import wait
 from tileattn.distributed.comm.protocol import Array, Transfer, as_bytes, pickled, too_long
 
-_GATHERED = 1 << 30  # tag of what all ranks get: above those of the schedules
+_GATHERED = 1 << 30  # tag of gathered objects, above the tags of schedules
 
 
 class ProcessGroup:
@@ -19,9 +19,9 @@ class ProcessGroup:
     Parameters
     ----------
     group : torch.distributed.ProcessGroup
-        Its ranks; all of them take part in each call.
+        The group; all its ranks take part in each call.
     timeout : float
-        Seconds after which a rank that waits for another gives up.
+        Seconds that a rank waits for another before it raises TimeoutError.
 
     Raises
     ------
@@ -39,31 +39,31 @@ class ProcessGroup:
         self.rank, self.size = int(group.rank()), int(group.size())
 
     def send(self, x: Array, to: int, tag: int) -> Transfer:
-        """Begin to send."""
-        x = x if x.flags.writeable else x.copy()  # no tensor is read-only
+        """Start to send."""
+        x = x if x.flags.writeable else x.copy()  # PyTorch has no read-only tensors
         tensor = self._torch.from_numpy(as_bytes(x))
         work = self._torch.distributed.isend(tensor, group=self._group, group_dst=to, tag=tag)
         return _Work(work, tensor, f"rank {to} to receive", self._timeout)
 
     def receive(self, x: Array, source: int, tag: int) -> Transfer:
-        """Begin to receive."""
+        """Start to receive."""
         tensor = self._torch.from_numpy(as_bytes(x))
         work = self._torch.distributed.irecv(tensor, group=self._group, group_src=source, tag=tag)
         return _Work(work, tensor, f"rank {source} to send", self._timeout)
 
     def together(self) -> AbstractContextManager[None]:
-        """Begin messages one by one: none waits for another."""
+        """Start messages one by one: gloo messages do not wait for one another."""
         return nullcontext()
 
     def gather(self, x: Any) -> list[Any]:
-        """Gather pickled objects; by messages, for a collective that is late cannot be ended."""
+        """Gather pickled objects, by messages: a late collective cannot be cancelled."""
         own = pickled(x)
         sizes = self._exchanged(np.array([own.size]), [1] * self.size)
         every = self._exchanged(own, [int(size[0]) for size in sizes])
         return [pickle.loads(part.tobytes()) for part in every]
 
     def _exchanged(self, own: Array, sizes: list[int]) -> list[Array]:
-        """Send an array to all ranks; return theirs, which have so many elements."""
+        """Send an array to all ranks, and return their arrays, whose sizes are given."""
         every = [np.empty(size, own.dtype) for size in sizes]
         every[self.rank] = own
         others = [n for n in range(self.size) if n != self.rank]
@@ -77,7 +77,7 @@ class ProcessGroup:
         torch = self._torch
         try:
             name = self._group._get_backend(torch.device("cpu")).name()
-        except RuntimeError:  # it has none for the CPU
+        except RuntimeError:  # it has no backend for the CPU
             name = torch.distributed.get_backend(self._group)
         if name != "gloo":
             raise ValueError(
@@ -87,13 +87,13 @@ class ProcessGroup:
 
 
 class _Work:
-    """A message under way, with its tensor; gloo ends a connection whose message is too late."""
+    """A pending message with its tensor; gloo closes a connection after a timeout."""
 
     def __init__(self, work: Any, tensor: Any, what: str, timeout: float) -> None:
         self._work, self._tensor, self._what, self._timeout = work, tensor, what, timeout
 
     def wait(self) -> None:
-        milliseconds = min(max(1.0, 1e3 * self._timeout), 1e12)  # 0 would be without end
+        milliseconds = min(max(1.0, 1e3 * self._timeout), 1e12)  # 0 would mean no limit
         try:
             self._work.wait(timedelta(milliseconds=milliseconds))
         except RuntimeError as error:
@@ -102,5 +102,5 @@ class _Work:
             raise RuntimeError(f"waited for {self._what}, and it has ended: {error}") from error
 
     def cancel(self) -> bool:
-        """Say whether it is over: gloo cancels nothing."""
+        """Return True if it is complete: gloo cannot cancel messages."""
         return bool(self._work.is_completed())

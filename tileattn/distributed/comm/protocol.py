@@ -11,45 +11,45 @@ Array = NDArray[Any]
 
 
 class Transfer(Protocol):
-    """A message under way."""
+    """A pending message."""
 
     def wait(self) -> None:
-        """Wait until its buffer may be used again; raise TimeoutError where it takes too long.
+        """Wait until its buffer may be used again; raise TimeoutError if it takes too long.
 
-        On a GPU what follows on the current stream waits, and not the host.
+        On a GPU the current stream waits, not the host.
         """
 
 
 @runtime_checkable
 class Cancellable(Protocol):
-    """A message that can be ended, or asked whether it is over."""
+    """A message that can be cancelled, or asked whether it is complete."""
 
     def cancel(self) -> bool:
-        """End it if that is possible; return True if its array is not read or written any more."""
+        """Cancel it if possible; return True if its array is no longer read or written."""
 
 
 @runtime_checkable
 class Communicator(Protocol):
-    """The ranks, and messages between them; ``rank`` is this one's number among ``size``."""
+    """Messages between ``size`` ranks; this rank is number ``rank``."""
 
     rank: int
     size: int
 
     def send(self, x: Array, to: int, tag: int) -> Transfer:
-        """Begin to send a contiguous array, which is not written to until it has arrived."""
+        """Start to send a contiguous array, which must not change until it has arrived."""
 
     def receive(self, x: Array, source: int, tag: int) -> Transfer:
-        """Begin to receive a contiguous array of known shape."""
+        """Start to receive into a contiguous array."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Begin messages at once: none of the context waits for another of them.
+        """Start the messages of a context together: none waits for another.
 
-        All ranks pass the same contexts in the same order. What one rank sends another there, that
-        one receives in its own.
+        All ranks enter the same contexts in the same order, and a message is sent and received in
+        the same context.
         """
 
     def gather(self, x: Any) -> list[Any]:
-        """Give every rank the objects of all ranks, in their order."""
+        """Return the objects of all ranks, in rank order, on every rank."""
 
 
 TIMEOUT = 600.0
@@ -57,18 +57,17 @@ TIMEOUT = 600.0
 
 
 def as_bytes(x: Array) -> Array:
-    """View an array as MPI takes it: it knows no float16."""
+    """View an array as bytes: MPI has no float16."""
     return x.reshape(-1).view(np.uint8)
 
 
 def pickled(x: Any) -> Array:
-    """Write an object as bytes to send."""
+    """Pickle an object into an array of bytes."""
     return np.frombuffer(bytearray(pickle.dumps(x)), np.uint8)
 
 
 def too_long(what: str, timeout: float) -> TimeoutError:
-    """Make the error of a rank that has waited too long."""
+    """Return the error of a rank that waited too long."""
     return TimeoutError(
-        f"waited {timeout:g} s for {what}; it has failed, or is slower: timeout= is how long to "
-        "wait"
+        f"waited {timeout:g} s for {what}; it has failed, or needs a longer timeout="
     )

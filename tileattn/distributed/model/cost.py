@@ -1,4 +1,4 @@
-"""How long a schedule takes: an alpha-beta model of links, and a FLOP rate.
+"""Predicted time of a schedule: an alpha-beta model of links, and a FLOP rate.
 
 References
 ----------
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.distributed.layout import Layout, layout_across
-from tileattn.distributed.model.memory_plan import Held, held_by
+from tileattn.distributed.model.memory_plan import PassPlanner, planners
 from tileattn.distributed.model.message_counts import (
     Sent,
     attending_ranks,
@@ -20,9 +20,9 @@ from tileattn.distributed.model.message_counts import (
     gathered,
     passed_on,
 )
-from tileattn.distributed.model.workload import Workload, flops_of
+from tileattn.distributed.model.workload import Workload, flops_per_pair
 from tileattn.distributed.schedules.names import Schedule, group_size
-from tileattn.distributed.visibility import Blocks
+from tileattn.distributed.visibility import BlockCounts
 
 Array = NDArray[Any]
 
@@ -34,9 +34,9 @@ class Link:
     Parameters
     ----------
     latency : float
-        Seconds for each message.
+        Seconds per message.
     bandwidth : float
-        Bytes in a second.
+        Bytes per second.
     """
 
     latency: float
@@ -45,29 +45,29 @@ class Link:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast ranks compute and send; the defaults are ranks with eight cores of one server.
+    """How fast ranks compute and send; by default ranks with eight cores of one server each.
 
-    ``CPU_RATES`` and ``GPU_RATES`` have the cost of a block, too; ``schedule="auto"`` goes by them.
+    ``schedule="auto"`` uses ``CPU_RATES`` or ``GPU_RATES``, which also have the cost of a block.
 
     Parameters
     ----------
     flops : float
-        FLOPs in a second that attention reaches on a rank.
+        FLOP/s that attention reaches on a rank.
     link : Link
-        Of a rank to any other.
+        Between any two ranks.
     host_link : Link or None
-        Of a rank to those of its host, where that is faster.
+        Between ranks of one host, if that is faster.
     ranks_per_host : int
-        Consecutive ranks of one host, which ``host_link`` joins.
+        Number of consecutive ranks on one host.
     block : Link
-        Seconds that a call of a block takes beside its FLOPs, and bytes in a second at which its
-        results are added to those of others; free by default.
+        Seconds per call of a block besides its FLOPs, and bytes per second at which its results
+        are added to other results; free by default.
     on_gpu : bool
-        Whether ranks have a GPU each: then heads are grouped so that a group fills it.
+        True if each rank has a GPU: then head groups are large enough to occupy it.
 
     Examples
     --------
-    Hosts with eight GPUs, joined by NVLink and by InfiniBand of 400 Gbit/s for each GPU:
+    Hosts with eight GPUs, NVLink inside a host, and 400 Gbit/s InfiniBand per GPU:
 
     >>> from tileattn.distributed import Link, Rates
     >>> rates = Rates(5e14, Link(1e-5, 4e10), host_link=Link(5e-6, 3e11), ranks_per_host=8)
@@ -84,15 +84,15 @@ class Rates:
         links = [x for x in (self.link, self.host_link, self.block) if x is not None]
         for name, x in (("flops", self.flops), *(("bandwidth", x.bandwidth) for x in links)):
             if not x > 0:
-                raise ValueError(f"{name} is {x}; more than 0 is accepted")
+                raise ValueError(f"{name} must be positive; got {x}")
         for link in links:
             if not link.latency >= 0:
-                raise ValueError(f"latency is {link.latency}; 0 or more is accepted")
+                raise ValueError(f"latency must be non-negative; got {link.latency}")
         if self.ranks_per_host < 1:
-            raise ValueError(f"ranks_per_host is {self.ranks_per_host}; 1 or more is accepted")
+            raise ValueError(f"ranks_per_host must be at least 1; got {self.ranks_per_host}")
 
     def between(self, *, on_host: bool) -> Link:
-        """Give the link of ranks that are, or are not, all on one host."""
+        """Return the link between ranks that are all on one host, or are not."""
         return self.host_link if on_host and self.host_link is not None else self.link
 
 
@@ -104,20 +104,20 @@ GPU_RATES = Rates(
 
 
 class PassCost(NamedTuple):
-    """What one pass costs.
+    """Cost of one pass.
 
     Parameters
     ----------
     messages, nbytes : int
-        What a rank sends at most.
+        The most that a rank sends.
     seconds : float
         Predicted time of the slowest rank.
     groups : int
-        Groups of heads that a rank computes one after the other.
+        Number of head groups, computed one after the other.
     held : int
-        Bytes of the inputs, results and buffers of a rank at most, ``bias`` and ``mask`` aside.
+        The most bytes of inputs, results and buffers on a rank, without ``bias`` and ``mask``.
     share : float
-        The same over what one call holds, divided by the number of ranks.
+        ``held`` relative to an equal share of what one call on one device holds.
     """
 
     messages: int
@@ -129,14 +129,14 @@ class PassCost(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a schedule costs.
+    """Cost of a schedule.
 
     Parameters
     ----------
     schedule : str or (str, int)
         As ``tileattn.distributed.forward`` takes it.
     forward, backward : PassCost
-        Of each pass; backward, of all gradients.
+        Cost of each pass; backward computes all gradients.
     """
 
     schedule: Schedule
@@ -150,8 +150,8 @@ class Cost(NamedTuple):
 
 
 def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -> Cost:
-    """Predict both passes of a schedule that goes with the call."""
-    n, held = group_size(schedule, work.ranks), held_by(work, schedule, on_gpu=on_gpu)
+    """Predict both passes of a schedule that the call supports."""
+    n, held = group_size(schedule, work.ranks), planners(work, schedule, on_gpu=on_gpu)
     plans = [x.plan for x in held]
     matmuls = _computing(work, schedule, rates, held)
     whole = rates.between(on_host=work.ranks <= rates.ranks_per_host)
@@ -172,7 +172,7 @@ def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -
         groups = [plan.groups for plan in plans]
         heads, ring = exchanged(work, n, groups), passed_on(work, n, groups)
         sent = [x.plus(y) for x, y in zip(heads, ring, strict=True)]
-        # Keys travel while a rank computes; exchanges do not.
+        # Ring messages overlap with computation; the all-to-all does not.
         seconds = [
             _seconds(x, inside) + max(_seconds(y, whole), own)
             for x, y, own in zip(heads, ring, matmuls, strict=True)
@@ -180,7 +180,7 @@ def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -
     costs = (
         PassCost(
             *(int(x.messages.max()), int(x.nbytes.max()), float(time), plan.groups),
-            *((nbytes := one.of(plan)), nbytes / one.share if one.share else 1.0),
+            *((nbytes := one.nbytes(plan)), nbytes / one.fair_share if one.fair_share else 1.0),
         )
         for x, time, plan, one in zip(sent, seconds, plans, held, strict=True)
     )
@@ -188,24 +188,28 @@ def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -
 
 
 def _seconds(sent: Sent, link: Link) -> float:
-    """Give the time of the rank that sends for longest."""
+    """Return the time of the rank that sends for longest."""
     return float(np.max(sent.messages * link.latency + sent.nbytes / link.bandwidth))
 
 
-def _computing(work: Workload, schedule: Schedule, rates: Rates, held: tuple[Held, Held]) -> Array:
-    """Give the time of both passes on the rank that computes for longest.
+def _computing(
+    work: Workload, schedule: Schedule, rates: Rates, held: tuple[PassPlanner, PassPlanner]
+) -> Array:
+    """Return the time of both passes on the rank that computes for longest.
 
-    Each block is as many calls as a pass has groups of heads, and pieces of these and of queries.
+    A block takes one call for each head group, each split of its heads and each cut of its queries.
     """
     P, n, plans = work.problem, group_size(schedule, work.ranks), [x.plan for x in held]
     pairs = work.visibility.pairs(work.q_layout).reshape(-1, n).sum(axis=1)
-    filled = [x.filled(plan) if rates.on_gpu else 1.0 for x, plan in zip(held, plans, strict=True)]
-    matmuls = np.array([[flops_of(P, backward=x > 0) / y] for x, y in enumerate(filled)])
+    filled = [
+        x.occupancy(plan) if rates.on_gpu else 1.0 for x, plan in zip(held, plans, strict=True)
+    ]
+    matmuls = np.array([[flops_per_pair(P, backward=x > 0) / y] for x, y in enumerate(filled)])
     flops = pairs * (P.Hq // n) * matmuls
     gathers, lengths = schedule == "gather", _lengths(work, n)
     blocks = _blocks(work, n, lengths, gathers=gathers)
-    # What is summed over blocks: out; gradients of queries, keys and values. On a GPU the first
-    # results of a query are in their place, and copies take as long.
+    # Sums over blocks: out, dq, dk and dv. On a GPU the first result of a query is written in
+    # place, and copies take as long as sums.
     queries, of_keys = (P.B * heads // n * P.accum_dtype.itemsize for heads in (P.Hq, P.Hkv))
     added = blocks.queries - rates.on_gpu * lengths[0]
     out = added * (queries * P.Dv)
@@ -220,7 +224,7 @@ def _computing(work: Workload, schedule: Schedule, rates: Rates, held: tuple[Hel
 
 
 def _copied(work: Workload, n: int, lengths: tuple[Array, Array], *, gathers: bool) -> Array:
-    """Count the bytes that a rank copies where they belong: all keys; heads of all tokens."""
+    """Count the bytes that a rank copies into place: all keys, or its heads of all tokens."""
     P, (queries, keys) = work.problem, lengths
     each = P.B * (P.D + P.Dv) * P.dtype.itemsize
     if gathers:
@@ -231,8 +235,8 @@ def _copied(work: Workload, n: int, lengths: tuple[Array, Array], *, gathers: bo
     return np.stack([of_heads, 2 * of_heads])
 
 
-def _blocks(work: Workload, n: int, lengths: tuple[Array, Array], *, gathers: bool) -> Blocks:
-    """Count the blocks of each rank: one for each rank whose keys come by, or for each segment."""
+def _blocks(work: Workload, n: int, lengths: tuple[Array, Array], *, gathers: bool) -> BlockCounts:
+    """Count the blocks of each rank: one for each rank whose keys it gets, or for each segment."""
     queries, keys = layout_across(work.q_layout, n), layout_across(work.k_layout, n)
     if gathers or not work.only_order:
         whole = Layout.contiguous([keys.length]) if gathers else keys
@@ -241,11 +245,11 @@ def _blocks(work: Workload, n: int, lengths: tuple[Array, Array], *, gathers: bo
     for ranks, length in zip(attending_ranks(work, queries, keys), lengths[1], strict=True):
         number += ranks
         attended += ranks * length
-    return Blocks(number, number * lengths[0], attended)
+    return BlockCounts(number, number * lengths[0], attended)
 
 
 def _lengths(work: Workload, n: int) -> tuple[Array, Array]:
-    """Count the queries and the keys of each group of n ranks."""
+    """Count the queries and keys of each group of n ranks."""
     queries, keys = (
         np.array([x.length_of(rank) for rank in range(x.ranks)], np.float64).reshape(-1, n)
         for x in (work.q_layout, work.k_layout)

@@ -1,7 +1,7 @@
-"""What a rank holds, and into how many groups of heads a pass is divided for it.
+"""Memory of a rank in each pass, and how a pass is divided to keep it near the rank's share.
 
-Bytes are those of inputs, results and buffers, where all parts are as long as the longest and
-travel all the way. Tiles of a CPU come on top, and bias and mask.
+Byte counts cover inputs, results and buffers. They assume that all parts are as long as the longest
+one and travel all the way. Tile buffers of a CPU, bias and mask are not counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,34 +14,34 @@ import numpy as np
 
 from tileattn.call.problem import Problem
 from tileattn.distributed.layout import Layout, layout_across
-from tileattn.distributed.model.waves import Waves
-from tileattn.distributed.model.workload import Workload, flops_of
+from tileattn.distributed.model.occupancy import Occupancy
+from tileattn.distributed.model.workload import Workload, flops_per_pair
 from tileattn.distributed.schedules.names import Plan, Schedule, group_size
 from tileattn.distributed.visibility import Visibility
 
-_MOST_PIECES = 8  # into which queries are cut
-_ROWS = 4  # numbers of each query that a backward pass computes with
+_MAX_QUERY_CUTS = 8
+_ROW_NUMBERS = 4  # numbers that a backward pass keeps for each query
 
 
 class Device(NamedTuple):
-    """What calls and messages are worth their start.
+    """Minimum work that justifies a kernel launch or a communication step.
 
     Parameters
     ----------
     on_gpu : bool
-        Whether blocks keep their dtype, and sums are in two halves.
+        True if blocks keep the dtype of the call, and float32 sums are kept in two halves.
     tile : int
-        Queries, backward keys, of a work tile.
+        Queries (backward: keys) of a work tile.
     units : int
-        Work tiles that run at a time.
+        Work tiles that run at the same time.
     flops : float
-        FLOPs in a second.
+        FLOP/s.
     call, step : float
-        Seconds of computing that are worth a call, and a step in which messages begin.
+        Seconds of computation that justify one more call, and one more communication step.
     rows : int
-        Queries of a call where they are cut, at least.
+        Minimum number of queries of a call whose queries are cut.
     budget : float
-        What a rank may hold, over its share in what one call holds.
+        Bytes that a rank may hold, relative to its share of what one call holds.
     """
 
     on_gpu: bool
@@ -54,32 +54,32 @@ class Device(NamedTuple):
     budget: float = 1.15
 
 
-# Some cores; and a Hopper GPU with its 132 SMs.
+# A CPU with some cores, and a Hopper GPU with its 132 SMs.
 CPU = Device(on_gpu=False, tile=512, units=4, flops=2e11, call=5e-4, step=5e-4)
 GPU = Device(on_gpu=True, tile=128, units=132, flops=6e14, call=1e-4, step=5e-4)
 
-_WELL_FILLED = 0.9  # of what one call for all heads fills
+_MIN_RELATIVE_OCCUPANCY = 0.9  # of a divided call, relative to one call for all heads
 
 
-class Held:
-    """What a pass of a schedule holds.
+class PassPlanner:
+    """Counts the memory of one pass of a schedule, and divides the pass.
 
     Parameters
     ----------
     problem : Problem
-        The call, of which the number of queries is not looked at.
+        The call; its number of queries is ignored.
     layouts : (Layout, Layout)
         Queries and keys of each rank.
     schedule : str or (str, int)
-        It goes with the call.
+        A schedule that the call supports.
     device : Device
-        What runs it.
+        CPU or GPU.
     visibility : Visibility
-        Where keys are visible.
+        Which keys are visible.
     backward : bool
-        Which pass.
+        True for the backward pass.
     only_order : bool
-        As a plan has it.
+        As in `Plan`.
     """
 
     def __init__(
@@ -98,21 +98,21 @@ class Held:
         self._P, self._n, self._device, self._backward = P, n, device, backward
         self._ring, self._gathers, self._all_keys = ranks // n, schedule == "gather", keys
         self._only_order = only_order
-        flops = visibility.pairs(layouts[0]).sum() * P.Hq * flops_of(P, backward=backward)
+        flops = visibility.pairs(layouts[0]).sum() * P.Hq * flops_per_pair(P, backward=backward)
         self._seconds = float(flops) / ranks / device.flops
         self._own = self._operands(*map(_longest_part, layouts))
-        self.share = (self._operands(queries, keys) + self._of_rows(P.Hq, queries)) / ranks
+        self.fair_share = (self._operands(queries, keys) + self._row_sums(P.Hq, queries)) / ranks
         joined = [layout_across(x, n) if n > 1 else x for x in layouts]
         self._queries, self._keys = map(_longest_part, joined)
         longest = [_longest_segments(x) for x in joined]
         self._segment, self._block_keys = (max(x, default=0) for x in longest)
-        self._waves = Waves(
+        self._tiles = Occupancy(
             *(visibility, (joined[0], joined[1]), device.tile, device.units),
             gathers=self._gathers,
             backward=backward,
             only_order=only_order,
         )
-        if only_order:  # blocks have segments that are no neighbours
+        if only_order:  # a block may join segments that are not adjacent
             if not self._gathers or P.window[1] is None:
                 self._segment = self._queries
             self._block_keys = self._keys
@@ -121,22 +121,23 @@ class Held:
 
     @cached_property
     def plan(self) -> Plan:
-        """Divide the pass: the fewest calls that hold no more than the budget; else the least."""
+        """The plan with the fewest calls within the memory budget; else the smallest."""
         plans = list(self._plans())
-        fitting = (x for x in plans if self.of(x) <= self._device.budget * self.share)
-        return next(fitting, None) or min(plans, key=self.of)
+        budget = self._device.budget * self.fair_share
+        fitting = (x for x in plans if self.nbytes(x) <= budget)
+        return next(fitting, None) or min(plans, key=self.nbytes)
 
     def _plans(self) -> Iterator[Plan]:
-        """Yield what is worth its start: first with messages ahead, then with the fewest calls."""
+        """Yield plans with long enough calls: overlapped ones first, then by number of calls."""
         P, n, is_single = self._P, self._n, self._n > 1 and self._ring == 1
         keys, splits = max(1, P.Hkv // n), [1]
-        groups = counts(P.Hq // n, P.Hkv // n)
+        groups = group_counts(P.Hq // n, P.Hkv // n)
         cuts: Sequence[int] = (1,)
-        if not is_single:  # else keys would travel again
+        if not is_single:  # more groups would send keys again
             groups = [count for count in groups if count <= keys]
             splits = [count for count in range(1, P.group + 1) if P.group % count == 0] or [1]
-            cuts = range(1, _MOST_PIECES + 1)
-        # Heads are divided first: of fewer queries keys are loaded as often.
+            cuts = range(1, _MAX_QUERY_CUTS + 1)
+        # Divide heads first: cutting queries loads the same keys again for each cut.
         divided = sorted(product(cuts, groups, splits), key=lambda x: (x[0], prod(x), x[1]))
         plans = [
             Plan(
@@ -144,15 +145,15 @@ class Held:
                 only_order=self._only_order,
             )
             for cut, count, split in divided
-            if cut * count * split == 1 or self._is_worth(count, split, cut)
+            if cut * count * split == 1 or self._is_long_enough(count, split, cut)
         ]
         if self._gathers or (self._backward and self._ring > 1):
             yield from (plan._replace(ahead=plan.groups > 1) for plan in plans)
             plans = [plan for plan in plans if plan.groups > 1]
         yield from plans
 
-    def _is_worth(self, count: int, split: int, cut: int) -> bool:
-        """Whether calls take some time and fill a rank, and messages are worth their start."""
+    def _is_long_enough(self, count: int, split: int, cut: int) -> bool:
+        """Return True if calls outlast their launch and messages, and occupy the device."""
         device, blocks = self._device, 1 if self._gathers else self._ring
         steps = (self._ring - 1) * (1 + self._backward) + 2 * (self._n - 1)
         rows = None if cut == 1 else -(-self._segment // cut)
@@ -161,58 +162,63 @@ class Held:
         starts = blocks * count * split * cut * device.call
         if self._seconds < max(starts, steps * count * device.step if count > 1 else 0.0):
             return False
-        return self._fills(count, split, rows) >= _WELL_FILLED * self._fills(1, 1, None)
+        whole = self._occupancy(1, 1, None)
+        return self._occupancy(count, split, rows) >= _MIN_RELATIVE_OCCUPANCY * whole
 
     def _may_split(self, count: int, split: int) -> bool:
-        """Whether key heads can be a batch: there is one of each, or one of them."""
+        """Return True if query heads may be split: one entry or one key head, and no sinks."""
         P = self._P
         is_plain = self._only_order and "sinks" not in P.enabled_options
         return split == 1 or (is_plain and (P.B == 1 or count == P.Hkv // self._n))
 
-    def filled(self, plan: Plan) -> float:
-        """Give the share of the time in which the work tiles of calls fill a rank."""
-        return self._fills(plan.groups, plan.splits, plan.rows)
+    def occupancy(self, plan: Plan) -> float:
+        """Return the share of time in which the work tiles of a call occupy the device."""
+        return self._occupancy(plan.groups, plan.splits, plan.rows)
 
-    def _fills(self, count: int, split: int, rows: int | None) -> float:
+    def _occupancy(self, count: int, split: int, rows: int | None) -> float:
+        """Return the occupancy of calls of a divided pass."""
         hq, hk = self._heads(count)
         hq //= split
-        heads = hk if self._backward else hq
-        return self._waves.filled(self._P.B * heads, hq // hk, rows)
+        return self._tiles.of_calls(self._P.B * (hk if self._backward else hq), hq // hk, rows)
 
     def calls(self, plan: Plan) -> int:
-        """Count the calls of a block, at most."""
+        """Return the maximum number of calls for one block."""
         cuts = -(-self._segment // plan.rows) if plan.rows else 1
         return plan.groups * plan.splits * cuts
 
-    def of(self, plan: Plan) -> int:
-        """Count the bytes that a rank holds at most."""
+    def nbytes(self, plan: Plan) -> int:
+        """Return the maximum number of bytes that a rank holds."""
         P, (hq, hk) = self._P, self._heads(plan.groups)
         exchanged = self._exchanged(hq, hk) if self._n > 1 else 0
         if self._gathers:
-            buffers = self._of_gather(hq, hk, plan)
+            buffers = self._gather_buffers(hq, hk, plan)
         elif self._n > 1 and self._ring == 1:
-            buffers = self._of_rows(hq, self._queries)
-            if self._backward and hq < P.group:  # sums of groups that read the same keys
+            buffers = self._row_sums(hq, self._queries)
+            if self._backward and hq < P.group:  # sums over groups that share keys
                 buffers += self._pair(hk, self._keys, self._wide)
         else:
-            buffers = self._of_ring(hq, hk, plan)
+            buffers = self._ring_buffers(hq, hk, plan)
         return self._own + exchanged + buffers
 
-    def _of_ring(self, hq: int, hk: int, plan: Plan) -> int:
-        """Count two pairs of keys and values on their way, backward of gradients; sums, a block."""
+    def _ring_buffers(self, hq: int, hk: int, plan: Plan) -> int:
+        """Count two buffers of keys and values, their gradients, row sums and a block."""
         P = self._P
         keys = self._pair(hk, self._keys)
         is_copied = self._n == 1 and P.B > 1 and hk < P.Hkv
-        steps = min(self._ring, 3) - 1  # in which other keys are there, or arrive
+        steps = min(self._ring, 3) - 1  # in which another rank's keys are present or arriving
         found = max(keys * (is_copied + min(steps, 1)), keys * steps)
-        if self._backward:  # own ones, those that travel, and those that arrive
+        if (
+            self._backward
+        ):  # this rank's gradients, the pair being summed and the pair being received
             pairs = 1 if self._ring == 1 else 3 + (plan.ahead and plan.groups > 1)
             found += pairs * self._pair(hk, self._keys, self._wide)
-        parts = self._ring if plan.only_order else 3  # over which results are summed, at least
+        parts = (
+            self._ring if plan.only_order else 3
+        )  # key parts over which results are summed, at least
         return found + self._sums(hq, parts) + self._block(hq, hk, plan)
 
-    def _of_gather(self, hq: int, hk: int, plan: Plan) -> int:
-        """Count all keys, joined or on their way, and backward their gradients; sums, a block."""
+    def _gather_buffers(self, hq: int, hk: int, plan: Plan) -> int:
+        """Count all keys, joined or arriving, their gradients (backward), row sums and a block."""
         P, ranks, others = self._P, self._ring, self._all_keys - self._keys
         keys, arriving = self._pair(hk, self._all_keys), self._pair(hk, others)
         k, of_v = self._bytes(hk, self._all_keys, P.D), self._bytes(hk, others, P.Dv)
@@ -228,7 +234,7 @@ class Held:
         return upcoming + max(joining, computing, returning)
 
     def _exchanged(self, hq: int, hk: int) -> int:
-        """Count some heads of all tokens of a group: inputs and results."""
+        """Count the inputs and results of the all-to-all: some heads of all tokens of a group."""
         P, passes = self._P, 1 + self._backward
         rows = self._bytes(hq, self._queries, passes * (P.D + P.Dv))
         numbers = P.B * hq * self._queries * self._wide
@@ -236,9 +242,9 @@ class Held:
         return rows + numbers + (1 + (self._backward and self._ring == 1)) * keys
 
     def _sums(self, hq: int, parts: int) -> int:
-        """Count sums of the results of queries: lower halves, or all where they are wider.
+        """Count accumulators of rows: the lower halves on a GPU, whole wide arrays on a CPU.
 
-        A GPU has lower halves from the third part on.
+        A GPU allocates lower halves when a third key part arrives.
         """
         P, on_gpu = self._P, self._device.on_gpu
         if on_gpu and parts < 3:
@@ -251,7 +257,7 @@ class Held:
         return found
 
     def _block(self, hq: int, hk: int, plan: Plan) -> int:
-        """Count the operands of a call where they are widened, and its results."""
+        """Count the widened operands of one call, and its results."""
         P, rows = self._P, min(plan.rows or self._segment, self._segment)
         hq //= plan.splits
         on_gpu, keys = self._device.on_gpu, self._block_keys
@@ -261,16 +267,16 @@ class Held:
         if self._backward:
             found += self._bytes(hq, rows, P.D + 2 * P.Dv, self._wide) if widened else 0
             found += self._bytes(hq, rows, P.D, item) + self._pair(hk, keys, item)
-            sums = 0 if widened else self._of_rows(hq, rows)
-            return found + (sums or self._bytes(hq, rows, _ROWS, self._wide))
+            sums = 0 if widened else self._row_sums(hq, rows)
+            return found + (sums or self._bytes(hq, rows, _ROW_NUMBERS, self._wide))
         found += self._bytes(hq, rows, P.D, self._wide) if widened else 0
         if on_gpu and self._gathers:
             return self._bytes(hq, rows, 1, self._wide)
-        results = 1 if on_gpu else 2  # of which one is weighed
+        results = 1 if on_gpu else 2  # the accumulator and the part being merged
         return found + results * self._bytes(hq, rows, P.Dv, item)
 
     def _heads(self, count: int) -> tuple[int, int]:
-        """Count the heads of queries and of keys of a group."""
+        """Return the number of query heads and key heads of a head group."""
         P, n = self._P, self._n
         return P.Hq // n // count, max(1, P.Hkv // n // count)
 
@@ -282,19 +288,19 @@ class Held:
         return self._bytes(heads, keys, self._P.D + self._P.Dv, itemsize)
 
     def _operands(self, queries: int, keys: int) -> int:
-        """Count inputs and results of the pass."""
+        """Count the inputs and results of the pass."""
         P = self._P
         of_heads = self._bytes(P.Hq, queries, P.D + P.Dv) + self._pair(P.Hkv, keys)
         return (1 + self._backward) * of_heads + self._bytes(P.Hq, queries, 1, self._wide)
 
-    def _of_rows(self, heads: int, queries: int) -> int:
-        """Count what a backward pass computes with: sums of dq, and numbers of each query."""
-        columns = _ROWS + self._P.D * self._is_narrow
+    def _row_sums(self, heads: int, queries: int) -> int:
+        """Count the temporaries of a backward pass: wide dq, and a few numbers for each query."""
+        columns = _ROW_NUMBERS + self._P.D * self._is_narrow
         return self._bytes(heads, queries, columns, self._wide) if self._backward else 0
 
     @property
     def _is_narrow(self) -> bool:
-        """Whether sums are wider than results."""
+        """True if sums are wider than results."""
         return self._item < self._wide
 
     @property
@@ -306,28 +312,30 @@ class Held:
         return self._P.accum_dtype.itemsize
 
 
-def held_by(work: Workload, schedule: Schedule, *, on_gpu: bool) -> tuple[Held, Held]:
-    """Give what both passes of a schedule hold."""
+def planners(
+    work: Workload, schedule: Schedule, *, on_gpu: bool
+) -> tuple[PassPlanner, PassPlanner]:
+    """Return the planners of the forward and the backward pass."""
     layouts, (window, *entries) = (work.q_layout, work.k_layout), work.visibility
     visibility = window, *(tuple(x.tolist()) for x in entries)
     device = GPU if on_gpu else CPU
-    return _held_by(work.problem, layouts, schedule, device, visibility, work.only_order)
+    return _planners(work.problem, layouts, schedule, device, visibility, work.only_order)
 
 
 @lru_cache(maxsize=256)
-def _held_by(
+def _planners(
     problem: Problem,
     layouts: tuple[Layout, Layout],
     schedule: Schedule,
     device: Device,
     visibility: tuple[Any, ...],
     only_order: bool,
-) -> tuple[Held, Held]:
+) -> tuple[PassPlanner, PassPlanner]:
     window, *entries = visibility
     places = Visibility(window, *(np.array(x, np.int64) for x in entries))
+    given = problem, layouts, schedule, device, places
     forward, backward = (
-        Held(problem, layouts, schedule, device, places, backward=x, only_order=only_order)
-        for x in (False, True)
+        PassPlanner(*given, backward=x, only_order=only_order) for x in (False, True)
     )
     return forward, backward
 
@@ -337,15 +345,16 @@ def _longest_part(layout: Layout) -> int:
 
 
 def _longest_segments(layout: Layout) -> list[int]:
-    """Give the longest segment of each rank."""
+    """Return the length of the longest segment of each rank."""
     parts = (layout.segments(rank) for rank in range(layout.ranks))
     return [max((x.stop - x.start for x in part), default=0) for part in parts]
 
 
-def counts(Hq: int, Hkv: int) -> Sequence[int]:
-    """List the numbers of groups of equal size, the least first.
+def group_counts(Hq: int, Hkv: int) -> Sequence[int]:
+    """List the possible numbers of head groups of equal size, in ascending order.
 
-    A group has some heads of keys and all queries that read them, or some of those of one.
+    A group has some key heads with all query heads that read them, or one key head and some of its
+    query heads.
     """
     shared = Hq // Hkv if Hkv else 1
     whole = [n for n in range(1, Hkv + 1) if Hkv % n == 0] or [1]

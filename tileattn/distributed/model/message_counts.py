@@ -1,8 +1,8 @@
-"""What ranks send one another by each schedule: messages and bytes, counted without sending them.
+"""Messages and bytes that ranks send in each schedule, counted without sending them.
 
-Of P ranks it takes O(P * P / 64) steps at most. What all ranks gather is not counted: their
-arguments, and the sums of gradients that they share; nor is the second forward pass that
-``backward`` runs where scores are large.
+For P ranks it takes at most O(P * P / 64) steps. The counts exclude what all ranks gather
+(arguments and sums of shared gradients), and the second forward pass of ``backward`` if scores are
+large.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,33 +19,33 @@ Array = NDArray[Any]
 
 
 class Sent(NamedTuple):
-    """What each rank sends in a pass.
+    """Messages and bytes that each rank sends in a pass.
 
     Parameters
     ----------
     messages, nbytes : array, shape (P,)
-        Of each of P ranks.
+        For each of P ranks.
     """
 
     messages: Array
     nbytes: Array
 
     def plus(self, other: "Sent") -> "Sent":
-        """Send something else, too."""
+        """Add other messages."""
         return Sent(self.messages + other.messages, self.nbytes + other.nbytes)
 
     def in_groups(self, count: int) -> "Sent":
-        """Send it in as many messages of a part of the heads each."""
+        """Send the same bytes in ``count`` groups of heads."""
         return self._replace(messages=count * self.messages)
 
 
 def exchanged(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
-    """Count what ranks exchange inside groups of n, in both passes: tokens for heads, and back.
+    """Count the all-to-all messages inside groups of n ranks, for both passes.
 
-    A pass is divided into ``groups`` of heads.
+    ``groups`` are the numbers of head groups of the passes.
     """
     P, item, wide = work.problem, work.problem.dtype.itemsize, work.problem.accum_dtype.itemsize
-    # Bytes of one token that one rank sends another.
+    # Bytes per token that one rank sends another.
     q, out = (P.B * P.Hq // n * columns * item for columns in (P.D, P.Dv))
     k, v = (P.B * P.Hkv // n * columns * item for columns in (P.D, P.Dv))
     lse = P.B * P.Hq // n * wide
@@ -58,7 +58,7 @@ def exchanged(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
             of_heads.append((x.heads // n * each, x.gradient))
     rows, once = [size for size, _ in of_heads], [size for size, _ in shared]
     dbias, dshared = ([size for size, x in sizes if x] for sizes in (of_heads, shared))
-    # Of queries in each group, of keys, and of what heads share: to heads, and back.
+    # Arrays with queries, with keys, and shared by heads: sent to heads, and back to tokens.
     passes: tuple[tuple[list[int], ...], ...] = (
         ([q, *rows], [k, v], once, [out, lse], [], []),
         ([q, out, out, lse, *rows], [k, v], once, [q, *dbias], [k, v], dshared),
@@ -77,13 +77,13 @@ def exchanged(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
 
 
 def passed_on(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
-    """Count what ranks of a ring over groups of n pass on, in both passes."""
+    """Count the messages of a ring over groups of n ranks, for both passes."""
     queries, keys = (layout_across(x, n) for x in (work.q_layout, work.k_layout))
     P, size = work.problem, keys.ranks
     steps = np.array(reach(work.visibility.attending(queries, keys)))
     some = (steps > 0).astype(np.float64)
     elements = _lengths(keys) * (P.B * P.Hkv // n * (P.D + P.Dv))
-    last = (np.arange(size) + steps) % size  # it returns the gradients
+    last = (np.arange(size) + steps) % size  # returns the gradients
     item, wide = P.dtype.itemsize, P.accum_dtype.itemsize
     found = []
     for sizes in (np.ones(size), elements):
@@ -97,17 +97,17 @@ def passed_on(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
 
 
 def _sums_on_the_way(steps: Array, sizes: Array) -> Array:
-    """Sum the sizes of the parts that each rank of a ring sends on, its own first."""
+    """Sum the sizes of the parts that each rank of a ring sends, including its own."""
     ranks = np.arange(len(steps))
     changes = np.zeros(2 * len(steps))
     np.add.at(changes, ranks, sizes)
     np.add.at(changes, ranks + steps, -sizes)
-    under_way: Array = changes.cumsum().reshape(2, -1).sum(axis=0)  # behind the last comes rank 0
+    under_way: Array = changes.cumsum().reshape(2, -1).sum(axis=0)  # rank 0 follows the last rank
     return under_way
 
 
 def gathered(work: Workload) -> tuple[Sent, Sent]:
-    """Count what ranks send to those that attend to their keys, and gradients back; one group."""
+    """Count the messages of an all-gather with one head group, and of the gradients sent back."""
     P, size = work.problem, work.ranks
     elements = _lengths(work.k_layout) * (P.B * P.Hkv * (P.D + P.Dv))
     sent, back = (Sent(np.zeros(size), np.zeros(size)) for _ in range(2))
@@ -121,7 +121,7 @@ def gathered(work: Workload) -> tuple[Sent, Sent]:
 
 
 def attending_ranks(work: Workload, queries: Layout, keys: Layout) -> Iterator[Array]:
-    """Yield for each rank which ones attend to some of its keys."""
+    """Yield for each rank a boolean array of the ranks that attend to its keys."""
     size = queries.ranks
     for ranks in work.visibility.attending(queries, keys):
         bits = np.frombuffer(ranks.to_bytes(size // 8 + 1, "little"), np.uint8)

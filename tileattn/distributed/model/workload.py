@@ -1,26 +1,25 @@
-"""A call on ranks, without arrays."""
+"""The part of a call that the cost model looks at: sizes, layouts and windows, but no arrays."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from tileattn.call.problem import Problem
+from tileattn.call.problem import Operands, Problem
+from tileattn.distributed.call import Call
 from tileattn.distributed.layout import Layout
 from tileattn.distributed.visibility import Visibility
 
-# Options that look at which query, or which key, it is.
-_BY_POSITION = frozenset({"alibi_slopes", "bias", "mask", "dropout_p", "score_mod", "mask_mod"})
-
 
 class Rows(NamedTuple):
-    """A bias or a mask of which each rank has the rows of its queries.
+    """A bias or mask of which each rank has the rows of its own queries.
 
     Parameters
     ----------
     batch, heads, keys : int
-        Its other axes; 1 where it is broadcast.
+        Lengths of its other axes; 1 where it is broadcast.
     itemsize : int
-        Bytes of an element on the way.
+        Bytes of an element in a message.
     gradient : bool
-        Whether its gradient travels back.
+        True if its gradient is sent back.
     """
 
     batch: int
@@ -31,14 +30,14 @@ class Rows(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """A call on ranks, without arrays.
+    """A call without its arrays.
 
     Parameters
     ----------
     problem : Problem
-        Of which the number of queries is not looked at.
+        The call; its number of queries is ignored.
     visibility : Visibility
-        Where keys are visible; functions and masks hide others, which is not looked at.
+        Which keys are visible by position. Dense masks and mask functions are ignored.
     q_layout, k_layout : Layout
         Queries and keys of each rank.
     rows : tuple of Rows
@@ -53,18 +52,43 @@ class Workload(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.q_layout.ranks
 
     @property
     def only_order(self) -> bool:
-        """Whether of the positions of tokens nothing but their order counts, for all alike."""
+        """True if only the order of tokens matters, not their positions, in all batch entries."""
         P, (_, lengths, offsets) = self.problem, self.visibility
-        if P.window[0] is not None or not _BY_POSITION.isdisjoint(P.enabled_options):
+        by_pair = P.has_alibi or P.has_bias or P.has_pair_mask or P.has_dropout
+        if P.window[0] is not None or by_pair or P.score_mod is not None:
             return False
         return len({*offsets.tolist()}) == 1 and {*lengths.tolist()} == {self.k_layout.length}
 
 
-def flops_of(P: Problem, *, backward: bool) -> int:
-    """Count the FLOPs of a pair."""
+def workload(
+    problem: Problem, x: Operands, q_layout: Layout, k_layout: Layout, with_rows: Sequence[str]
+) -> Workload:
+    """Describe a call; each rank has its own rows of the arrays named in ``with_rows``."""
+    rows = []
+    for name in with_rows:
+        array, gradient = getattr(x, name), name == "bias"
+        B, heads, _, keys = array.shape
+        itemsize = array.dtype.itemsize
+        if gradient:  # it is sent in the accumulation dtype
+            itemsize = max(itemsize, problem.accum_dtype.itemsize)
+        rows.append(Rows(B, heads, keys, itemsize, gradient=gradient))
+    visibility = Visibility(problem.window, x.kv_lengths, x.q_offset)
+    return Workload(problem, visibility, q_layout, k_layout, tuple(rows))
+
+
+def workload_of(call: Call) -> Workload:
+    """Describe the call of a rank."""
+    shared = {"bias": call.bias_rows, "mask": call.mask_rows}
+    with_rows = [name for name, has_rows in shared.items() if has_rows]
+    layouts = call.blocks.q_layout, call.blocks.k_layout
+    return workload(call.problem, call.operands, *layouts, with_rows)
+
+
+def flops_per_pair(P: Problem, *, backward: bool) -> int:
+    """Return the FLOPs of one visible pair of query and key."""
     return 2 * (3 * P.D + 2 * P.Dv if backward else P.D + P.Dv)

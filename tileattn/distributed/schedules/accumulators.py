@@ -1,8 +1,8 @@
-"""Results of a rank's queries, joined from those over parts of the keys: in the caller's arrays.
+"""Accumulators: results of queries over key parts, merged in the caller's arrays.
 
-On the CPU a sum of a wider dtype has memory of its own, and is rounded at the end. On a GPU the
-upper half of a float32 is where the result will be, and the lower half in an array of its own; the
-first part is written where the result will be, and the last one is rounded as it is joined.
+A CPU sums in a wider array and rounds at the end. A GPU splits float32 sums of 16-bit results: the
+upper half is kept in the result array, the lower half in an array of its own. The first part is
+written to the result array directly, and the merge with the last part rounds.
 """
 
 from collections.abc import Sequence
@@ -23,37 +23,37 @@ Array = NDArray[Any]
 
 
 class Rows(Protocol):
-    """What the results over parts of the keys are joined in."""
+    """Accumulates out and lse over key parts."""
 
     def attend(self, queries: Segment, k: Array, v: Array, options: dict[str, Any]) -> None:
-        """Let some queries attend to more keys."""
+        """Attend to more keys with some queries."""
 
     def finish(self) -> None:
-        """Let sinks join the denominator, and round to the dtype of the call."""
+        """Add sinks to the denominator, and round to the dtype of the call."""
 
 
 class RowSums(Protocol):
-    """What gradients of queries over parts of the keys are summed in."""
+    """Accumulates dq over key parts."""
 
     def add(self, queries: Segment, part: Array) -> None:
-        """Add those of some queries over more keys."""
+        """Add the gradients of some queries over more keys."""
 
     def finish(self) -> None:
         """Round to the dtype of the call."""
 
 
 def rows_of(call: Call, to: Attention) -> Rows:
-    """Join results in ``to``."""
+    """Return an accumulator of results in ``to``."""
     return RowsOnGpu(call, to) if call.on_gpu else RowsOnCpu(call, to)
 
 
 def sums_of(call: Call, to: Array) -> RowSums:
-    """Sum gradients in ``to``."""
+    """Return an accumulator of gradients in ``to``."""
     return SumsOnGpu(call, to) if call.on_gpu else SumsOnCpu(call, to)
 
 
 class RowsOnCpu:
-    """NumPy arrays: a state of online softmax, whose maxima are in the place of lse."""
+    """NumPy arrays: an online softmax state whose row maxima use the array of lse."""
 
     def __init__(self, call: Call, to: Attention) -> None:
         self._call, self._to = call, to
@@ -63,20 +63,20 @@ class RowsOnCpu:
         self._state = RowState(to.lse, np.zeros(to.lse.shape, call.sums), acc)
 
     def attend(self, queries: Segment, k: Array, v: Array, options: dict[str, Any]) -> None:
-        """Merge a state."""
+        """Merge the state of one key part."""
         call = self._call
         q = call.wide(call.operands.q[..., queries.rows, :])
         self._state.rows(queries.rows).merge(self._state_of(queries.rows, (q, k, v), options))
 
     def _state_of(self, rows: slice, given: Sequence[Array], options: dict[str, Any]) -> RowState:
-        """Compute a state; nothing else of the call is held when it is merged."""
+        """Compute the state of one key part, and free its operands before the merge."""
         found = tileattn.forward(*given, **options)
         if self._is_inexact(rows, found.lse):
             found = tileattn.forward(*(x.astype(np.float64) for x in given), **options)
         return RowState.of_result(*found, self._call.sums)
 
     def _is_inexact(self, rows: slice, lse: Array) -> bool:
-        """Say whether the rounding of lse would show in the weights of several parts."""
+        """Return True if the rounding of lse would show in the merge of several parts."""
         call, blocks = self._call, self._call.blocks
         if call.sums == np.float64 or not has_large_lse(lse, call.problem.dtype).any():
             return False
@@ -93,7 +93,7 @@ class RowsOnCpu:
 
 
 class SumsOnCpu:
-    """NumPy arrays."""
+    """NumPy arrays: a wide sum, if the result is narrower."""
 
     def __init__(self, call: Call, to: Array) -> None:
         self._to = to
@@ -105,31 +105,31 @@ class SumsOnCpu:
         self._total[..., queries.rows, :] += part
 
     def finish(self) -> None:
-        """Round where the sum is wider."""
+        """Round a wider sum to the result."""
         if self._total is not self._to:
             self._to[...] = self._total
 
 
 class _OnGpu:
-    """Sums of which the results have the upper halves, and how many parts of each piece come."""
+    """Sums in two halves, and the number of key parts still to come for each range of rows."""
 
     def __init__(self, call: Call, to: Any) -> None:
         self._blocks, self._left = call.blocks, dict(call.blocks.number)
-        self._split = set[int]()  # pieces whose sums are in two halves
+        self._split = set[int]()  # row ranges whose sums are in two halves
         self._to, self._low = to, None
 
     def _is_first(self, piece: slice) -> bool:
         return self._left[piece.start] == self._blocks.number[piece.start]
 
     def _next(self, piece: slice) -> bool:
-        """Count a part; return whether it is the last."""
+        """Count a part; return True for the last one."""
         self._left[piece.start] -= 1
         return not self._left[piece.start]
 
     def _halves(self, piece: slice, *, is_last: bool) -> tuple[Any, dict[str, bool]]:
-        """Give the lower halves, and whether sums are in two halves before, and then.
+        """Return the lower halves, and whether the sum is in two halves before and after a part.
 
-        There are none where sums are no wider than results, or have two parts.
+        There are no lower halves if sums are as wide as results, or if there are only two parts.
         """
         is_split = piece.start in self._split
         if not is_last:
@@ -141,7 +141,7 @@ class _OnGpu:
 
 
 class RowsOnGpu(_OnGpu):
-    """CuPy arrays: divided results, joined by a kernel for each part behind the first."""
+    """CuPy arrays: normalised results, merged by a kernel for each part after the first."""
 
     def __init__(self, call: Call, to: Attention) -> None:
         super().__init__(call, to.out)
@@ -150,7 +150,7 @@ class RowsOnGpu(_OnGpu):
         self._sinks = None if sinks is None else sinks.astype(call.sums, order="C")
 
     def attend(self, queries: Segment, k: Any, v: Any, options: dict[str, Any]) -> None:
-        """Compute the first part in its place; weigh and add others."""
+        """Compute the first part in place; merge the others."""
         rows, pieces = queries.rows, self._blocks.within(queries.rows)
         q, to, part = self._call.operands.q[..., rows, :], self._to[..., rows, :], None
         if all(map(self._is_first, pieces)):
@@ -162,7 +162,7 @@ class RowsOnGpu(_OnGpu):
             self._add(piece, part and Attention(part.out[..., own, :], part.lse[..., own]))
 
     def _add(self, piece: slice, part: Attention | None) -> None:
-        """Add a part of a piece; None is the first, which is in its place."""
+        """Add a part of a row range; None is a first part that was computed in place."""
         is_first, is_last = self._is_first(piece), self._next(piece)
         if is_first and part is not None:
             self._to[..., piece, :], self._lse[..., piece] = part
@@ -178,7 +178,7 @@ class RowsOnGpu(_OnGpu):
         join_rows(Attention(self._to, self._lse), low, part, sinks, piece, **halves)
 
     def finish(self) -> None:
-        """Fill rows without keys, which have a sink at most."""
+        """Fill the rows without keys: zeros, and the sink as lse."""
         for rows in self._blocks.pieces:
             if not self._blocks.number[rows.start]:
                 sinks = -np.inf if self._sinks is None else self._sinks[:, np.newaxis]
@@ -187,10 +187,10 @@ class RowsOnGpu(_OnGpu):
 
 
 class SumsOnGpu(_OnGpu):
-    """CuPy arrays: the first part is copied, and others are added by a kernel."""
+    """CuPy arrays: the first part is copied, and a kernel adds the others."""
 
     def add(self, queries: Segment, part: Any) -> None:
-        """Add, and round with the last part."""
+        """Add a part; the last one rounds."""
         from tileattn.backends.cupy.partial_rows import add_halves
 
         rows, pieces = queries.rows, self._blocks.within(queries.rows)
@@ -207,7 +207,7 @@ class SumsOnGpu(_OnGpu):
                 self._to[..., piece, :] = own
 
     def finish(self) -> None:
-        """Fill rows without keys: with 0."""
+        """Fill the rows without keys with zeros."""
         for rows in self._blocks.pieces:
             if not self._blocks.number[rows.start]:
                 self._to[..., rows, :] = 0
@@ -215,5 +215,5 @@ class SumsOnGpu(_OnGpu):
 
 
 def _within(piece: slice, rows: slice) -> slice:
-    """Say where a piece is among the rows of a block."""
+    """Return a row range relative to the rows of a block."""
     return slice(piece.start - rows.start, piece.stop - rows.start)

@@ -1,7 +1,8 @@
-"""An exchange of tokens for heads: what a rank computes is some heads of all tokens of its group.
+"""All-to-all: ranks of a group exchange tokens for heads.
 
-Each rank of a group sends to every other its tokens of that rank's heads, and gets the results of
-its tokens back. A group of one rank exchanges nothing: its heads are views of the caller's arrays.
+Each rank sends every other rank of its group its tokens of that rank's heads. So a rank computes
+some heads of all tokens of the group, and sends the results back to the owners of the tokens. A
+group of one rank exchanges nothing: its heads are views of the caller's arrays.
 
 References
 ----------
@@ -23,18 +24,18 @@ Array = NDArray[Any]
 
 
 class Exchange:
-    """Sends tokens for heads, and heads for tokens, inside a group.
+    """The all-to-all of a group, from tokens to heads and back.
 
-    Heads are numbered among those of each rank. A layout is ``queries`` or ``keys``.
+    Head slices index the heads of one rank. Layouts are ``queries`` or ``keys``.
 
     Parameters
     ----------
     comm : Communicator
         All ranks.
     q_layout, k_layout : Layout
-        Their queries and keys.
+        Queries and keys of all ranks.
     n : int
-        Ranks of a group; it divides their number, and the heads of k.
+        Ranks of a group; divides the number of ranks and of key heads.
     """
 
     def __init__(self, comm: Communicator, q_layout: Layout, k_layout: Layout, n: int) -> None:
@@ -46,16 +47,16 @@ class Exchange:
 
     @property
     def is_alone(self) -> bool:
-        """Whether a group has one rank: its heads are views, and so is the room for results."""
+        """True if a group has one rank: heads and buffers for results are views."""
         return self._n == 1
 
     def heads(self, own: slice, of: int, rank: int | None = None) -> slice:
-        """Give the place of a rank's heads, by default this one's, among all ``of``."""
+        """Return the slice of a rank's heads, by default this rank's, among all ``of`` heads."""
         first = (self.group.rank if rank is None else rank) * (of // self._n)
         return slice(first + own.start, first + own.stop)
 
     def to_heads(self, arrays: Sequence[Array], own: slice, layout: Layout) -> list[Array]:
-        """Give some heads of all tokens, of this rank's tokens of all heads."""
+        """Exchange this rank's tokens of all heads for some heads of all tokens."""
         if self.is_alone:
             return [x[:, own] for x in arrays]
         outgoing = [{n: x[:, self.heads(own, x.shape[1], n)] for n in self._others} for x in arrays]
@@ -73,9 +74,9 @@ class Exchange:
         return found
 
     def room(self, x: Array, own: slice, layout: Layout) -> Array:
-        """Give room for some heads of all tokens, of which ``to_tokens`` fills ``x``.
+        """Return a buffer for some heads of all tokens, from which ``to_tokens`` fills ``x``.
 
-        In a group of one rank it is their place in ``x``, and there is nothing to fill.
+        In a group of one rank it is a view of ``x``, and there is nothing to fill.
         """
         if self.is_alone:
             return x[:, own]
@@ -84,9 +85,9 @@ class Exchange:
         return found
 
     def to_tokens(self, pairs: Iterable[tuple[Array, Array]], own: slice, layout: Layout) -> None:
-        """Fill the heads of all ranks in this rank's tokens, of all tokens of its heads.
+        """Exchange some heads of all tokens for this rank's tokens of all heads.
 
-        Of each pair the second is filled with the first, which is rounded to its dtype.
+        The second array of each pair is filled with the first one, rounded to its dtype.
         """
         if self.is_alone:
             for y, x in pairs:
@@ -108,7 +109,7 @@ class Exchange:
 
     @staticmethod
     def _contiguous(place: Array) -> Array:
-        """Give a place to receive in."""
+        """Return an array to receive in: the view if it is contiguous."""
         if place.flags.c_contiguous:
             return place
         found: Array = library(place).empty(place.shape, place.dtype)
@@ -117,7 +118,7 @@ class Exchange:
     def _exchange(
         self, outgoing: Sequence[Mapping[int, Array]], incoming: Sequence[Mapping[int, Array]]
     ) -> None:
-        """Send arrays to each rank, and receive as many of each, all at once."""
+        """Send arrays to each rank and receive as many, in one step."""
         sent = [{n: library(x).ascontiguousarray(x) for n, x in each.items()} for each in outgoing]
         with self.group.together():
             under_way = [
@@ -132,7 +133,7 @@ class Exchange:
 
 
 def _tokens(layout: Layout, rank: int) -> Iterator[tuple[slice, slice]]:
-    """Give the tokens of a rank among all, and where it has them."""
+    """Yield the tokens of a rank in the group, and their rows on the rank."""
     for start, stop, rows in layout.segments(rank):
         yield slice(start, stop), rows
 

@@ -1,4 +1,4 @@
-"""A rank's queries over keys that come in parts, block by block: results and gradients."""
+"""Attention of a rank's queries over key parts, block by block: results and gradients."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import tileattn
 from tileattn.distributed.arrays import add, add_narrow, library
-from tileattn.distributed.call import Call, Heads, asked
+from tileattn.distributed.call import Call, Heads, requested_gradients
 from tileattn.distributed.layout import Segment
 from tileattn.distributed.schedules.accumulators import RowSums, rows_of, sums_of
 from tileattn.results import Attention, Gradients
@@ -20,7 +20,7 @@ Pair = tuple[Array, Array]
 
 
 def attend(call: Call, arriving: Iterable[tuple[int, Pair]], to: Attention) -> None:
-    """Compute the rows of this rank's queries, over the keys and values of ranks as they come."""
+    """Compute the rows of this rank's queries over key parts, in the order in which they arrive."""
     Hkv = call.problem.Hkv
     parts = [
         (one, rows_of(one, Attention(*(queries_of(x, Hkv, some) for x in to))))
@@ -39,7 +39,7 @@ def attend(call: Call, arriving: Iterable[tuple[int, Pair]], to: Attention) -> N
 
 
 class Upstream(NamedTuple):
-    """What the backward pass is given for some heads of this rank's queries."""
+    """Residuals and upstream gradients of some heads of this rank's queries."""
 
     dout: Array
     out: Array
@@ -47,16 +47,16 @@ class Upstream(NamedTuple):
     dlse: Array | None
 
     def some(self, Hkv: int, heads: slice) -> "Upstream":
-        """Give what is of some query heads of each key head."""
+        """Return the rows of some query heads of each key head."""
         dout, out, lse = (queries_of(x, Hkv, heads) for x in self[:3])
         dlse = None if self.dlse is None else queries_of(self.dlse, Hkv, heads)
         return Upstream(dout, out, lse, dlse)
 
 
 class Parameters(NamedTuple):
-    """Sums of the gradients of what heads share, over blocks of this rank; wide.
+    """Sums of dbias, dsinks and daux over the blocks of this rank, in the accumulation dtype.
 
-    None stands for what is not asked for, or has none.
+    None for gradients that are not requested, or do not exist.
     """
 
     dbias: Array | None
@@ -65,20 +65,20 @@ class Parameters(NamedTuple):
 
 
 class Sums:
-    """Gradients of some heads of this rank's queries, and of parameters, summed block by block.
+    """Gradients of some heads, summed block by block: of queries, keys, values and parameters.
 
     Parameters
     ----------
     call : Call
-        Of these heads.
+        The call of these heads.
     upstream : Upstream
-        What is given for them.
+        Their residuals and upstream gradients.
     wrt : frozenset of str
-        Which gradients are asked for.
+        The gradients to compute.
     dq : array or None
-        Where those of the queries go.
+        Array for the gradient of the queries.
     parameters : Parameters
-        What those of parameters are added to.
+        Sums to which the gradients of parameters are added.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Sums:
             self._parts.append((one, upstream.some(Hkv, heads), sums))
 
     def of_keys(self, source: int, k: Array, v: Array, sums: Callable[[], Pair]) -> Pair:
-        """Add the blocks of the keys of a rank, whose gradients are added to ``sums()``.
+        """Compute the blocks of a rank's keys, and add their dk and dv to ``sums()``.
 
-        These are asked for when the first block is under way: they may be still to arrive.
+        ``sums`` is called after the first block has been launched: the sums may still be arriving.
         """
         call, found = self._call, None
         with np.errstate(all="ignore"):
@@ -118,7 +118,7 @@ class Sums:
         return sums() if found is None else found
 
     def finish(self) -> None:
-        """Round the gradients of queries, and add those of sinks."""
+        """Round the gradients of queries, and add the gradients of sinks."""
         with np.errstate(all="ignore"):
             for *_, dq in self._parts:
                 if dq is not None:
@@ -138,7 +138,7 @@ class Sums:
                 add_narrow(whole, part)
 
     def _of_sinks(self) -> Array:
-        """Give the gradients of the sinks: those of queries without keys."""
+        """Compute the gradients of the sinks, by backward passes without keys."""
         call, x = self._call, self._call.operands
         k, v = (call.wide(a[..., :0, :]) for a in (x.k, x.v))
         sinks = x.sinks.astype(np.float64)  # the sum over the queries is rounded once
@@ -151,7 +151,7 @@ class Sums:
 
 
 def _rows_of_keys(call: Call, k: Array, v: Array, c: Segment) -> Pair:
-    """Give keys and values of a block to its calls."""
+    """Return the keys and values of a block in the form of its calls."""
     some_k, some_v = (keys_of(call.wide(x[..., c.rows, :]), call) for x in (k, v))
     return some_k, some_v
 
@@ -165,7 +165,7 @@ def _gradients(
     options: dict[str, Any],
     wrt: frozenset[str],
 ) -> Gradients:
-    """Compute those of some queries with some keys."""
+    """Compute the gradients of some queries with some keys."""
     q, dout, out = (
         call.wide(x[..., rows, :]) for x in (call.operands.q, upstream.dout, upstream.out)
     )
@@ -173,14 +173,18 @@ def _gradients(
     return tileattn.backward(
         *(dout, q, k, v, out, lse),
         dlse=dlse,
-        wrt=asked(wrt, options),
+        wrt=requested_gradients(wrt, options),
         deterministic=call.deterministic,
         **options,
     )
 
 
 def calls_of(call: Call) -> Iterator[tuple[Call, slice]]:
-    """Yield the call of some query heads, and which these are; key heads are a batch if several."""
+    """Yield the call of each split of the query heads; several key heads become a batch.
+
+    Each call has all keys of the block, so they are sent once, and the backward pass keeps as many
+    work tiles of keys.
+    """
     if call.splits == 1:
         yield call, slice(None)
         return
@@ -211,5 +215,5 @@ def queries_of(x: Array, Hkv: int, some: slice) -> Array:
 
 
 def keys_of(x: Array, call: Call) -> Array:
-    """View keys, or their gradients, as those of the calls, and back."""
+    """View keys, or their gradients, as the calls have them, and back."""
     return x.swapaxes(0, 1) if call.splits > 1 and call.problem.Hkv > 1 else x

@@ -1,9 +1,9 @@
-"""All-gather: every rank gets the keys and values that its queries attend to, all at once.
+"""All-gather: every rank first receives all keys and values that its queries attend to.
 
-Few messages, and blocks as long as the sequence; but each rank has room for all keys of a group of
-heads. They travel to ranks that attend to some of them, and to no others; where there is room,
-those of a group do while a rank computes the one before. In the backward pass each rank sends
-gradients back to the ranks that hold the keys, which sum them in the order of the ranks.
+It needs few messages, and blocks are as long as the sequence, but each rank needs memory for all
+keys of a head group. Keys are sent only to ranks that attend to them. If memory allows, the keys of
+one head group arrive while the group before is computed. In the backward pass each rank sends dk
+and dv back to the owners of the keys, which sum them in rank order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ from tileattn.distributed.schedules.parts import GradientPart, RowPart
 
 Array = NDArray[Any]
 
-_KEYS, _GRADIENTS = 0, 2  # kinds of messages, of k and of v each
+_KEYS, _GRADIENTS = 0, 2  # tags; each has one for k and one for v
 
 Part = TypeVar("Part", RowPart, GradientPart)
 
@@ -37,7 +37,7 @@ def forward(parts: Iterable[RowPart], *, ahead: bool) -> None:
 
 
 def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
-    """Compute the gradients of this rank's arrays, and its part of those that all ranks share."""
+    """Compute the gradients of this rank's arrays, and its part of shared gradients."""
     for part, keys in _arriving(parts, ahead=ahead):
         call, dq = part.call, part.room()
         sums = Sums(_whole(call), part.upstream, part.wrt, dq, part.parameters)
@@ -53,12 +53,12 @@ def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
 
 
 def _whole(call: Call) -> Call:
-    """Let one part hold all keys, in their order."""
+    """Return the call with all keys, in sequence order, as one part."""
     return replace(call, blocks=call.blocks.of_all_keys)
 
 
 class _Keys:
-    """All keys and values of some heads, on their way."""
+    """The keys and values of a head group, while they arrive."""
 
     def __init__(self, call: Call) -> None:
         P, comm, blocks, x = call.problem, call.comm, call.blocks, call.operands
@@ -82,7 +82,7 @@ class _Keys:
         self._under_way = []
 
     def arrived(self) -> Iterator[tuple[int, Pair]]:
-        """Yield them as the one part that there is; zeros where no query attends to them."""
+        """Yield them as one part, with zeros for keys that no query of this rank attends to."""
         self.wait()
         k, v = (self._joined(parts) for parts in self._parts)
         pair = k, v
@@ -102,11 +102,11 @@ class _Keys:
 
 
 def _arriving(parts: Iterable[Part], *, ahead: bool) -> Iterator[tuple[Part, _Keys]]:
-    """Yield each group with its keys: these arrive while the group before is computed, or not."""
+    """Yield each head group with its keys; with ``ahead`` they arrive during the group before."""
     before = None
     for part in parts:
         if before is not None:
-            before[1].wait()  # with no messages under way others begin before a kernel
+            before[1].wait()  # no pending messages: the next ones start before a kernel
         following = part, _Keys(part.call)
         if not ahead:
             yield following

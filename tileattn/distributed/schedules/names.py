@@ -1,4 +1,4 @@
-"""The ways for ranks to share a call, by name, and which of them go with it."""
+"""Names of the schedules, which calls they support, and how they divide a pass."""
 
 from math import gcd
 from typing import Any, NamedTuple
@@ -9,13 +9,13 @@ ACCEPTED = "'ring', 'heads', ('heads', n), 'gather', 'auto'"
 
 
 def check_known(schedule: Any) -> None:
-    """Raise if there is no such schedule."""
+    """Raise if a schedule is unknown."""
     if not _known(schedule):
-        raise ValueError(f"schedule is {schedule!r}; accepted are {ACCEPTED}")
+        raise ValueError(f"schedule must be one of {ACCEPTED}; got {schedule!r}")
 
 
 def check(schedule: Schedule, Hkv: int, ranks: int) -> None:
-    """Raise if a schedule does not go with so many heads and ranks."""
+    """Raise if a schedule does not support these numbers of key heads and ranks."""
     reason = why_not(schedule, Hkv, ranks)
     if reason is not None:
         others = "".join(f", and {other}" for other in combinations(Hkv, ranks))
@@ -23,7 +23,7 @@ def check(schedule: Schedule, Hkv: int, ranks: int) -> None:
 
 
 def why_not(schedule: Schedule, Hkv: int, ranks: int) -> str | None:
-    """Why a schedule does not go with so many heads of k and ranks."""
+    """Return why a schedule does not support these numbers of key heads and ranks, or None."""
     n = group_size(schedule, ranks)
     if ranks % n:
         return f"{ranks} ranks do not form groups of {n}"
@@ -33,20 +33,20 @@ def why_not(schedule: Schedule, Hkv: int, ranks: int) -> str | None:
 
 
 def group_size(schedule: Schedule, ranks: int) -> int:
-    """Count the ranks that exchange tokens for heads: 1 where none do."""
+    """Return the number of ranks in an all-to-all group; 1 without all-to-all."""
     if isinstance(schedule, str):
         return ranks if schedule == "heads" else 1
     return schedule[1]
 
 
 def combinations(Hkv: int, ranks: int) -> list[Schedule]:
-    """List the schedules between a ring and an exchange of heads among all ranks."""
+    """List the schedules that combine a ring with an all-to-all inside groups."""
     common = gcd(Hkv, ranks)
     return [("heads", n) for n in range(2, min(common + 1, ranks)) if common % n == 0]
 
 
 def every(Hkv: int, ranks: int) -> list[Schedule]:
-    """List the schedules that have a name of their own, and the combinations that go with both."""
+    """List all schedules, with the combinations that divide the key heads and the ranks."""
     return ["ring", *combinations(Hkv, ranks), "heads", "gather"]
 
 
@@ -66,15 +66,15 @@ class Plan(NamedTuple):
     Parameters
     ----------
     groups : int
-        Groups of the heads of a rank, one after the other.
+        Number of head groups, computed one after the other.
     splits : int
-        Calls of a block, each of some of the query heads of all its key heads.
+        Calls per block; each computes some of the query heads of all key heads of the group.
     rows : int or None
-        Queries of a call, at most; None is all that there are.
+        Maximum number of queries of a call; None for no limit.
     ahead : bool
-        Whether messages of one group are under way while another is computed.
+        True if the messages of one head group overlap with the computation of another.
     only_order : bool
-        Whether of the positions of tokens nothing but their order counts.
+        True if only the order of tokens matters, not their absolute positions.
     """
 
     groups: int = 1

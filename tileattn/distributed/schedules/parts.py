@@ -1,4 +1,4 @@
-"""What a rank computes at a time: some heads of a call, and where their results go."""
+"""Head groups: the heads that a rank computes at a time, and where their results go."""
 
 from typing import Any
 
@@ -16,30 +16,30 @@ Array = NDArray[Any]
 
 
 class RowPart:
-    """Some heads of a forward pass.
+    """A head group of the forward pass.
 
     Parameters
     ----------
     exchange : Exchange
-        Gives the heads of all tokens.
+        The all-to-all of the group.
     call : Call
-        Of these heads.
+        The call of these heads.
     heads : Heads
-        Which of this rank's.
+        Their place among this rank's heads.
     result : Attention
-        Where the rows of this rank's tokens go.
+        Results of this rank's tokens, to be filled.
     """
 
     def __init__(self, exchange: Exchange, call: Call, heads: Heads, result: Attention) -> None:
         self.call, self._exchange, self._own, self._result = call, exchange, heads.queries, result
 
     def room(self) -> Attention:
-        """Give room for results: where they go, if nothing is exchanged."""
+        """Return buffers for results: views of the final arrays if there is no all-to-all."""
         rows = self._exchange.queries
         return Attention(*(self._exchange.room(x, self._own, rows) for x in self._result))
 
     def finish(self, found: Attention) -> None:
-        """Bring results to the ranks of their tokens; the operands are free."""
+        """Send results to the owners of the tokens; free the operands."""
         del self.call
         if self._exchange.is_alone:
             return
@@ -48,7 +48,7 @@ class RowPart:
 
 
 class Totals:
-    """The gradients of a call on this rank, filled by groups of heads one after the other."""
+    """The gradients of a call on this rank, filled by one head group after the other."""
 
     def __init__(self, call: Call, exchange: Exchange, wrt: frozenset[str]) -> None:
         x, xp, aux = call.operands, library(call.operands.q), call.options.get("aux") or ()
@@ -63,24 +63,24 @@ class Totals:
             xp.zeros(x.sinks.shape, np.float64) if "sinks" in wrt else None,
             [None if a is None else xp.zeros(a.shape, np.float64) for a in learned],
         )
-        self.of_keys: Pair | None = None  # of the groups so far that read the same keys
+        self.of_keys: Pair | None = None  # sums of the groups so far that read the same keys
         self.exchanges_bias = "bias" in wrt and call.bias_rows and not exchange.is_alone
-        self.shared_rows: Array | None = None  # of all tokens, of a bias that heads share
+        self.shared_rows: Array | None = None  # dbias of all tokens, if heads share the bias
         if self.exchanges_bias and x.bias.shape[1] == 1:
             shape = x.bias.shape[0], 1, exchange.queries.length, x.bias.shape[3]
             self.shared_rows = xp.zeros(shape, self.bias_dtype)
 
     @property
     def bias_dtype(self) -> np.dtype[Any]:
-        """In which the gradient of the bias is summed, and exchanged: no narrower than the bias."""
+        """Dtype in which dbias is summed and sent: no narrower than the bias."""
         own, sums = self.call.operands.bias.dtype, self.call.sums
         return sums if own.itemsize < sums.itemsize else own
 
     def gradients(self) -> Gradients:
-        """Give all gradients; those of what ranks have in common are summed over them."""
+        """Return all gradients; gradients of shared inputs are summed over the ranks."""
         call, (dbias, dsinks, daux) = self.call, self.parameters
         given = call.options
-        if self.shared_rows is not None:  # each rank has a part of the sum
+        if self.shared_rows is not None:  # each rank has a part of the sum over heads
             self.return_rows(self.shared_rows, slice(0, 1), self.exchange.group.size)
         with np.errstate(all="ignore"):
             if dbias is not None:
@@ -99,7 +99,7 @@ class Totals:
         return Gradients(self.of["q"], self.of["k"], self.of["v"], dbias, dsinks, of_aux)
 
     def return_rows(self, dbias: Array, own: slice, heads: int) -> None:
-        """Add the gradients of rows of the bias to those of the ranks that have these rows."""
+        """Send the gradients of bias rows to the owners of the rows, which add them."""
         total, exchange = self.parameters.dbias, self.exchange
         if total is None:
             return
@@ -113,20 +113,20 @@ class Totals:
 
 
 class GradientPart:
-    """Some heads of a backward pass.
+    """A head group of the backward pass.
 
     Parameters
     ----------
     totals : Totals
-        What their gradients are part of.
+        The gradients of all heads.
     call : Call
         Of these heads.
     heads : Heads
         Which of this rank's.
     upstream : Upstream
-        What is given for them.
+        Their residuals and upstream gradients.
     is_last : bool
-        Whether no later group reads the same keys.
+        True if no later group reads the same keys.
     """
 
     def __init__(
@@ -137,13 +137,13 @@ class GradientPart:
         self.parameters = self._parameters()
 
     def room(self) -> Array | None:
-        """Give room for gradients of queries, if they are asked for."""
+        """Return a buffer for dq; None if it is not requested."""
         totals, dq = self._totals, self._totals.of["q"]
         exchange = totals.exchange
         return None if dq is None else exchange.room(dq, self._heads.queries, exchange.queries)
 
     def finish_rows(self, dq: Array | None) -> None:
-        """Bring gradients of queries to the ranks of their tokens; the operands are free."""
+        """Send dq to the owners of the tokens; free the operands."""
         del self.call, self.upstream
         totals, exchange, whole = self._totals, self._totals.exchange, self._totals.of["q"]
         if dq is not None and whole is not None and not exchange.is_alone:
@@ -153,7 +153,7 @@ class GradientPart:
             totals.return_rows(dbias, self._heads.queries, totals.call.problem.Hq)
 
     def finish_keys(self, dk: Array, dv: Array) -> None:
-        """Bring gradients of keys to their ranks, summed over the groups that read them."""
+        """Send dk and dv, summed over the groups that read the same keys, to their owners."""
         totals, exchange = self._totals, self._totals.exchange
         found: Pair = (dk, dv)
         if totals.of_keys is not None:
@@ -170,7 +170,7 @@ class GradientPart:
             exchange.to_tokens(pairs, self._heads.keys, exchange.keys)
 
     def _parameters(self) -> Parameters:
-        """Give the sums of these heads: views of those of all, or room for other ranks' rows."""
+        """Return the sums for these heads: views, or buffers with other ranks' bias rows."""
         totals, x = self._totals, self.call.operands
         dbias, dsinks, daux = totals.parameters
         own = totals.exchange.heads(self._heads.queries, totals.call.problem.Hq)

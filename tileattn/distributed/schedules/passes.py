@@ -1,4 +1,4 @@
-"""Both passes of a schedule: groups of heads one after the other, each exchanged and computed."""
+"""Both passes of a schedule: head groups one after the other, each exchanged and computed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,16 +26,16 @@ Array = NDArray[Any]
 
 
 class Passes:
-    """Both passes of a schedule, for the calls of one kind: it keeps none of their arrays.
+    """Both passes of a schedule, for calls with one signature; it keeps no arrays.
 
     Parameters
     ----------
     call : Call
-        One of them.
+        One of these calls.
     schedule : str or (str, int)
-        It goes with the call.
+        A schedule that the call supports.
     plans : (Plan, Plan)
-        Of each pass.
+        The plans of the forward and the backward pass.
     """
 
     def __init__(self, call: Call, schedule: Schedule, plans: tuple[Plan, Plan]) -> None:
@@ -80,7 +80,7 @@ class Passes:
         dlse: Array | None,
         wrt: frozenset[str],
     ) -> Gradients:
-        """Compute the gradients of this rank's arrays, and those of what all ranks share."""
+        """Compute the gradients of this rank's arrays, and of inputs that all ranks share."""
         if not self._is_single:
             call, attention = self._precise(call, attention)
         totals = Totals(call, self._exchange, wrt)
@@ -88,10 +88,10 @@ class Passes:
         return totals.gradients()
 
     def _precise(self, call: Call, attention: Attention) -> tuple[Call, Attention]:
-        """Have sums of float64 where the rounding of lse would show in gradients.
+        """Sum in float64 if the rounding of lse would show in gradients.
 
-        For a block lacks keys. On a GPU they keep their dtype: to look at lse there, the host would
-        have to wait for it.
+        It shows because each block has only some of the keys. On a GPU the dtype stays: the host
+        would have to wait for lse.
         """
         if call.on_gpu:
             return call, attention
@@ -117,7 +117,7 @@ class Passes:
     def _calls(
         self, call: Call, plan: Plan, rows: Sequence[Array] = ()
     ) -> Iterator[tuple[Call, list[Array], Heads, bool]]:
-        """Yield the call of each group with its ``rows``, its heads, and whether its keys end."""
+        """Yield for each head group its call, ``rows``, heads, and True if its keys end."""
         P, x, exchange = call.problem, call.operands, self._exchange
         groups = head_groups(P.Hq // self._n, P.Hkv // self._n, plan.groups)
         shared = {
@@ -137,14 +137,14 @@ class Passes:
             one = [self._placed(call.of_heads(of_all, **arrays), plan)]
             is_last = n + 1 == len(groups) or groups[n + 1].keys != heads.keys
             keys = [] if is_last else keys
-            del q, more, found, others, arrays  # nothing outlives what uses it
+            del q, more, found, others, arrays  # free arrays before the group is computed
             yield one.pop(), given.pop(), heads, is_last
 
     def _placed(self, call: Call, plan: Plan) -> Call:
         return replace(call, comm=self._comm, blocks=self._blocks[plan.rows], splits=plan.splits)
 
     def _exchanged(self, call: Call, *, shared: bool) -> Iterator[tuple[str, Any]]:
-        """Yield the bias and mask of which ranks exchange rows, of one head or of all."""
+        """Yield the bias and mask whose rows are exchanged, with one head or with all."""
         if self._n == 1:
             return
         for name, has_rows in (("bias", call.bias_rows), ("mask", call.mask_rows)):
@@ -155,7 +155,7 @@ class Passes:
 
 
 def head_groups(Hq: int, Hkv: int, count: int) -> list[Heads]:
-    """Give the groups in their order; those with the same keys are neighbours."""
+    """Return the head groups in order; groups with the same keys are adjacent."""
     heads, keys = Hq // count, max(1, Hkv // count) if Hkv else 0
     starts = [n * Hkv // count for n in range(count)]
     return [

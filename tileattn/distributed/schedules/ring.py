@@ -1,10 +1,9 @@
 """Ring attention: keys and values travel from rank to rank, and every rank keeps its queries.
 
-At step t rank r has the keys of rank ``r - t``; while it computes with them, they travel on to rank
-``r + 1``. What a rank sends and receives in a step begins together. Keys go as far as the last rank
-that attends to them, and no further. In the backward pass the gradients of keys and values follow
-them, from the second rank on, and are summed on the way, in one order. They return to the rank that
-holds the keys, which adds its own.
+In ring step t rank r computes with the keys of rank ``r - t`` and sends them to rank ``r + 1``. The
+messages of a step start together. Keys travel only as far as the last rank that attends to them. In
+the backward pass each rank adds its dk and dv to the sums it receives and sends them on, always in
+the same order. The last rank returns the sums to the owner of the keys, which adds its own part.
 
 References
 ----------
@@ -21,7 +20,7 @@ from tileattn.distributed.comm.protocol import Transfer
 from tileattn.distributed.schedules.blocks import Pair, Sums, attend
 from tileattn.distributed.schedules.parts import GradientPart, RowPart
 
-_KEYS, _GRADIENTS, _RETURNED = 0, 2, 4  # kinds of messages: of k and v each, their gradients
+_KEYS, _GRADIENTS, _RETURNED = 0, 2, 4  # tags; each has one for k and one for v
 _KINDS = 6
 
 
@@ -35,9 +34,9 @@ def forward(parts: Iterable[RowPart]) -> None:
 
 
 def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
-    """Compute the gradients of this rank's arrays, and its part of those that all ranks share.
+    """Compute the gradients of this rank's arrays, and its part of shared gradients.
 
-    Those of its keys return while the next group is computed, or before.
+    With ``ahead``, dk and dv return while the next head group is computed.
     """
     returned: Callable[[], None] | None = None
     for part in parts:
@@ -50,9 +49,9 @@ def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
 
 
 def _backward(part: GradientPart, earlier: Callable[[], None] | None) -> Callable[[], None]:
-    """Sum the gradients of some heads; return what waits for those of this rank's keys.
+    """Compute the gradients of a head group; return a function that waits for dk and dv.
 
-    ``earlier`` is that of the heads before, called when the first step has been computed.
+    ``earlier`` is this function of the head group before; it is called after the first step.
     """
     call, dq = part.call, part.room()
     sums = Sums(call, part.upstream, part.wrt, dq, part.parameters)
@@ -74,7 +73,7 @@ def _backward(part: GradientPart, earlier: Callable[[], None] | None) -> Callabl
 
     def returned() -> None:
         wait(under_way)
-        under_way.clear()  # what has been sent is free
+        under_way.clear()  # release the arrays that were sent
         for total, x in zip(own, others or (), strict=False):
             add_narrow(total, x)
         part.finish_keys(*own)
@@ -83,17 +82,17 @@ def _backward(part: GradientPart, earlier: Callable[[], None] | None) -> Callabl
 
 
 class _Gradients:
-    """Gradients of keys and values, which follow these and are summed on the way."""
+    """Sums of dk and dv, which follow the keys and values around the ring."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._earlier: Pair | None = None  # of the ranks before, for the keys of a step
-        self.own: Pair | None = None  # of this rank, for its keys
-        self.others: Pair | None = None  # of all others, for this rank's keys
+        self._earlier: Pair | None = None  # sums of the ranks before, for the keys of a step
+        self.own: Pair | None = None  # this rank's part for its own keys
+        self.others: Pair | None = None  # the other ranks' sums for this rank's keys
         self.under_way: list[Transfer] = []
 
     def arrived(self, source: int) -> Pair:
-        """Give the sums of the ranks before, when they have arrived; else zeros."""
+        """Wait for the sums of the ranks before, and return them; zeros for the first rank."""
         self._wait()
         found, self._earlier = self._earlier, None
         if found is None:
@@ -105,7 +104,7 @@ class _Gradients:
         return found
 
     def pass_on(self, step: int, source: int, found: Pair | None) -> None:
-        """Send what a step has summed, and begin to receive the sums for the next one."""
+        """Send the sums of a step, and start to receive the sums for the next step."""
         if step == 0:
             self.own = found
             return
@@ -124,7 +123,7 @@ class _Gradients:
                 self.others = self._receive(rank, (rank + step) % size, _RETURNED)
 
     def _wait(self) -> None:
-        """Wait for what is under way: what has been sent is free."""
+        """Wait for pending messages, and release their arrays."""
         wait(self.under_way)
         self.under_way = []
 
@@ -138,7 +137,7 @@ class _Gradients:
 
 
 def _arriving(call: Call) -> Iterator[tuple[int, Pair]]:
-    """Yield the keys and values of each rank that come by, this one's first."""
+    """Yield the keys and values that reach this rank, starting with its own."""
     for _, source, pair in _steps(call):
         if pair is not None:
             yield source, pair
@@ -146,9 +145,9 @@ def _arriving(call: Call) -> Iterator[tuple[int, Pair]]:
 
 
 def _steps(call: Call) -> Iterator[tuple[int, int, Pair | None]]:
-    """Yield each step, whose keys and values there are, and these where they come so far.
+    """Yield each step, the rank that owns the keys, and keys and values if they travel this far.
 
-    While a rank computes with them, they are sent on, and the next ones are received: two buffers.
+    They are sent on while the rank computes, and the next ones are received: two buffers.
     """
     rank, size, reach = call.comm.rank, call.comm.size, call.blocks.reach
     xp, x = library(call.operands.k), call.operands
@@ -175,7 +174,7 @@ def _send(call: Call, pair: Pair, source: int, to: int, kind: int) -> list[Trans
 
 
 def _receive(call: Call, source: int, sender: int, kind: int) -> tuple[Pair, list[Transfer]]:
-    """Begin to receive what belongs to the keys of a rank."""
+    """Start to receive keys and values of a rank, or their gradients."""
     P, n = call.problem, call.blocks.k_layout.length_of(source)
     dtype = P.dtype if kind == _KEYS else call.sums
     xp = library(call.operands.k)

@@ -1,11 +1,18 @@
-"""Ulysses: one call for each group of heads, over all tokens."""
+"""Ulysses: after an all-to-all each rank computes its heads over all tokens, in one call a group.
+
+Results are bitwise identical to a call on one device.
+
+References
+----------
+Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
+"""
 
 from collections.abc import Iterable
 from typing import Any
 
 import tileattn
 from tileattn.distributed.arrays import add_narrow
-from tileattn.distributed.call import Call, asked
+from tileattn.distributed.call import Call, requested_gradients
 from tileattn.distributed.layout import Segment
 from tileattn.distributed.schedules.parts import GradientPart, RowPart
 
@@ -15,7 +22,7 @@ def forward(parts: Iterable[RowPart]) -> None:
     for part in parts:
         x = part.call.operands
         found = tileattn.forward(x.q, x.k, x.v, **_options(part.call))
-        del x  # nothing outlives what uses it: the next group takes its place
+        del x  # free the operands before the next group
         part.finish(found)
         del found
 
@@ -28,7 +35,7 @@ def backward(parts: Iterable[GradientPart]) -> None:
         grads = tileattn.backward(
             *(given.dout, x.q, x.k, x.v, given.out, given.lse),
             dlse=given.dlse,
-            wrt=asked(part.wrt, options),
+            wrt=requested_gradients(part.wrt, options),
             deterministic=part.call.deterministic,
             **options,
         )
