@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from tileattn.distributed import nccl
+from tileattn.distributed.comm import nccl
 
 ID = (1, 2)
 
