@@ -18,6 +18,7 @@
 //     as it is                            0, 0        116, 156
 //     without order_after                 -           132, 196
 //     without hide                        -           372, 528
+//     without opaque_zero                 0, 0        996, 1476
 //     without uniform                     352, 356    412, 440
 //
 // To see whether a use is still needed, delete it, compile with `python -m tileattn compile`, and look
