@@ -72,7 +72,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     WorkTile work{}, next;
     int tile = 0;  // with a tile list, an index into it
     KeyTileList list;
-    int entry = 0, next_entry = 0;
+    TileEntry entry, next_entry;
     Scores<false, 1, NT> s(0, 0);
     DenseMask<false, 1, NT> dense;
     const WarpBias<false, 1, NT> bias(smem.bias());
@@ -125,7 +125,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     // NaN, and the tail of a cache may hold anything. TMA has zeroed values past the end of the array.
     // Each warpgroup does this for its own GEMM; the others store the same zeros.
     auto zero_past_end = [&] {
-        const int last = HAS_TILE_LIST ? entry / 2 : tile - 1, length = work.window.length;
+        const int last = HAS_TILE_LIST ? entry.tile() : tile - 1, length = work.window.length;
         const int begin = length - last * BLOCK_K;  // positive: each tile has a key before the end
         const bool is_array_end = !PAGED && work.k_start + length >= p.Nk;
         if (!__any_sync(~0u, begin < BLOCK_K && !is_array_end)) return;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     auto is_partial = [&] {
         if constexpr (!HAS_TILE_LIST) return work.tiles.is_partial(tile);
         entry = next_entry, next_entry = list.entry(tile + 1);
-        return entry % 2 || work.tiles.is_partial(entry / 2);
+        return entry.is_partial() || work.tiles.is_partial(entry.tile());
     };
     // Start to load the mask and bias of a tile. The last tile's have been read.
     auto load_mask_and_bias = [&](int column) {
@@ -187,12 +187,12 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if (tile < work.tiles.end) smem.k_full(k_pipe.stage).wait(k_pipe.phase);
         issue_qk(WHOLE);
         if (tile < work.tiles.end)
-            load_mask_and_bias((HAS_TILE_LIST ? next_entry / 2 : tile) * BLOCK_K);
+            load_mask_and_bias((HAS_TILE_LIST ? next_entry.tile() : tile) * BLOCK_K);
     };
     auto modify_and_mask = [&](auto columns, bool partial) {
         const ScoreMod score_mod(p, work.b, work.h);
         const AttentionMask attn_mask(p, work.sequence(p), work.window, work.h);
-        s.row = work.q0 + row0, s.column = (HAS_TILE_LIST ? entry / 2 : tile) * BLOCK_K;
+        s.row = work.q0 + row0, s.column = (HAS_TILE_LIST ? entry.tile() : tile) * BLOCK_K;
         if constexpr (HAS_BIAS) copy_wait<0>(), __syncwarp();
         constexpr int COUNT = columns.COUNT;
 #pragma unroll
@@ -204,7 +204,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             end_chunk<CHUNKED>(s, end, infinity<Accum>());
         }
         if constexpr (HAS_MASK) dense.share(), s.masked_fill(dense);
-        const int ahead = HAS_TILE_LIST ? next_entry / 2 : tile + 1;
+        const int ahead = HAS_TILE_LIST ? next_entry.tile() : tile + 1;
         if (tile + 1 < work.tiles.end) load_mask_and_bias(ahead * BLOCK_K);
     };
     auto online_softmax = [&](auto columns) {

@@ -14,7 +14,15 @@ struct TileRange {
     __device__ bool is_partial(int tile) const { return tile < full_begin || tile >= full_end; }
 };
 
-// The tiles of a block that are not empty, ascending. An entry begins with an int, 2 * tile + partial. A list
+// A tile in a list, and whether it is partial: 2 * tile + partial, as tile_lists.py on the host writes it.
+struct TileEntry {
+    int bits = 0;
+
+    __device__ int tile() const { return bits / 2; }
+    __device__ bool is_partial() const { return bits % 2; }
+};
+
+// The tiles of a block that are not empty, ascending. An entry begins with a TileEntry. A list
 // has one entry more than there are tiles; each unused entry holds END_OF_LIST minus the number of used ones.
 // Without a list, every tile is in the list at its own index, and counts as partial if the kernel evaluates
 // a mask.
@@ -30,22 +38,22 @@ struct TileList {
                                                        block * p.tile_list_at.i)
                       : nullptr) {}
 
-    __device__ int entry(int index) const {
-        return HAS_TILE_LIST && entries ? *reinterpret_cast<const int*>(entries + index)
-                                        : 2 * index + HAS_TILE_LIST;
+    __device__ TileEntry entry(int index) const {
+        return {HAS_TILE_LIST && entries ? *reinterpret_cast<const int*>(entries + index)
+                                         : 2 * index + HAS_TILE_LIST};
     }
-    __device__ int tile(int index) const { return entry(index) / 2; }
-    __device__ bool is_partial(int index) const { return entry(index) % 2; }
+    __device__ int tile(int index) const { return entry(index).tile(); }
+    __device__ bool is_partial(int index) const { return entry(index).is_partial(); }
 
     // The index of the first entry at or after a tile. `tiles` is the number of all tiles. Only sliding
     // windows have to search.
     __device__ int lower_bound(int tile, int tiles) const {
         if (!HAS_TILE_LIST || !entries) return tile;
         int lo = 0, hi = tile;
-        if (tile == tiles) lo = hi = END_OF_LIST - entry(tiles);
+        if (tile == tiles) lo = hi = END_OF_LIST - entry(tiles).bits;
         while (lo < hi) {
             const int middle = (lo + hi) / 2;
-            if (entry(middle) < 2 * tile)
+            if (entry(middle).bits < 2 * tile)
                 lo = middle + 1;
             else
                 hi = middle;
