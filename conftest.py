@@ -20,7 +20,7 @@ def restored_registry() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def untraced_memory() -> Iterator[None]:
-    """Fail a test that leaves tracemalloc on: those behind it would take ten times as long."""
+    """Fail a test that leaves tracemalloc on: later tests would take ten times as long."""
     yield
     assert not tracemalloc.is_tracing()
 
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fill memory from the first test on: all modules that allocate some are loaded by now."""
+    """Fill memory from the first test on: all modules that allocate are loaded by now."""
     if session.config.getoption("poison"):
         from tests import poison
 
@@ -49,8 +49,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of other shares.
 
-    Those of a file are shuffled, the same way in all shares: neighbours need the same kernels, for
-    which processes side by side would wait.
+    The tests of a file are shuffled, in the same way in all shares. Neighbouring tests need the
+    same kernels, and processes would wait for one another to compile them.
     """
     if not config.getoption("shard"):
         return

@@ -90,7 +90,7 @@ def one_turn(call: Call) -> float:
 
 
 def repeated(call: Call, count: int) -> Call:
-    """Make a call so many times, for what takes microseconds."""
+    """Repeat a call, to time what takes microseconds."""
 
     def run() -> None:
         for _ in range(count):
@@ -118,7 +118,7 @@ def find() -> tuple[dict[str, Implementation], dict[str, str]]:
 
 
 def supports(implementation: Implementation, one: Configuration) -> bool:
-    """Whether it can compute the configuration in a time that anybody would wait for."""
+    """Return True if it computes the configuration in acceptable time."""
     quadratic = one.dtype in ("f32", "f64") and one.N <= LONGEST_NAIVE
     return implementation.supports(one) and (quadratic or not implementation.quadratic)
 
@@ -214,7 +214,7 @@ def options(bench: Bench) -> Iterator[Row]:
 
 
 def scaling(bench: Bench) -> Iterator[Row]:
-    """Give 1, 2, 4 and so many threads to processes of their own."""
+    """Run processes with 1, 2, 4 and more threads each."""
     cores = threads.worker_count()
     counts = [n for n in (1, 2, 4, 8, 16) if n <= cores]
     for kind in PASSES:

@@ -42,7 +42,7 @@ class Decoding(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all lengths are equal, and no keys are in pages."""
+        """True if all lengths are equal, and no keys are in pages."""
         return self.page is None and len(set(self.lengths)) == 1
 
     def cache_bytes(self, D: int) -> int:
@@ -50,7 +50,7 @@ class Decoding(NamedTuple):
 
 
 def cases() -> list[Decoding]:
-    """Give what is timed."""
+    """Return what is timed."""
     rng = np.random.default_rng(0)
     drawn = rng.integers(100, 16_001, 16).tolist()
     return [

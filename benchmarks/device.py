@@ -43,7 +43,7 @@ class Gpu:
 
     @classmethod
     def required(cls) -> "Gpu":
-        """Give the device; where there is none, say why and end the program."""
+        """Return the device; where there is none, say why and end the program."""
         reason = tileattn.available_backends()["cupy"]
         if reason is not None:
             sys.exit(f"there is nothing to time: the cupy backend cannot run here: {reason}")
@@ -136,7 +136,7 @@ class Gpu:
         return 2 * COPY_BYTES / median(self.time([lambda: self.xp.copyto(target, source)]))
 
     def release(self) -> None:
-        """Give unused memory back, so that one library's pool does not starve the other."""
+        """Return unused memory back, so that one library's pool does not starve the other."""
         self.xp.get_default_memory_pool().free_all_blocks()
         if "torch" in sys.modules:
             sys.modules["torch"].cuda.empty_cache()

@@ -5,9 +5,9 @@
 
 Both passes are timed, full and causal, by schedule and layout; heads-2 is ("heads", 2). The same
 call on one rank is that of rank 0 on the whole sequence, with as many threads as each rank has,
-while the others sleep. The fraction of linear is its time over that of the ranks, divided by their
-number. A rank has its part of the cores of its host, or TILEATTN_NUM_THREADS. A time is the
-shortest of several rounds, each as long as its slowest rank takes. The file is
+while the others sleep. The fraction of linear scaling is its time over the time of all ranks,
+divided by their number. A rank has its part of the cores of its host, or TILEATTN_NUM_THREADS.
+A time is the shortest of several rounds, each as long as its slowest rank takes. The file is
 distributed_cpu.json.
 """
 
@@ -85,7 +85,7 @@ def started() -> Communicator | None:
 
 
 def share_cores(comm: Communicator) -> None:
-    """Give each rank its part of the cores of its host."""
+    """Return each rank its part of the cores of its host."""
     hosts = comm.gather(platform.node())
     cores = threads.worker_count.__wrapped__() // hosts.count(platform.node())
     os.environ.setdefault("TILEATTN_NUM_THREADS", str(max(1, cores)))

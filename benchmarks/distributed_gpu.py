@@ -95,7 +95,7 @@ def _inputs(one: Configuration, arrays: list[Any]) -> list[Any]:
 
 
 def _held(bench: Bench, call: Callable[[], Any], inputs: list[Any]) -> float:
-    """Give the MiB that a rank holds at most in a call, its inputs included."""
+    """Return the MiB that a rank holds at most in a call, its inputs included."""
     import cupy
 
     pool = cupy.cuda.MemoryPool()  # which keeps all that it was ever asked for at a time

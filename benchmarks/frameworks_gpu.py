@@ -31,14 +31,14 @@ def bf16(*shapes: tuple[int, ...], grad: bool = True) -> list[Any]:
 
 
 def timed(gpu: Gpu, calls: dict[str, Call]) -> dict[str, float]:
-    """Give the median milliseconds of each call that runs; say why others do not."""
+    """Return the median milliseconds of each call that runs; say why others do not."""
     able = {name: call for name, call in calls.items() if runs(name, call)}
     times = gpu.time_each(list(able.values()))
     return {name: 1e3 * median(each) for name, each in zip(able, times, strict=True)}
 
 
 def runs(name: str, call: Call) -> bool:
-    """Whether a call runs; if not, say why."""
+    """Return True if a call runs; if not, say why."""
     try:
         call()
         torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def host(gpu: Gpu, quick: bool) -> Iterator[Row]:
 
 
 def overheads(gpu: Gpu, calls: dict[str, Call], quick: bool) -> dict[str, float]:
-    """Give microseconds of the host, the least of several turns."""
+    """Return microseconds of the host, the least of several turns."""
     for call in calls.values():
         call()
     turns = [

@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 
 def cases() -> dict[str, Case]:
-    """Give the calls of the gallery that are timed."""
+    """Return the calls of the gallery that are timed."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> Any:

@@ -42,7 +42,7 @@ def launch_with(
 
 
 def prepared(kernel: str, tile: TileSize, x: Inputs) -> Call:
-    """Give a call that computes the output and the logsumexp; both are made once."""
+    """Return a call that computes the output and the logsumexp; both are made once."""
     import cupy
 
     from tileattn.backends.cupy import describe

@@ -95,7 +95,7 @@ class Case:
         return {"needs_bytes": self.needs, "free_bytes": free, "not_run": reason}
 
     def prepared(self, inputs: Inputs, xp: Any) -> Call:
-        """Give the call that computes the passes; what it returns keeps the outputs alive."""
+        """Return the call that computes the passes; what it returns keeps the outputs alive."""
         if self.tile:
             kernel, *tile = self.tile
             return gpu_tiles.prepared(kernel, TileSize(*tile), inputs)

@@ -88,7 +88,7 @@ def faults(arrays: dict[str, Any]) -> Iterator[Fault]:
 
 
 def spoiled(arrays: dict[str, Any], fault: Fault, xp: Any) -> dict[str, Any]:
-    """Give the arrays with a fault; that which has it is a copy."""
+    """Return the arrays with a fault; that which has it is a copy."""
     if not fault.array:
         return arrays
     x = arrays[fault.array].copy()
@@ -142,7 +142,7 @@ def rows(case: Case, kind: str, device: Gpu) -> Iterator[Row]:
 
 
 def within(row: Row) -> bool:
-    """Whether a call ran, and took no longer than the limit allows."""
+    """Return True if a call ran, and took no longer than the limit allows."""
     return "slowdown" in row and row["slowdown"] <= LIMIT
 
 

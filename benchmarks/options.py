@@ -36,7 +36,7 @@ Given = tuple[Any, ...]  # q, k, v, dout
 
 
 class Option(NamedTuple):
-    """An option, and how other libraries are asked for the same; None where they have none."""
+    """An option, and its equivalent in other libraries; None where they have none."""
 
     ours: dict[str, Any]
     sdpa: dict[str, Any] | None = None
@@ -46,7 +46,7 @@ class Option(NamedTuple):
 
 
 def options(xp: Any) -> dict[str, Option]:
-    """Give the calls that are timed, each with one option."""
+    """Return the calls that are timed, each with one option."""
     bias = normal(xp, (1, H, N, N), "bf16")
     mask = normal(xp, (B, 1, N, N), "f32") < 1.3  # nine in ten
     slopes = np.linspace(0.01, 0.5, H, dtype=np.float32)

@@ -41,7 +41,7 @@ class Lengths(NamedTuple):
 
 
 def lengths_of(tokens: int) -> list[Lengths]:
-    """Give the sequences that are timed; each case has so many tokens."""
+    """Return the sequences that are timed; each case has so many tokens."""
     rng = np.random.default_rng(0)
     drawn: list[int] = []
     while sum(drawn) < tokens:

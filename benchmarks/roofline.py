@@ -83,7 +83,7 @@ def bounds(configuration: Configuration, ceilings: Ceilings) -> Bounds:
 
 
 def lines(rows: Sequence[Row], ceilings: Ceilings) -> Iterator[Row]:
-    """Give where tileattn ran its time, its lower bounds, and % of roofline."""
+    """Return where tileattn ran its time, its lower bounds, and % of roofline."""
     for row in rows:
         if "tileattn" not in row["tflops"]:
             continue

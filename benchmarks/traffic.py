@@ -204,7 +204,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def missing(arguments: argparse.Namespace) -> dict[str, str]:
-    """Say which part of what is asked for cannot be had here."""
+    """Say which requested part cannot be measured on this machine."""
     absent: dict[str, str | None] = {}
     if arguments.blocks != "cpu":
         absent["GPU"] = tileattn.available_backends()["cupy"]
@@ -219,7 +219,7 @@ def missing(arguments: argparse.Namespace) -> dict[str, str]:
 def asked(
     arguments: argparse.Namespace, device: Gpu | None, absent: dict[str, str]
 ) -> tuple[str, Iterator[Row]]:
-    """Give the stem of the file that the command line asks for, and its rows."""
+    """Return the stem of the file that the command line asks for, and its rows."""
     tile = (arguments.tile[0], arguments.tile[1])
     count = None if "ncu" in absent else counters.measure
     N: int | None = arguments.length[0] if arguments.length else None

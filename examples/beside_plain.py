@@ -39,7 +39,7 @@ def tiled(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, ...]:
 def measured(
     passes: Callable[..., tuple[Array, ...]], *arrays: Array
 ) -> tuple[float, float, tuple[Array, ...]]:
-    """Give seconds, MiB at the peak of what is allocated, and the results."""
+    """Return seconds, MiB at the peak of what is allocated, and the results."""
     passes(*(x[:, :64] for x in arrays))  # loads what the first call loads
     start = time.perf_counter()
     passes(*arrays)

@@ -26,7 +26,7 @@ import tileattn
 
 Array = NDArray[Any]
 NextScores = Callable[[Array], Array]
-"""Takes new bytes (B, N) of each text, and scores each possible byte behind them: (B, 256)."""
+"""Takes new bytes (B, N) of each text, and scores each possible byte after them: (B, 256)."""
 
 PAGE = 16  # bytes whose keys and values one page has
 
@@ -69,7 +69,7 @@ class Cache:
 
 
 def last_scores(model: Any, tokens: Array) -> Array:
-    """Score each possible byte behind tokens (B, N)."""
+    """Score each possible byte after tokens (B, N)."""
     logits: Array = model.forward(tokens)[0]
     return logits.reshape(*tokens.shape, -1)[:, -1]
 

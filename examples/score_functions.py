@@ -38,7 +38,7 @@ def t5_bias(s, b, h, i, j, table, bucket):
 
 
 def t5_buckets(longest: int, buckets: int = 16) -> NDArray[np.int64]:
-    """Give the bucket of each distance: half of them have one each, the others more and more."""
+    """Return the bucket of each distance: half of them have one each, the others more and more."""
     exact = buckets // 2
     distance = np.arange(longest + 1)
     rest = np.log(np.maximum(distance, exact) / exact) / np.log(longest / exact + 1)

@@ -42,7 +42,7 @@ for child, parent in enumerate(PARENTS[1:], 1):
 
 
 class Request:
-    """A prompt, and what was written behind it so far."""
+    """A prompt, and what was written after it so far."""
 
     def __init__(self, prompt: bytes, count: int) -> None:
         self.text, self.count = list(prompt), count
@@ -63,7 +63,7 @@ class Request:
 
 
 class Server:
-    """Runs up to `slots` requests at a time, each of up to `capacity` bytes behind a prefix."""
+    """Runs up to `slots` requests at a time, each of up to `capacity` bytes after a prefix."""
 
     def __init__(self, model: Any, prefix: bytes, slots: int, capacity: int) -> None:
         shape, self.model = model.shape, model
@@ -144,7 +144,7 @@ class Server:
 
         right = self._run(drafts.ravel(), places.ravel(), self._core(attend)).reshape(B, n)
         paths = [accepted(*each) for each in zip(drafts, right, strict=True)]
-        # The rows of accepted nodes take the places behind the old ones; the rest is forgotten.
+        # The rows of accepted nodes take the places after the old ones; the rest is forgotten.
         nodes = np.concatenate([b * n + np.array(path) for b, path in enumerate(paths)])
         starts = np.cumsum([0, *map(len, paths)])
         for layer, (k, v) in enumerate(kept):
@@ -170,7 +170,7 @@ class Server:
         return core
 
     def _run(self, tokens: Array, places: Array, core: Callable[..., Any]) -> Array:
-        """Run the model over packed bytes; give the most probable byte behind each."""
+        """Run the model over packed bytes; give the most probable byte after each."""
         return next_bytes(self.model, tokens, places, core)
 
 
@@ -186,7 +186,7 @@ def accepted(drafts: Array, right: Array) -> list[int]:
 
 
 def next_bytes(model: Any, tokens: Array, places: Array, core: Callable[..., Any]) -> Array:
-    """Give the most probable byte behind each of some bytes, whose places are given."""
+    """Return the most probable byte after each of some bytes, whose places are given."""
     reader = copy.copy(model)
     reader.core = core
     reader.weights = model.weights | {"positions": model.weights["positions"][places]}

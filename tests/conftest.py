@@ -172,7 +172,7 @@ def no_call_is_known() -> None:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill memory on the host that nobody has written with NaN."""
+    """Fill newly allocated host memory with NaN."""
     on_host(monkeypatch)
 
 

@@ -1,6 +1,6 @@
 """Check in the machine code of Hopper's kernels that no stage is given back while it is read.
 
-A thread that has read numbers of a stage arrives on a barrier, behind which TMA overwrites them. A
+A thread that has read a stage arrives on a barrier; after that TMA overwrites the stage. A
 load that is still under way at the arrival may then find the numbers of the next tile: the compiler
 waits for loads where their numbers are used, not at barriers. So the numbers are to be used before
 the arrival, and this shows whether they are. Needs NVRTC and nvdisasm, and no GPU.
@@ -83,7 +83,7 @@ def keys(
 
 
 def _latent_key(dtype: str) -> KernelKey:
-    """Give the kernel of latent attention, which has head dimensions of its own."""
+    """Return the kernel of latent attention, which has head dimensions of its own."""
     problem = replace(catalog.problem_of(dtype, 128, ("kv_lengths",)), Hkv=1, D=576, Dv=512)
     return forward_launches(problem, catalog.context_of(ARCH)._replace(v_is_k=True))[0].key
 
@@ -96,7 +96,7 @@ def findings(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,
     barrier = re.compile(rf"\b({'|'.join(sorted(barriers))})\(")
 
     def named(x: Instruction, pattern: re.Pattern[str]) -> str:
-        """Give what the source calls it, in the innermost line that does."""
+        """Return what the source calls it, in the innermost line that does."""
         said = [lines[file][line - 1] for file, line in x.places]
         found = next(filter(None, map(pattern.search, said)), None)
         return found[1] if found else f"`{said[-1].strip()}`"

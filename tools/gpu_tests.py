@@ -1,9 +1,9 @@
-"""Run the tests that need a GPU in several processes that share it, and sum up what they say.
+"""Run the tests that need a GPU in several processes that share it, and sum up their results.
 
     python -m tools.gpu_tests --processes 15 tests/gpu/test_hopper_forward.py
 
-What is not an option of its own goes to pytest. The kernels come to the user's cache, from which
-all processes take what one has compiled.
+Other options are passed to pytest. Compiled kernels go to the user's cache, so a kernel that one
+process compiled is there for all.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from pathlib import Path
 
 _COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed|xpassed)")
 _SLOW = re.compile(r"\s*[\d.]+s (call|setup|teardown) ")
-_LAST_WORDS = 10.0  # seconds that shards which are interrupted have
-NO_TESTS = 5  # pytest's exit status where a shard has none
-# One thread of BLAS, and no more of the GPU's memory than JAX needs: others run beside.
+_LAST_WORDS = 10.0  # seconds for an interrupted shard to print its results
+NO_TESTS = 5  # pytest's exit status if a shard has no tests
+# Other processes share the CPU and the GPU: use one BLAS thread, and let JAX preallocate nothing.
 _SHARED = {"OPENBLAS_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
@@ -30,7 +30,9 @@ def main(argv: Sequence[str]) -> int:
     """Run all shards; the exit status is 1 where one of them fails or does not end."""
     parser = argparse.ArgumentParser(prog="gpu_tests", description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    parser.add_argument("--seconds", type=float, default=570, help="until they are ended")
+    parser.add_argument(
+        "--seconds", type=float, default=570, help="time limit, after which shards are ended"
+    )
     chosen, others = parser.parse_known_args(argv)
     start, count = time.time(), chosen.processes
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
@@ -77,7 +79,7 @@ def _time(line: str) -> float:
 
 
 def _ended(shard: "subprocess.Popen[bytes]", deadline: float) -> bool:
-    """Wait for a shard; where it takes too long, let it say what it has found, and end it."""
+    """Wait for a shard. If it takes too long, interrupt it, so that it reports, then kill it."""
     try:
         shard.wait(max(0, deadline - time.time()))
     except subprocess.TimeoutExpired:

@@ -22,7 +22,7 @@ def updated(page: str, begin: str, end: str, lines: Iterable[str]) -> str:
 
 
 def stale_part(path: Path, begin: str, end: str, lines: Iterable[str]) -> Stale:
-    """Give the file unless these lines are what stands between its markers."""
+    """Return the file unless it has exactly these lines between its markers."""
     old = path.read_text(encoding="utf-8")
     new = updated(old, begin, end, lines)
     return [] if new == old else [(path, lambda: new)]

@@ -37,12 +37,12 @@ class Instruction:
 
     @property
     def guarded(self) -> bool:
-        """Whether a predicate decides if it does something."""
+        """True if a predicate guards the instruction."""
         return self.text.startswith("@")
 
     @property
     def opcode(self) -> str:
-        """What it does, with its modifiers."""
+        """The operation, with its modifiers."""
         return self.text.split()[1 if self.guarded else 0]
 
     @property
@@ -60,7 +60,7 @@ class Instruction:
 
     @property
     def loads_shared(self) -> bool:
-        """Whether it reads shared memory into registers, or may do so.
+        """True if it reads shared memory into registers, or may do so.
 
         ptxas writes a load that never does, ``@!PT LDS``, before a ``cp.async``.
         """
@@ -69,12 +69,12 @@ class Instruction:
 
     @property
     def tells_of_others(self) -> bool:
-        """Whether loads of shared memory before it have come when its own numbers have."""
+        """True if earlier loads of shared memory have completed when its own has."""
         return self.opcode.startswith("LDS") and not self.guarded
 
     @property
     def arrives(self) -> bool:
-        """Whether it arrives on a barrier in shared memory."""
+        """True if it arrives on a barrier in shared memory."""
         return self.opcode.startswith("SYNCS.ARRIVE")
 
 
@@ -84,10 +84,10 @@ class Section:
 
     name: str
     code: tuple[Instruction, ...]
-    labels: dict[str, int]  # number of the instruction behind each
+    labels: dict[str, int]  # number of the instruction after each
 
     def successors(self) -> list[tuple[int, ...]]:
-        """For each instruction those that may come next: a return leads behind every call."""
+        """For each instruction, the possible next ones. A return leads to after any call."""
         called = tuple(n + 1 for n, x in enumerate(self.code) if x.opcode.startswith("CALL"))
         joined = {
             self.labels[t] for x in self.code if x.opcode.startswith("BSSY") for t in x.targets
@@ -139,14 +139,14 @@ class _Loads:
     untold: list[int] = field(default_factory=lambda: [0] * 6)
 
     def waited(self, x: Instruction) -> "_Loads":
-        """Give what is left when an instruction issues."""
+        """Return the loads still in flight when an instruction issues."""
         left = self.under_way
         for scoreboard in x.waits:
             left &= self.untold[scoreboard]
         return _Loads(left, [loads & left for loads in self.untold])
 
     def after(self, number: int, x: Instruction) -> "_Loads":
-        """Give what is under way behind an instruction."""
+        """Return the loads in flight after an instruction."""
         loads = self.waited(x)
         if x.loads_shared:
             if x.scoreboard is not None and x.tells_of_others:

@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a process has to say of a visit to a case."""
+    """The report of a process on one visit to a case."""
 
     case: Case
     digest: str  # of the results of the first call
@@ -209,7 +209,7 @@ def compile_all(pairs: Sequence[tuple[int, int]], arch: str, threads: int) -> in
 
 
 class Tally:
-    """What all processes together have found."""
+    """The sum of all processes' reports."""
 
     def __init__(self, variant: str) -> None:
         self.variant = variant

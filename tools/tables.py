@@ -68,7 +68,7 @@ def sections(found: Mapping[str, list[Row]], captions: Mapping[str, str]) -> Ite
 
 
 def table_of(rows: list[Row]) -> Iterator[str]:
-    """Give each measured number a column of its own; leave out what all rows have in common."""
+    """Return each measured number a column of its own; leave out what all rows have in common."""
     flat: list[Row] = []
     for row in rows:
         ratios = {f"{name}, ratio": value for name, value in row.get("over_plain", {}).items()}

@@ -32,7 +32,7 @@ def picture(results: Path) -> Picture:
 
 
 def _lines(rows: list[Row], fields: tuple[str, ...]) -> dict[str, list[list[float]]]:
-    """Give each kernel its points: rows of the tile, and a sum of fields where all were taken."""
+    """Return each kernel its points: rows of the tile, and a sum of fields where all were taken."""
     lines: dict[str, list[list[float]]] = {}
     for row in rows:
         if all(field in row for field in fields):

@@ -22,7 +22,7 @@ def costs(ranks: int) -> dict[Any, Cost]:
 
 @cache
 def fractions() -> dict[str, list[list[float]]]:
-    """Give the fraction of linear scaling of both passes by the number of ranks."""
+    """Return the fraction of linear scaling of both passes by the number of ranks."""
     alone, lines = costs(1)["ring"].seconds, {name: list[list[float]]() for name in SCHEDULES}
     for ranks in RANKS:
         found = costs(ranks)
