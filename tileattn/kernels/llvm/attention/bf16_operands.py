@@ -10,7 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.attention.bf16_prepare import transposed_block
+from tileattn.kernels.llvm.attention.bf16_prepare import keys_in_reach, transposed_block
 from tileattn.kernels.llvm.attention.softmax import RowState
 from tileattn.kernels.llvm.instructions.bfloat16 import narrowed, paired
 from tileattn.kernels.llvm.instructions.code import Code, i64
@@ -123,24 +123,21 @@ class BackwardBf16:
         """Load the keys and values of the block; set dK and dV to 0."""
         c, p = self.c, self.p
         self.keys, self.used = keys, c.vectors_of(keys)
+        first, end = keys_in_reach(c, p, batch)
         for name, tile, grad, columns in (
             ("k", self.k, self.dk, p.D),
             ("v", self.v, self.dv, p.Dv),
         ):
             grad.fill(columns, c.const(0.0))
             source, step = p.row(name, batch, head, k0), getattr(p, f"{name}_j")
-            n = c.smaller(keys, c.larger(i64(0), c.b.sub(self._length(batch), k0)))
+            n, hidden = c.smaller(keys, c.b.sub(end, k0)), c.b.sub(first, k0)
             to_step = copy_rows(
-                c, partial(c.row, source, step), n, columns, self.key_rows, i64(self.W)
+                c, partial(c.row, source, step), n, columns, self.key_rows, i64(self.W), hidden
             )
             transpose_pairs(c, self.key_rows, to_step, self.W, columns, tile)
             if name == "k":
                 width = c.bytes_of(p.dq_columns)
-                pair_rows(c, source, step, n, columns, self.k_pairs, width, self.W)
-
-    def _length(self, batch: Any) -> Any:
-        c = self.c
-        return c.load(c.at(self.p.kv_lengths, c.b.mul(batch, i64(8))), i64(0).type)
+                pair_rows(c, source, step, n, columns, self.k_pairs, width, self.W, hidden)
 
     def load_queries(self, batch: Any, h: Any, i0: Any, n: Any) -> None:
         """Set the rows of Q and dO of a tile."""

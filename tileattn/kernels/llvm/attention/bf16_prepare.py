@@ -2,8 +2,8 @@
 
 A number is *usual* if it is 0 or between 2^-63 and 2^63 in size: products of two usual numbers
 neither underflow nor overflow. A key head of a batch entry with an unusual number is computed in
-float32, together with its query heads; the other heads keep their bits. V (backward: Q and dO) is
-transposed in blocks.
+float32, together with its query heads; the other heads keep their bits. Keys that length and window
+hide from every query count as 0. V (backward: Q and dO) is transposed in blocks.
 """
 
 from functools import partial
@@ -37,6 +37,13 @@ def transposed_block(c: Code, p: Params, name: str, batch: Any, head: Any, row: 
     return c.at(getattr(p, f"{name}_t"), offset, b.mul(b.srem(row, i64(BLOCK)), i64(2)))
 
 
+def keys_in_reach(c: Code, p: Params, batch: Any) -> tuple[Any, Any]:
+    """Return the range of keys that length and window leave visible to some query."""
+    length, offset = (c.load(c.row(x, i64(8), batch), I64) for x in (p.kv_lengths, p.q_offset))
+    end = c.b.add(c.b.add(p.Nq, offset), p.right)
+    return c.larger(i64(0), c.b.sub(offset, p.left)), c.smaller(length, end)
+
+
 def prepare(c: Code, p: Params, _: Any, scratch: Any, number: Any) -> None:
     """Check and transpose one block of rows of one array."""
     b = c.b
@@ -57,19 +64,20 @@ def _block(
 ) -> None:  # fmt: skip
     b = c.b
     batch, head = b.sdiv(entry, heads), b.srem(entry, heads)
+    first, end, axis = i64(0), length, "i"
     if name in ("k", "v"):
-        length = c.load(c.at(p.kv_lengths, b.mul(batch, i64(8))), I64)
-    n = c.larger(i64(0), c.smaller(i64(BLOCK), b.sub(length, row)))
-    source = p.row(name, batch, head, row)
-    step = getattr(p, f"{name}_{'j' if name in ('k', 'v') else 'i'}")
-    unusual = b.not_(_all_usual(c, source, step, n, columns))
+        (first, end), axis = keys_in_reach(c, p, batch), "j"
+    n = c.larger(i64(0), c.smaller(i64(BLOCK), b.sub(end, row)))
+    first = c.larger(i64(0), b.sub(first, row))
+    source, step = p.row(name, batch, head, row), getattr(p, f"{name}_{axis}")
+    unusual = b.not_(_all_usual(c, c.row(source, step, first), step, b.sub(n, first), columns))
     flag = p.row("unusual", batch, b.sdiv(b.mul(head, p.Hkv), heads))
     c.when(unusual, lambda: b.atomic_rmw("xchg", flag, i64(1), "monotonic") and None)
 
     def transpose() -> None:
         whole, pairs = c.rounded_up(columns, c.lanes), i64(BLOCK // 2)
         to_step = b.mul(whole, i64(PAIR))
-        pair_rows(c, source, step, n, columns, scratch, to_step, BLOCK)
+        pair_rows(c, source, step, n, columns, scratch, to_step, BLOCK, first)
         to = Tile(c, transposed_block(c, p, name, batch, head, row), BLOCK // (2 * c.lanes))
         transpose_rows(c, "float32", partial(c.row, scratch, to_step), pairs, whole, to)
 

@@ -32,12 +32,14 @@ def copy_row(c: Code, source: Any, columns: Any, to: Any) -> None:
     c.when(c.b.icmp_signed("<", whole, columns), rest)
 
 
-def copy_rows(c: Code, row: Row, n: Any, columns: Any, to: Any, rows: Any) -> Any:
-    """Copy n rows, padded with rows of 0; return the row stride."""
+def copy_rows(
+    c: Code, row: Row, n: Any, columns: Any, to: Any, rows: Any, first: Any = None
+) -> Any:
+    """Copy rows ``first`` (None: 0) to n - 1; the rest of ``rows`` is 0. Return the row stride."""
     to_step = row_bytes(c, columns)
 
     def copy(r: Any, _: Any) -> None:
-        count = c.b.select(c.b.icmp_signed("<", r, n), columns, i64(0))
+        count = c.b.select(_between(c, first, r, n), columns, i64(0))
         place = c.at(to, c.b.mul(r, to_step))
         copy_row(c, row(r), count, place)
         c.loop(
@@ -51,6 +53,12 @@ def copy_rows(c: Code, row: Row, n: Any, columns: Any, to: Any, rows: Any) -> An
 
     c.loop(i64(0), rows, copy)
     return to_step
+
+
+def _between(c: Code, first: Any, r: Any, n: Any) -> Any:
+    """Return the condition ``first <= r < n``; None is 0."""
+    before_end = c.b.icmp_signed("<", r, n)
+    return before_end if first is None else c.b.and_(before_end, c.b.icmp_signed("<=", first, r))
 
 
 def row_bytes(c: Code, columns: Any) -> Any:
@@ -84,18 +92,19 @@ def transpose_pairs(c: Code, source: Any, step: Any, rows: int, columns: Any, to
 
 
 def pair_rows(
-    c: Code, source: Any, step: Any, n: Any, columns: Any, to: Any, to_step: Any, rows: int
-) -> None:
-    """Interleave n rows in pairs, padded with 0 to ``rows`` rows and to whole vectors."""
+    c: Code, source: Any, step: Any, n: Any, columns: Any, to: Any, to_step: Any, rows: int,
+    first: Any = None,
+) -> None:  # fmt: skip
+    """Interleave the rows from ``first`` to n in pairs; other rows, and partial vectors, get 0."""
     kind, zero = ir.VectorType(I16, c.lanes), ir.Constant(c.integers, None)
     whole = c.b.mul(c.b.sdiv(columns, i64(c.lanes)), i64(c.lanes))
     odd_row = ir.Constant(c.integers, [16] * c.lanes)
 
     def pair(r: Any, _: Any) -> None:
         place = c.at(to, c.b.mul(r, to_step))
-        first = c.b.mul(r, i64(2))
-        there = [c.b.icmp_signed("<", c.b.add(first, i64(m)), n) for m in (0, 1)]
-        starts = [c.at(source, c.b.mul(c.b.add(first, i64(m)), step)) for m in (0, 1)]
+        numbers = [c.b.add(c.b.mul(r, i64(2)), i64(m)) for m in (0, 1)]
+        there = [_between(c, first, number, n) for number in numbers]
+        starts = [c.at(source, c.b.mul(number, step)) for number in numbers]
 
         def vector(d: Any, _: Any) -> None:
             c.store(zero, c.at(place, c.b.mul(d, i64(PAIR))))
