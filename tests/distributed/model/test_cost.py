@@ -180,6 +180,7 @@ def test_cpus_count_the_blocks_of_a_zigzag(options: dict[str, Any], chosen: str)
     assert (report.rates, report.chosen) == (CPU_RATES, chosen)
 
 
+@pytest.mark.slow
 def test_ten_thousand_ranks_take_no_step_for_each_pair_of_them() -> None:
     shape, start = (1, 8, 1 << 22, 64), time.process_time()
     report = predict(shape, shape, shape, 10_000, layout="zigzag", causal=True)

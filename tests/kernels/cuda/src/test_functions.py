@@ -196,6 +196,7 @@ def planned(name: str, arch: str, dtype: Any, D: int, Nq: int, Nk: int) -> tuple
     return plans_of(problem, layout, device_of_arch(arch))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("name", sorted(GALLERY))
 def test_the_gallery_compiles(name: str) -> None:

@@ -66,6 +66,7 @@ def pair_keys() -> list[KernelKey]:
     return [*dict.fromkeys(x.key for x in launches if x.key.pair)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", pair_keys(), ids=lambda key: f"{key.kernel}-{key.add_dq}")
 def test_a_place_is_released_after_it_has_been_read(key: KernelKey, program: str) -> None:
     """At arrivals on a barrier of the other thread block, which then stores to the place."""
