@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llvmlite")
 
-from tests.backends.llvm.test_backend import SIZES, both, multiplies_bfloat16, normal
+from tests.arrays import normal
+from tests.backends.llvm.test_backend import SIZES, both, multiplies_bfloat16
 
 
 @multiplies_bfloat16
