@@ -402,6 +402,8 @@ def bad_calls(entry: Entry, count: int, seed: int = 0) -> Iterator[BadCall]:
         for option in ("window", "causal", "bias", "mask", "block_mask", "softcap", "sinks"):
             if "q" in call and option in call and option != name and rng.random() < 0.3:
                 del call[option]
+        if "causal" not in call:
+            call.pop("prefix", None)  # which needs it
         if rng.random() < 0.05:
             yield BadCall(call | {f"{name}s_": 1}, f"{name}s_", "unknown name")
             continue
