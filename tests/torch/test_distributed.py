@@ -246,8 +246,8 @@ def test_tensors_elsewhere_are_refused_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"bias": np.zeros((N, N))}, "bias is ndarray; a torch.Tensor is accepted"),
-        ({"aux": [3]}, r"aux\[0\] is int; a torch.Tensor is accepted"),
+        ({"bias": np.zeros((N, N))}, "bias must be a torch.Tensor; got ndarray"),
+        ({"aux": [3]}, r"aux\[0\] must be a torch.Tensor; got int"),
         ({"aux": torch.zeros(3)}, r"aux must be a tuple of arrays; .*aux=\(array,\)"),
         ({"seed": torch.tensor(-1), "dropout_p": 0.5}, "seed must be"),
         ({"seed": 1 << 64, "dropout_p": 0.5}, "seed must be"),

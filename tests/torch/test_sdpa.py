@@ -167,7 +167,9 @@ def test_causal_biases(kind: str, sizes: tuple[int, int]) -> None:
     for x, y in zip((found, *next(grads)), (expected, *next(grads)), strict=True):
         torch.testing.assert_close(x, y)
     for wrong in ({"attn_mask": getattr(biases, kind)(5, 9)}, {"is_causal": True}):
-        with pytest.raises(ValueError, match=r"attn_mask (is a CausalBias of shape|and is_causal)"):
+        with pytest.raises(
+            ValueError, match=r"(attn_mask is a CausalBias of shape|is_causal must be False)"
+        ):
             scaled_dot_product_attention(
                 *tensors, **({"attn_mask": bias, "enable_gqa": True} | wrong)
             )
@@ -374,12 +376,20 @@ Q, K = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8)
     ("given", "options", "message"),
     [
         ((Q, K, K), {}, "query has shape .*enable_gqa=True"),
-        ((Q, Q, Q), {"attn_mask": torch.ones(5, 5) > 0, "is_causal": True}, "one of them"),
-        ((Q, Q, Q), {"attn_mask": torch.ones(5, 5).long()}, "attn_mask has dtype torch.int64"),
-        ((Q[0, 0, 0], Q, Q), {}, r"query has shape \(8,\)"),
-        ((Q, [1], Q), {}, "key is list"),
+        (
+            (Q, Q, Q),
+            {"attn_mask": torch.ones(5, 5) > 0, "is_causal": True},
+            "is_causal must be False",
+        ),
+        (
+            (Q, Q, Q),
+            {"attn_mask": torch.ones(5, 5).long()},
+            "attn_mask must have dtype .*; got torch.int64",
+        ),
+        ((Q[0, 0, 0], Q, Q), {}, r"query must have shape .*; got \(8,\)"),
+        ((Q, [1], Q), {}, "key must be a torch.Tensor; got list"),
         ((Q, Q.to("meta"), Q), {}, "key is on meta"),
-        ((Q, Q, Q.to_sparse()), {}, "value has layout torch.sparse_coo"),
+        ((Q, Q, Q.to_sparse()), {}, "value must be .*; got layout torch.sparse_coo"),
         ((Q, Q, Q), {"dropout_p": 1.5}, "dropout_p must be .*; got 1.5"),
         ((Q, Q, Q), {"dropout_p": None}, "dropout_p must be a number; got None"),
         ((Q, Q, Q), {"is_causal": 1}, "is_causal .*True or False"),

@@ -23,7 +23,7 @@ _OF_NUMPY = np.ndarray | np.generic
 
 
 def arrays_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Arrays:
-    """Give the arrays of a call by their names, as JAX's."""
+    """Convert the arrays of a call to JAX's; return them by name."""
     given = dict(zip(ROWS, (q, k, v), strict=True))
     given |= {name: x for name, x in options.items() if name in TRACED and x is not None}
     return {
@@ -35,7 +35,7 @@ def arrays_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Arrays:
 
 
 def holds_arrays_of_jax(x: Any) -> bool:
-    """Whether something is an array of JAX, traced or not, or a sequence with one in it."""
+    """Return True for an array of JAX, traced or not, and a sequence that contains one."""
     if isinstance(x, list | tuple):
         return any(map(holds_arrays_of_jax, x))
     return isinstance(x, jax.Array) or (

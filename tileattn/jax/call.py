@@ -1,4 +1,4 @@
-"""What of a call is part of the compiled program, checked when it is traced."""
+"""The static part of a call: checked when the program is traced, and compiled into it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def call_of(arrays: Mapping[str, Any], backend: str, options: Mapping[str, Any])
 
 
 def _fixed(name: str, x: Any) -> Any:
-    """Give an option that is part of the compiled program; a number may be in an array."""
+    """Return an option that is compiled into the program; a number may be in an array."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
             f"{name} must be a value of Python, as a part of the compiled program; got a traced "
@@ -62,7 +62,7 @@ def _fixed(name: str, x: Any) -> Any:
 
 
 def _plain(name: str, x: Any, problem: Problem) -> Any:
-    """Give a valid option as a value that can be hashed."""
+    """Convert a valid option to a value that can be hashed."""
     if x is None:
         return None
     if name in NUMBERS:

@@ -82,7 +82,7 @@ class _Backward:
 
 
 def _rows(given: Arrays) -> tuple[Any, Any, Any, Arrays]:
-    """Give q, k, v and the options."""
+    """Return q, k, v and the options."""
     others = dict(given)
     q, k, v = (others.pop(name) for name in "qkv")
     return q, k, v, others

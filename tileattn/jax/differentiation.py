@@ -36,8 +36,7 @@ def _forward(passes: Passes, primals: Any) -> Any:
     """Compute both passes' common part; primals say which of them are differentiated."""
     if primals.get("alibi_slopes") is not None and primals["alibi_slopes"].perturbed:
         raise UnsupportedError(
-            "the gradient of alibi_slopes is asked for, and there is none; "
-            "jax.lax.stop_gradient(alibi_slopes) leaves it out"
+            "alibi_slopes has no gradient; jax.lax.stop_gradient(alibi_slopes) leaves it out"
         )
     arrays = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
     wanted = {
@@ -71,7 +70,7 @@ def _backward(passes: Passes, residuals: Any, cotangents: Any) -> tuple[Mapping[
 
 
 def _gradient(x: jax.Array, found: Any) -> Any:
-    """Give what JAX takes for a gradient: zeros where there is none, of no size for integers."""
+    """Return a gradient in JAX's form: zeros if there is none, float0 for integers."""
     if not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
         return np.zeros(x.shape, jax.dtypes.float0)
     return jax.numpy.zeros_like(x) if found is None else sharded_as(x, found)

@@ -163,7 +163,7 @@ def _whole(x: Any, size: int) -> Any:
 
 
 def _places(options: Mapping[str, Any], arrays: Arrays, size: int) -> dict[str, Any]:
-    """Give kv_lengths and q_offset, one for each batch entry; NumPy's where both are known."""
+    """Return kv_lengths and q_offset of each batch entry, as NumPy arrays if none is traced."""
     q, k = arrays["q"], arrays["k"]
     B, Nq, Nk = (q.shape[0] if q.ndim == 4 else 1), size * q.shape[-2], size * k.shape[-2]
     given = {name: options[name] for name in _PLACES if options.get(name) is not None}

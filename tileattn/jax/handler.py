@@ -40,7 +40,7 @@ class Call:
 # numbers must mean nothing.
 _numbers = count(secrets.randbits(62))
 _calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
-# A program may still run when nobody has it any more.
+# A program may still run after its last reference is gone.
 _latest: deque[Call] = deque(maxlen=1024)
 
 _NAP, _QUIET = 0.01, 2  # at exit: seconds between two looks, and looks that find no call running
@@ -49,7 +49,7 @@ _running = set[object]()
 
 
 def number_of(call: Call) -> int:
-    """Give a call a number, for as long as the call lives."""
+    """Return a number for a call, which stays valid while the call lives."""
     number = next(_numbers)
     _calls[number] = call
     _latest.append(call)

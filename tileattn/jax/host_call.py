@@ -88,7 +88,7 @@ def _lowered(context: Any, *arrays: Any, on_arrays: Callable[..., Any], shapes: 
 
 
 def _has_many_devices(axis_context: Any) -> bool:
-    """Whether XLA shares a program among devices of a known mesh; inside shard_map it does not."""
+    """Return True if XLA partitions a program over a known mesh; not so inside shard_map."""
     devices = getattr(axis_context, "device_assignment", None)
     mesh = getattr(axis_context, "abstract_mesh", None)
     return devices is not None and len(devices) > 1 and mesh is not None
@@ -97,7 +97,7 @@ def _has_many_devices(axis_context: Any) -> bool:
 def _on_device(
     name: str, on_arrays: Callable[..., Any], kept: list[Call], shapes: Sequence[Any]
 ) -> Callable[..., Sequence[Any]]:
-    """Give the call of one device, which lives as long as ``kept``."""
+    """Return the call of one device, which lives as long as ``kept``."""
 
     def run(*arrays: Any) -> Sequence[Any]:
         call = Call(on_arrays, tuple(map(_spec, arrays)), tuple(map(_spec, shapes)))
@@ -131,7 +131,7 @@ def _batched(arrays: Any, axes: Any, **more: Any) -> Any:
 
 
 def _differentiated(*_: Any, **__: Any) -> Any:
-    raise UnsupportedError("second derivatives are asked for; gradients are not differentiable")
+    raise UnsupportedError("tileattn.jax does not support second derivatives")
 
 
 with suppress(ImportError, AttributeError):  # without it arrays are gathered

@@ -6,7 +6,7 @@ import jax
 
 
 def axes_of(tree: Any) -> frozenset[str]:
-    """Give the axes over which some array varies."""
+    """Return the axes over which some array varies."""
     found: frozenset[str] = frozenset()
     return found.union(*map(_axes, jax.tree.leaves(tree)))
 

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tileattn.call.options import OPTIONS
 
 Roles = tuple[str | None, ...]
-"""What the axes of an array are: ``"b"``, batch; ``"h"`` and ``"g"``, heads of q and of k."""
+"""Roles of the axes of an array: ``"b"``, batch; ``"h"`` and ``"g"``, heads of q and of k."""
 
 Axes = Mapping[str, tuple[str, ...]]
 """Axes of the mesh that share the batch, and those that share the heads."""
@@ -70,7 +70,7 @@ class Partition:
     sizes: Mapping[str, int]
 
     def rule(self) -> SdyShardingRule:
-        """Give the rule by which the shardings of arrays follow from one another."""
+        """Return the rule that derives shardings of arrays from one another."""
         are_equal, whole = self.sizes["h"] == self.sizes["g"], list[str]()  # as they appear
 
         def factor(role: str | None) -> str:
@@ -101,7 +101,7 @@ class Partition:
 
     @staticmethod
     def spec(roles: Roles, axes: Axes) -> PartitionSpec:
-        """Give the sharding of an array."""
+        """Return the sharding of an array."""
         return PartitionSpec(*(role and (axes[_SHARED_BY[role]] or None) for role in roles))
 
     @staticmethod
@@ -112,7 +112,7 @@ class Partition:
 
 
 def partition_of(on_arrays: Any, avals: Sequence[Any], shapes: Sequence[Any]) -> Partition | None:
-    """Say what the axes of a call are; None if it cannot be partitioned."""
+    """Return the roles of a call's axes; None if it cannot be partitioned."""
     results: Sequence[str] | None = getattr(on_arrays.on_host, "results", None)
     if results is None:
         return None
@@ -148,7 +148,7 @@ def _names(tree: Any, count: int) -> tuple[str, ...]:
 
 
 def _roles(name: str, shape: tuple[int, ...], ndim: int, sizes: Mapping[str, int]) -> Roles:
-    """Give the roles of axes that are as long as their role says; others are broadcast."""
+    """Return the roles of axes with the full length of their role; other axes broadcast."""
     every = _ROLES[name]
     lacking = 4 - ndim if name in _PER_ROW else len(every) - len(shape)
     return tuple(
@@ -158,7 +158,7 @@ def _roles(name: str, shape: tuple[int, ...], ndim: int, sizes: Mapping[str, int
 
 
 def typed(partition: Partition | None, avals: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
-    """Give the types of the results: under explicit sharding they say how they are sharded."""
+    """Return the types of the results, with their shardings under explicit sharding."""
     plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes]
     shardings = [x.sharding for x in avals]
     mesh = next((x.mesh for x in shardings if any(x.spec)), None)
@@ -172,7 +172,7 @@ def typed(partition: Partition | None, avals: Sequence[Any], shapes: Sequence[An
 
 
 def sharded_as(x: jax.Array, found: jax.Array) -> jax.Array:
-    """Give a gradient the type of its array: under explicit sharding it says how it is sharded."""
+    """Reshard a gradient as its array, which explicit sharding requires."""
     own, other = (jax.typeof(array).sharding for array in (x, found))
     return found if own == other else jax.sharding.reshard(found, own)
 
@@ -180,10 +180,10 @@ def sharded_as(x: jax.Array, found: jax.Array) -> jax.Array:
 def partitioned(
     partition: Partition, shapes: Sequence[Any], made: Callable[[Sequence[Any]], Any]
 ) -> Any:
-    """Give a function of arrays that XLA partitions; ``made`` gives that of some result shapes."""
+    """Return a function that XLA partitions; ``made(shapes)`` makes it for result shapes."""
 
     def parts(mesh: Any, operands: Any, results: Any) -> Any:
-        """Say how arrays are sharded, and what each device computes."""
+        """Return the shardings of arrays, and the function that each device runs."""
         axes = partition.axes(mesh.shape, [_spec(mesh, x) for x in operands])
         given, found = (
             tuple(NamedSharding(mesh, partition.spec(roles, axes)) for roles in every)
@@ -204,7 +204,7 @@ def partitioned(
         return mesh, on_device, list(found), given
 
     def followed(mesh: Any, operands: Any, _results: Any) -> Any:
-        """Say how results are sharded, where no rule is read."""
+        """Return the shardings of results, for a partitioner that reads no rule."""
         axes = partition.axes(mesh.shape, [_spec(mesh, x) for x in operands])
         return [NamedSharding(mesh, partition.spec(roles, axes)) for roles in partition.results]
 
@@ -214,7 +214,7 @@ def partitioned(
 
 
 def _spec(mesh: Any, x: Any) -> Any:
-    """Give the sharding of an array; none if it shares a part of an axis of the mesh."""
+    """Return the sharding of an array; none if it uses a part of a mesh axis."""
     try:
         decode = importlib.import_module("jax._src.sharding_impls").parse_flatten_op_sharding
         return decode(x.sharding._hlo_sharding, mesh)[0]

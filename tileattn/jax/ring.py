@@ -104,7 +104,7 @@ class Ring:
         }
 
     def visible(self, a: Segment, c: Segment, kv_lengths: Any, q_offset: Any) -> Any:
-        """Whether some query may attend to some key, by lengths and window."""
+        """Return True if lengths and window let some query attend to some key."""
         (left, right), some = self.window, kv_lengths > c.start
         if left is not None:
             first = a.start + q_offset - left
@@ -125,7 +125,7 @@ class Ring:
         ]
 
     def wider(self, x: Any) -> Any:
-        """Give the dtype in which what belongs to an array is summed."""
+        """Return the accumulation dtype of an array."""
         floating = jnp.issubdtype(x.dtype, jnp.floating)
         return jnp.promote_types(x.dtype, self.call.lse[1]) if floating else x.dtype
 
@@ -181,7 +181,7 @@ class Ring:
         )
 
     def _block(self, arrays: Arrays, a: Segment, c: Segment) -> Arrays:
-        """Give the arrays of the call of a block, sinks left out: indices are moved there."""
+        """Return the arrays of a block's call, without sinks, with shifted lengths and offsets."""
         given = {name: x for name, x in arrays.items() if name != "sinks"}
         given |= {name: cut(given[name]) for name, cut in cuts(a, c).items() if name in given}
         given |= {name: given[name].astype(self.wider(given[name])) for name in "qkv"}
@@ -193,7 +193,7 @@ class Ring:
 
 
 def cuts(a: Segment, c: Segment) -> dict[str, Callable[[Any], Any]]:
-    """Give, by the names of arrays, what takes the part of a block."""
+    """Return functions that take a block's part of each array, by name."""
 
     def queries(x: Any) -> Any:
         return x[:, :, a.rows]
@@ -232,7 +232,7 @@ def merge(one: State, other: State) -> State:
 
 
 def of_sinks(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any = 0.0) -> Any:
-    """Give the gradient of sinks, which have a probability and no values."""
+    """Return the gradient of sinks, which have a probability but no value."""
     delta = (dout * out).sum(axis=-1) - dlse
     P = jnp.exp(sinks[:, None] - jnp.where(jnp.isneginf(lse), 0, lse))
     return -(P * delta).sum(axis=(0, 2))

@@ -88,7 +88,7 @@ class Frame:
         self._api = ctypes.addressof(frame.api.contents)
 
     def answers_metadata(self) -> bool:
-        """Whether XLA only asks for the version of the handler; if so, it is told."""
+        """Return True if XLA asks only for the handler's version, after filling it in."""
         if not self._frame.extension:
             return False
         extension = Extension.from_address(self._frame.extension)

@@ -17,7 +17,7 @@ def _key(name: str) -> Any:
 
 
 def are_gradients_batched() -> bool:
-    """Say whether ``torch.autograd.grad(is_grads_batched=True)`` runs."""
+    """Return True inside ``torch.autograd.grad(is_grads_batched=True)``."""
     return bool(torch._C._dispatch_tls_is_dispatch_key_included(_key("VmapMode")))
 
 
@@ -37,7 +37,7 @@ def one_by_one(operator: Any) -> Callable[..., Any]:
 
 
 def _element(n: int, x: Any, dim: Any) -> Any:
-    """Give an element of an input; where there is none, zeros in its place."""
+    """Return an element of an input; for an empty batch, zeros of its shape."""
     if isinstance(x, list):
         return [_element(n, y, d) for y, d in zip(x, dim or [None] * len(x), strict=True)]
     if dim is None or n < x.shape[dim]:
@@ -53,9 +53,7 @@ def of_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
         levels = (n for n in range(1, 64) if not _is_batched(_whole(tensors[0], n)))
         level = next(levels, None)
         if level is None or any(_is_batched(_whole(x, level)) for x in tensors):
-            raise UnsupportedError(
-                "gradients are batched more than once; one batch of gradients is accepted"
-            )
+            raise UnsupportedError("gradients must be batched at most once")
         in_dims = tree_map(lambda x: 0 if _is_batched(x) else None, inputs)
         whole = tree_map(lambda x: _whole(x, level) if _is_batched(x) else x, inputs)
         found, _ = rule(_Batch(len(_whole(tensors[0], level))), in_dims, *whole)
@@ -65,12 +63,12 @@ def of_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_batched(x: Any) -> bool:
-    """Say whether a tensor is such a batch."""
+    """Return True for a batch of gradients."""
     return isinstance(x, torch.Tensor) and torch._C._dispatch_keys(x).has(_key("Batched"))
 
 
 def _whole(x: torch.Tensor, level: int) -> torch.Tensor:
-    """Give all elements of a batch of this level; one element of another tensor."""
+    """Return all elements of a batch of this level; other tensors become a batch of one."""
     return torch._remove_batch_dim(x, level, 1, 0)
 
 

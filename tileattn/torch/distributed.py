@@ -165,7 +165,7 @@ Inputs = list[tuple[str, torch.Tensor]]
 def _agreed(
     comm: CheckedComm, given: Mapping[str, Any], return_lse: bool, device: torch.device
 ) -> tuple[Inputs, dict[str, Any]]:
-    """Give the tensors that have a gradient, by name, and the library's options.
+    """Return the tensors that may have a gradient, with their names, and the library's options.
 
     All ranks check what is given, and compare what requires a gradient; on GPUs once of each kind.
     """
@@ -237,7 +237,7 @@ def _kind(x: Any) -> Any:
 
 
 def _arrays(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Give tensors as arguments of the library."""
+    """Convert tensors to arguments of the library."""
     given: dict[str, Any] = {}
     for name, x in zip(names, map(array_of, tensors), strict=True):
         given[name] = (*given.get("aux", ()), x) if name == "aux" else x
@@ -258,7 +258,7 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _converted(name: str, x: Any) -> Any:
-    """Give an option as the library takes it."""
+    """Convert an option to what the library takes."""
     if not isinstance(x, torch.Tensor):
         return x
     return x.item() if name == "seed" and x.numel() == 1 else array_of(x)

@@ -95,14 +95,14 @@ def scaled_dot_product_attention(
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return operator(*rows, attn_mask, dropout_p, is_causal, **options)
     if attn_mask is not None and is_causal:
-        raise ValueError("attn_mask and is_causal are given; one of them is accepted")
+        raise ValueError("is_causal must be False with attn_mask")
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     for name, x in zip(_ROWS, rows, strict=True):
         # What else there is to check is checked once for all calls like this one.
         if not isinstance(x, torch.Tensor) or x.is_nested:
             check_tensor(name, x)
         if x.ndim < 2:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; (..., N, D) is accepted")
+            raise ValueError(f"{name} must have shape (..., N, D); got {tuple(x.shape)}")
     options = {"scale": scale}
     if is_causal:
         options |= {"causal": True, "q_offset": 0}
@@ -120,7 +120,7 @@ def scaled_dot_product_attention(
 
 
 def _may_answer(x: Any) -> bool:
-    """Say whether an argument is of a subclass with a ``__torch_function__`` of its own."""
+    """Return True if an argument's class has a ``__torch_function__`` of its own."""
     function = getattr(type(x), "__torch_function__", torch._C._disabled_torch_function_impl)
     own = getattr(function, "__func__", function)
     return own not in (
@@ -211,17 +211,17 @@ def _of_as_many_heads(k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor
 
 
 def option_of(mask: torch.Tensor) -> str:
-    """Say which option takes a mask."""
+    """Return the name of the option that takes this mask."""
     if mask.dtype is torch.bool:
         return "mask"
     if mask.is_floating_point():
         return "bias"
-    raise TypeError(f"attn_mask has dtype {mask.dtype}; torch.bool and floating ones are accepted")
+    raise TypeError(f"attn_mask must have dtype torch.bool or a floating one; got {mask.dtype}")
 
 
 @dataclass
 class Taken:
-    """What a block of `sdpa` has taken.
+    """Count of the calls in a block of `sdpa`.
 
     Parameters
     ----------

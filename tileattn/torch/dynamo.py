@@ -232,7 +232,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _is_fixed(x: Any) -> bool:
-    """Return True for modules that nobody changes, and functions that are always the same."""
+    """Return True for modules of libraries, and functions that are always the same."""
     if isinstance(x, ModuleType):
         return x.__name__ in _MODULES
     if isinstance(x, BuiltinFunctionType) and x.__self__ is torch._C._VariableFunctions:

@@ -1,4 +1,4 @@
-"""Calls past PyTorch's dispatcher, where nobody listens there: the same calls at a fraction of it.
+"""Calls that bypass PyTorch's dispatcher, when nothing intercepts operators, to save its time.
 
 A call of tensors and plain values is validated once for each layout of its tensors.
 """
@@ -25,7 +25,7 @@ _Pass = Callable[[Sequence[Any]], Any]
 
 
 def is_eager() -> bool:
-    """Whether nothing traces, transforms or intercepts operators."""
+    """Return True if nothing traces, transforms or intercepts operators."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -37,13 +37,13 @@ def is_eager() -> bool:
 
 
 def _is_intercepted() -> bool:
-    """Whether a mode sees functions that is more than a default device."""
+    """Return True if a mode other than a default device intercepts functions."""
     modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
 def layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...] | None:
-    """Write down how tensors lie in memory; None if what is there are not simply their elements."""
+    """Return dtypes, shapes, strides and devices; None if memory does not hold the elements."""
     key: list[Any] = []
     try:
         for x in tensors:
@@ -61,7 +61,7 @@ def layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...] | None:
 def signature(
     rows: Sequence[Any], backend: Any, deterministic: Any, options: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Write down a call of tensors and plain values, the names of the tensors first.
+    """Return the signature of a call of tensors and plain values; the tensors' names come first.
 
     Calls of equal signatures are all valid or all invalid. None for other calls, and where
     operators are looked at.
@@ -84,7 +84,7 @@ def signature(
 
 
 class Call:
-    """What a call brings besides tensors that each call has anew.
+    """The calls of one signature: everything about them but their tensors.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class Call:
     ) -> tuple[Any, ...]:
         """Compute the gradients that are needed, None for the others."""
         dout = operators.upstream(dout, out)
-        # With gradients enabled, those of gradients are asked for: operators refuse them.
+        # Gradients are enabled for double backward, which the operators refuse.
         eager = not torch.is_grad_enabled() and is_eager() and not are_gradients_batched()
         rows = (*tensors, dout, out, lse, dlse)
         of_rows = layouts(rows) if eager else None

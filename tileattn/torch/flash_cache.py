@@ -170,12 +170,12 @@ def _refuse_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError(
                 f"{name} requires a gradient, and a call with a cache has none; "
-                "torch.no_grad() is accepted"
+                "call it under torch.no_grad()"
             )
 
 
 def _pages(places: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Give the pages of each sequence; an entry of a cache is one page."""
+    """Return the pages of each sequence; an entry of a cache is one page."""
     entries = places.get("cache_batch_idx")
     if entries is None:
         return places.get("block_table")
@@ -259,7 +259,7 @@ def _append(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _query_positions(old: Any, N: int, *, in_order: bool) -> Any:
-    """Say where the queries of each sequence stand: behind its keys, one by one or all together."""
+    """Return the positions of queries: after the keys, in order or all at the first one."""
     first = old[:, np.newaxis]
     if in_order and N > 1:
         return first + np.arange(N, like=old)

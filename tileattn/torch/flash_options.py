@@ -1,4 +1,4 @@
-"""What the calls of the package flash_attn have in common, translated."""
+"""Translate the arguments that the calls of the package flash_attn share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ Integers = torch.Tensor | Sequence[Any]
 Window = Sequence[int | None]
 
 NAMES = {"scale": "softmax_scale", "window": "window_size", "sinks": "learnable_sink"}
-"""What these calls call the arguments of `attention`."""
+"""Names of these calls for the arguments of `attention`."""
 
 
 def attended(
@@ -42,7 +42,7 @@ def translated(
     alibi_slopes: torch.Tensor | None,
     learnable_sink: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Give the options of `attention`."""
+    """Translate arguments to options of `attention`."""
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(
             "window_size must be a pair (left, right) of integers, -1 for an open side; "

@@ -20,7 +20,7 @@ from tileattn.torch.block_mask_names import name_of
 from tileattn.torch.functions import read_functions
 from tileattn.torch.operators import INPUTS, TENSORS
 from tileattn.torch.tensors import autocast, check_integers, check_tensor
-from tileattn.validation import check_flags
+from tileattn.validation import check_flags, must_be
 
 _NEVER_NONE = {*options_with(value="flag"), *options_with(role="dropout")}
 _REMEDIES = {  # for tensors that require a gradient which no call computes
@@ -140,7 +140,7 @@ def _attend(
 
 
 def new_dropout(dropout_p: Any) -> dict[str, Any]:
-    """Give the options of a dropout with a new seed, for which nothing is drawn without one."""
+    """Return the options of dropout with a new seed; draw none if nothing is dropped."""
     if dropout_p is None:
         raise TypeError("dropout_p must be a number; got None")
     none = isinstance(dropout_p, int | float) and dropout_p == 0
@@ -156,9 +156,7 @@ def _inputs(rows: Mapping[str, Any], options: Mapping[str, Any]) -> Sequence[Any
     """Check a call, and make it one of an operator."""
     check_names(options)
     if not isinstance(rows["backend"], str):
-        raise TypeError(
-            f"backend is {type(rows['backend']).__name__}; a name or 'auto' is accepted"
-        )
+        raise TypeError(must_be("backend", "a name or 'auto'", rows["backend"]))
     optional = {name: x for name, x in options.items() if x is not None or name in _NEVER_NONE}
     given = {**rows, **optional}
     given |= {name: _input(name, x) for name, x in optional.items()}

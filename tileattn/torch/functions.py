@@ -22,7 +22,7 @@ _DYNAMO = "get_local", "graph_break", "_i_will_not_complain_if_bc_breaks_Instruc
 
 
 class ArrayKind(NamedTuple):
-    """What functions need to know of an array: its dtype, and of its shape the number of axes."""
+    """What a function needs to know about an array: its dtype and its number of axes."""
 
     dtype: Any
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ def expressions_of(
 
 
 def tensors_of(arrays: AuxArrays, device: torch.device) -> tuple[Any, ...]:
-    """Return ``aux`` as it is, and behind it as tensors the arrays that functions capture."""
+    """Return ``aux`` and, after it, the arrays that functions capture, as tensors."""
     captured = arrays[len(arrays.parameters) :]
     return (*arrays.parameters, *(_tensor(x, device) for x in captured))
 
@@ -95,7 +95,7 @@ _read_outside = torch.compiler.disable(_read)
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # PyTorch's
 def _has_dynamo() -> bool:
-    """Say whether this PyTorch has the names of its own that reading in a program needs."""
+    """Return True if this PyTorch has the private names that reading in a program needs."""
     try:
         import_module("tileattn.torch.dynamo")
         from torch._dynamo.comptime import ComptimeContext
@@ -107,7 +107,7 @@ def _has_dynamo() -> bool:
 def _read_in_program(
     functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
 ) -> dict[str, Any]:
-    """Do the same where Dynamo traces: numbers that it keeps symbolic are arrays, too."""
+    """Do the same while Dynamo traces. Numbers that it keeps symbolic become arrays, too."""
     if not _has_dynamo():
         read: dict[str, Any] = _read_outside(functions, aux, device)
         return read

@@ -96,7 +96,7 @@ def prepared(inputs: Sequence[Any], others: Sequence[Any] = ()) -> PreparedCall 
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the options of a call of the library, those that are absent left out."""
+    """Convert the given inputs to options of the library."""
     options = {name: x for name, x in given.items() if x is not None and name not in ROWS}
     for name, x in options.items():
         if name in _OPTIONS:
@@ -143,7 +143,7 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
 
 
 def upstream(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Give the upstream gradient: autograd gives None where only that of lse is there."""
+    """Return the gradient of out; autograd passes None if only lse has one."""
     return torch.zeros_like(out) if dout is None else dout
 
 
@@ -170,7 +170,7 @@ def gradients(
 
 def _refuse(_ctx: Any, *_grads: Any) -> None:
     raise UnsupportedError(
-        "second derivatives of tileattn.torch.attention are asked for; first ones are accepted "
+        "tileattn.torch.attention does not support double backward "
         "(PyTorch's own attention, in its math backend, has second ones)"
     )
 

@@ -86,7 +86,7 @@ def check_tensor(
     """Raise an error if an argument is no dense tensor on such a device, or not on the one of q."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(
-            f"{called(name)} is {type(x).__name__}; a torch.Tensor is accepted "
+            f"{called(name)} must be a torch.Tensor; got {type(x).__name__} "
             f"(torch.as_tensor({called(name)}) makes one)"
         )
     if type(x) not in PLAIN:
@@ -104,7 +104,7 @@ def check_tensor(
         )
     if x.layout is not torch.strided:
         raise UnsupportedError(
-            f"{called(name)} has layout {x.layout}; dense tensors are accepted "
+            f"{called(name)} must be a dense tensor; got layout {x.layout} "
             f"({called(name)}.to_dense() is one)"
         )
     if x.dtype not in _DTYPES:
@@ -180,7 +180,7 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def is_kind(x: Any, module: str, name: str) -> bool:
-    """Say whether an object is of a class of PyTorch's; without its module nothing is."""
+    """Return True for an instance of a class; False if its module is not loaded."""
     return isinstance(x, getattr(sys.modules.get(module), name, ()))
 
 
@@ -193,7 +193,7 @@ def _check_subclass(name: str, x: Any) -> None:
 
 
 def _is_transformed(x: torch.Tensor) -> bool:
-    """Whether derivatives are taken that pass by the operators' own."""
+    """Return True for tensors of torch.func or of forward-mode differentiation."""
     if torch._C._are_functorch_transforms_active() and torch._C._functorch.is_gradtrackingtensor(x):
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None

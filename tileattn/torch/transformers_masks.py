@@ -85,13 +85,13 @@ class StructuredMask(torch.Tensor):  # type: ignore[misc]  # untyped
         return result
 
     def entries(self) -> torch.Tensor:
-        """Give the tensor of entries, made once: what is written to it stays."""
+        """Return the tensor of entries. It is made once, so that writes to it stay."""
         if not hasattr(self, "_entries"):
             self._entries = self.dense().contiguous()
         return self._entries
 
     def options_of(self, pairs: Sequence[int] | None) -> Mapping[str, Any]:
-        """Give the options for all pairs of queries and keys; for others, the entries."""
+        """Return the options if they are for these pairs of queries and keys; else the entries."""
         fits = pairs is not None and self.shape == torch.Size(pairs)
         return self.options if fits else {option_of(self): self.entries()}
 
@@ -176,7 +176,7 @@ def make_mask(
 
 
 def _numbers(booleans: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Give the entries that eager attention adds to its scores."""
+    """Return the entries that eager attention adds to its scores."""
     zero = torch.zeros((), dtype=dtype, device=booleans.device)
     return torch.where(booleans, zero, torch.finfo(dtype).min)
 
