@@ -35,7 +35,7 @@ def launch_with(
         Where the tiles do not fit.
     """
     family = hopper if kernel == HOPPER else generic
-    launch: KernelLaunch = family.forward(problem, context, (tile,))
+    launch: KernelLaunch = family.forward_launch(problem, context, (tile,))
     if (launch.key.kernel, launch.key.tile) != (kernel, tile[:2]):
         raise ValueError(f"{tile} does not fit {kernel}: {launch.why}")
     return launch

@@ -118,7 +118,7 @@ def own_imports(path: Path) -> set[str]:
 # may import one another.
 LEAVES = {"array_functions", "dtypes", "errors", "messages", "results", "validation"}
 FACTS = LEAVES | {"call", "expressions"}
-CUDA = {"kernels.cuda.families", "kernels.cuda.jit", "kernels.cuda.plan"}
+CUDA = {f"kernels.cuda.{name}" for name in ("families", "jit", "plan", "tuning")}
 LLVM_FACTS = {f"kernels.llvm.{x}" for x in ("params", "sizes", "target", "user_functions")}
 KERNELS = CUDA | LLVM_FACTS | {"kernels.disk_cache", "kernels.llvm"}
 PARTS = {f"distributed.{x}" for x in ("arrays", "layout", "rank_blocks", "visibility")}
@@ -142,9 +142,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "kernels.disk_cache": set(),
     "kernels.cuda": set(),
-    "kernels.cuda.families": FACTS,
+    "kernels.cuda.tuning": set(),
+    "kernels.cuda.families": FACTS | {"kernels.cuda.tuning"},
     "kernels.cuda.jit": LEAVES | {"kernels.cuda.families", "kernels.disk_cache"},
-    "kernels.cuda.plan": FACTS | {"algorithm", "kernels.cuda.families"},
+    "kernels.cuda.plan": FACTS | {"algorithm", "kernels.cuda.families", "kernels.cuda.tuning"},
     "kernels.llvm.params": set(),
     "kernels.llvm.target": set(),
     "kernels.llvm.sizes": {"kernels.llvm.target"},

@@ -18,7 +18,8 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
+from tileattn.kernels.cuda.families.backward_pass import backward_launches
+from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
     HOPPER_BACKWARD,

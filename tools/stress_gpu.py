@@ -32,7 +32,8 @@ import tileattn
 from benchmarks import report
 from tileattn import dtypes, reference
 from tileattn.call.parse import parse
-from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
+from tileattn.kernels.cuda.families.backward_pass import backward_launches
+from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit import compile
 from tileattn.kernels.cuda.jit.load import arch_of

@@ -16,7 +16,7 @@ from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem
 from tileattn.errors import UnsupportedError
-from tileattn.kernels.cuda.families import latent
+from tileattn.kernels.cuda.families.pages import why_not_paged
 from tileattn.kernels.cuda.plan.aux_gradient import daux_name, why_not_learned
 from tileattn.kernels.cuda.plan.layout import ROWS, Constant
 from tileattn.kernels.cuda.plan.plan import plan_backward, plan_forward
@@ -58,7 +58,7 @@ class CupyBackend:
 
     def why_not(self, problem: Problem) -> str | None:
         """Why a problem is not supported: for its sequences and their lengths."""
-        if problem.page is not None and (why := latent.why_not_paged(problem)):
+        if problem.page is not None and (why := why_not_paged(problem)):
             return why
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)

@@ -13,6 +13,7 @@ from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.host_arrays import host_arrays
 from tileattn.kernels.cuda.plan.layout import CallLayout, array_layout
 from tileattn.kernels.cuda.plan.params import aux_name
+from tileattn.kernels.cuda.tuning import tuning_of
 
 
 @functools.cache
@@ -30,6 +31,7 @@ def device_of(ordinal: int) -> Device:
         attribute("MultiProcessorCount"),
         attribute("MaxSharedMemoryPerBlockOptin"),
         attribute("L2CacheSize"),
+        tuning_of(arch_of(ordinal)),
     )
 
 

@@ -12,14 +12,12 @@ from tileattn.backends.protocol import Explanation
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.sequences import Packing
 from tileattn.expressions.nodes import elements
-from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.families.context import KernelLaunch, main_of
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.families.split import LATENT, cuts_keys, partial_bytes
-from tileattn.kernels.cuda.families.tile_lists import KERNELS as BEFORE
 from tileattn.kernels.cuda.jit.load import Kernel, load_all
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import CallLayout
-from tileattn.kernels.cuda.plan.plan import launch_context, launch_line, plans_of
+from tileattn.kernels.cuda.plan.plan import LaunchPlan, launch_context, launch_line, plans_of
 from tileattn.kernels.cuda.plan.tile_kinds import without_values
 from tileattn.traffic import explained
 
@@ -90,35 +88,30 @@ def explain_on(
     forward, backward, deterministic = plans_of(problem, inputs, device)
     launches = (*forward.launches, *backward.launches)
     keys = [launch.key for launch in launches]
-    attention = [x for x in forward.launches if x.key.kernel not in BEFORE]
-    first = attention[0].key if attention else KernelKey("forward", problem.dtype.name)
-    backward_launched = keys[len(forward.launches) :]
-    last = next(
-        (key for key in backward_launched if key.kernel.endswith(("_dkdv", "_sm90"))), first
-    )
+    first = main_of(forward.launches) or KernelLaunch(KernelKey("forward", problem.dtype.name), 0)
+    last = main_of(backward.launches) or first
     counted = problem.Nq * problem.Nk <= _COUNTED
     own = problem.mask_mod
     listed = replace(problem, mask_mod=None if own is None or not counted else without_values(own))
-    is_split = cuts_keys(first)
     rows, keys_of_tile = first.tile
-    heads = min(problem.group, rows) if is_split else 1
+    heads = min(problem.group, rows) if first.traits.split_keys else 1
     queries = rows // heads, keys_of_tile
     tiles, moved, traffic = explained(listed, operands, queries, last.tile, heads)
-    if first.kernel == LATENT:  # loads of k bring v
+    if first.traits.loads_v_with_k:
         once, twice = traffic["flash2"]
         traffic |= {"flash2": (once - moved["v"], twice)}
         moved = moved | {"v": 0}
-    sums = sum(partial_bytes(problem).values()) if is_split else 0
+    sums = _split_bytes(forward)
     outputs = inputs.with_contiguous_results(problem, "forward")
     alignment = launch_context(problem, outputs, device).alignment_bytes
     loaded = [None] * len(keys) if load is None else load(keys)
     return Explanation(
         backend="cupy",
-        kernel=first.kernel,
+        kernel=first.key.kernel,
         forward_tile=first.tile,
         backward_tile=last.tile,
         workers=device.sm_count,
-        scratch_bytes=attention[0].shared_bytes if attention else 0,
+        scratch_bytes=first.shared_bytes,
         tiles=tiles,
         bytes_moved=moved | ({"sums": 2 * sums} if sums else {}),
         traffic=traffic,
@@ -135,6 +128,13 @@ def explain_on(
             *([_CLAIMED] if forward.fields.get("single_heads") else []),
         ),
     )
+
+
+def _split_bytes(plan: LaunchPlan) -> int:
+    """Count the bytes of the sums that splits leave for the kernel that joins them."""
+    parts = (x.traits.workspace(plan.problem, x.key) for x in plan.launches if x.traits.workspace)
+    names = "partial_out", "partial_sums"
+    return sum(each.scratch.get(name, 0) for each in parts for name in names)
 
 
 def _described(launch: KernelLaunch, kernel: Kernel | None) -> str:

@@ -8,7 +8,7 @@ import pytest
 from tests.kernels.cuda.plan.planning import ON_HOPPER
 from tests.kernels.cuda.plan.schedules import CACHE, CAUSAL, shaped
 from tileattn.call.problem import Problem
-from tileattn.kernels.cuda.families.families import backward_launches
+from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.cuda.plan.layout import contiguous_inputs
 from tileattn.kernels.cuda.plan.scheduler import schedule_of

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200, asked, kernels
+from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.context import KernelLaunch
-from tileattn.kernels.cuda.families.families import backward_launches
 from tileattn.kernels.cuda.families.shared_memory import hopper_ds_bytes
 from tileattn.kernels.cuda.families.tiles import TileSize
 from tileattn.kernels.cuda.plan.catalog import context_of, problem_of

@@ -17,12 +17,13 @@ from tests.kernels.cuda.plan.planning import (
 )
 from tileattn.dtypes import NAMED
 from tileattn.kernels.cuda.families import hopper
+from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.context import (
     FAILED,
     LARGE_SCORES,
     NON_FINITE,
 )
-from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
+from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
     HOPPER_BACKWARD,

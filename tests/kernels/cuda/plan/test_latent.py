@@ -11,8 +11,9 @@ from tileattn.backends.cupy.describe import is_view
 from tileattn.backends.cupy.explain import explain_on
 from tileattn.call.problem import Operands, Problem
 from tileattn.errors import UnsupportedError
-from tileattn.kernels.cuda.families.latent import why_not_paged
-from tileattn.kernels.cuda.families.split import COMBINE, LATENT
+from tileattn.kernels.cuda.families.latent import LATENT
+from tileattn.kernels.cuda.families.pages import why_not_paged
+from tileattn.kernels.cuda.families.split import COMBINE
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, contiguous, contiguous_inputs
 from tileattn.kernels.cuda.plan.plan import LaunchPlan

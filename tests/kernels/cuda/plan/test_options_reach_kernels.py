@@ -23,7 +23,7 @@ from tileattn.call.problem import Operands, Problem
 from tileattn.dtypes import NAMED
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.families.split import LATENT
+from tileattn.kernels.cuda.families.latent import LATENT
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import CallLayout
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forward

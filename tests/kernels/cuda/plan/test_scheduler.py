@@ -26,8 +26,9 @@ from tileattn.algorithm.mask import SlidingWindow
 from tileattn.algorithm.tiles import cut
 from tileattn.call.block_mask import EMPTY, FULL
 from tileattn.call.problem import Problem
+from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.context import KernelLaunch
-from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
+from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import HOPPER
 from tileattn.kernels.cuda.plan import assignment, scheduler
 from tileattn.kernels.cuda.plan.block_sparse import tile_kinds

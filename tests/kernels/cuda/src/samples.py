@@ -10,9 +10,10 @@ from tileattn.backends.cupy import partial_rows
 from tileattn.call.problem import Problem
 from tileattn.dtypes import DTYPES, NAMED
 from tileattn.expressions.functions import mask_expression, score_expression
+from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.block_order import COUNTS, ORDERS_KEYS, ORDERS_QUERIES, WHOLE
 from tileattn.kernels.cuda.families.context import LaunchContext
-from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
+from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
     HOPPER_BACKWARDS,

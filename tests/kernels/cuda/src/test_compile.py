@@ -21,7 +21,7 @@ from tileattn.kernels.cuda.families.hopper import (
     HOPPER_WIDE_DQ,
 )
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.families.split import LATENT
+from tileattn.kernels.cuda.families.latent import LATENT
 from tileattn.kernels.cuda.families.tile_lists import LISTS
 from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.cuda.jit.compile import SOURCES, compiled

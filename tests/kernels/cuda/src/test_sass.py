@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
+from tileattn.kernels.cuda.families.backward_pass import backward_launches
+from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import HOPPER_DS
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.compile import SOURCES, compiled

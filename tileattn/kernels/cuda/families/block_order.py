@@ -1,11 +1,10 @@
 """What is launched before a pass over packed sequences: its work tiles are put in order."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tileattn.call.problem import Problem
-from tileattn.kernels.cuda.families.context import KernelLaunch, block_count
-from tileattn.kernels.cuda.families.hopper import HOPPER, HOPPER_BACKWARDS, HOPPER_WIDE_DQ
+from tileattn.kernels.cuda.families.context import KernelLaunch, KernelTraits, Parts, block_count
 from tileattn.kernels.cuda.families.key import KernelKey
 
 ORDERS_QUERIES, ORDERS_KEYS = "order_query_blocks", "order_key_blocks"
@@ -18,37 +17,42 @@ WHOLE, CHUNK = 4096, 1024
 
 _WARPS = 8  # so that the blocks of short calls have several SMs, which find places side by side
 _TOGETHER = 32  # threads that find the place of one block
-_ORDERS = dict.fromkeys((HOPPER, HOPPER_WIDE_DQ), ORDERS_QUERIES) | dict.fromkeys(
-    HOPPER_BACKWARDS, ORDERS_KEYS
-)
 _WHY = "the longest sequences first, whose lengths the device alone may know"
 _WHY_COUNT = f"many blocks, of which each is compared with {CHUNK:,} neighbours"
 
 
-def with_orders(problem: Problem, launches: Iterable[KernelLaunch]) -> Iterator[KernelLaunch]:
-    """Launch before each persistent kernel what puts its work tiles in order, where there are some.
+def with_orders(problem: Problem, launches: Iterable[KernelLaunch]) -> tuple[KernelLaunch, ...]:
+    """Put the work tiles of packed sequences in order before each persistent kernel.
 
-    Those of a pass that take the same blocks follow each other, and share an order.
+    Successive kernels that take the same blocks share an order.
     """
     P, last = problem, None
+    found: list[KernelLaunch] = []
     for launch in launches:
-        orders = _ORDERS.get(launch.key.kernel)
-        if orders is not None and P.sequences is not None and orders != last:
-            last = orders
-            key = KernelKey(
-                *(orders, P.dtype.name),
-                block_q=launch.key.block_q,
-                block_k=launch.key.block_k,
-                warps_m=_WARPS,
-                packed=True,
-                paged=P.page is not None,
-            )
-            numbers = ordered_blocks(P, key)
-            if numbers > WHOLE:
-                count = replace(key, kernel=COUNTS[orders])
-                yield KernelLaunch(count, -(-numbers // CHUNK), why=_WHY_COUNT)
-            yield KernelLaunch(key, -(-numbers * _TOGETHER // key.threads), why=_WHY)
-        yield launch
+        of = launch.traits.persistent
+        if P.is_packed and of and of != last:
+            last = of
+            found += _ordering(P, launch, ORDERS_QUERIES if of == "queries" else ORDERS_KEYS)
+        found.append(launch)
+    return tuple(found)
+
+
+def _ordering(P: Problem, launch: KernelLaunch, kernel: str) -> list[KernelLaunch]:
+    key = KernelKey(
+        *(kernel, P.dtype.name),
+        block_q=launch.key.block_q,
+        block_k=launch.key.block_k,
+        warps_m=_WARPS,
+        packed=True,
+        paged=P.is_paged,
+    )
+    blocks = ordered_blocks(P, key)
+    grid = -(-blocks * _TOGETHER // key.threads)
+    launches = [KernelLaunch(key, grid, why=_WHY, traits=_ORDERING)]
+    if blocks > WHOLE:
+        count = replace(key, kernel=COUNTS[kernel])
+        launches.insert(0, KernelLaunch(count, -(-blocks // CHUNK), why=_WHY_COUNT))
+    return launches
 
 
 def ordered_blocks(problem: Problem, key: KernelKey) -> int:
@@ -59,7 +63,10 @@ def ordered_blocks(problem: Problem, key: KernelKey) -> int:
 
 
 def order_bytes(problem: Problem, key: KernelKey) -> int:
-    """Count the bytes of the order that a kernel writes, and of what it counted for it."""
-    numbers = ordered_blocks(problem, key)
-    chunks = -(-numbers // CHUNK) if numbers > WHOLE else 0
-    return numbers * _BLOCK_BYTES + chunks * _COUNT_BYTES
+    """Count the bytes of the order that a kernel writes, and of what was counted for it."""
+    blocks = ordered_blocks(problem, key)
+    chunks = -(-blocks // CHUNK) if blocks > WHOLE else 0
+    return blocks * _BLOCK_BYTES + chunks * _COUNT_BYTES
+
+
+_ORDERING = KernelTraits(workspace=lambda P, key: Parts({"block_order": order_bytes(P, key)}, {}))

@@ -1,15 +1,19 @@
 """What decides about kernels, and what is decided."""
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from tileattn.call.problem import Problem
 from tileattn.dtypes import NAMED
 from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.tuning import DEFAULT, Tuning
 
 WARP = 32
 ROW_WARPS = 4  # of a thread block, in kernels in which each warp takes rows
 NON_FINITE, LARGE_SCORES, FAILED = 1, 2, 4  # flags of heads, as in src/head_flags.cuh
+COUNT = 4  # bytes of a counter, u32
 _CLUSTERS = 90  # from this compute capability on, times ten
 _ROW_PAD = 128  # no query block is longer, and all but one divide it
 _TALL = 80  # queries of that one, which packed sequences do not use
@@ -33,6 +37,7 @@ class LaunchContext(NamedTuple):
     functions: str = ""  # of the caller's own, in CUDA
     v_is_k: bool = False  # whether v is a view of the first columns of k
     learned: tuple["LearnedLaunch", ...] = ()  # elements whose gradients are wanted
+    tuning: Tuning = DEFAULT
 
 
 class LearnedLaunch(NamedTuple):
@@ -46,6 +51,64 @@ class LearnedLaunch(NamedTuple):
     elements: int  # of that array
 
 
+class Parts(NamedTuple):
+    """Bytes of a workspace, by the names of its parts in the parameter block."""
+
+    scratch: dict[str, int]
+    zeros: dict[str, int]  # parts that kernels find at zero
+
+
+@dataclass(frozen=True)
+class KernelTraits:
+    """What a kernel needs from the plan: tile order, tile lists, workspace, schedule.
+
+    Parameters
+    ----------
+    main : bool
+        True if it computes the result of its pass: its tile and its schedule stand for the pass.
+    persistent : str
+        Blocks that its persistent thread blocks take one after the other; empty if each thread
+        block has one work tile. The blocks of packed sequences are put in order before.
+    tile_lists : bool
+        True if it skips tiles by lists: key tiles of a query tile, or the converse, as
+        ``persistent`` says.
+    split_keys : int
+        Keys of a split, if it takes the rows that share a key head together, over splits of the
+        keys; else 0.
+    loads_v_with_k : bool
+        True if values are columns of the keys that it loads.
+    pair_by_pair : bool
+        True if it has no tiles.
+    beside_rows : bool
+        True if it starts with heads whose delta is complete, and leaves flagged heads to others.
+    ordered_dq : bool
+        True if its key blocks can add to dq in lockstep, or from staggered heads.
+    l2_share : float
+        Part of the L2 cache that the keys and values of a head group may fill.
+    workspace : callable or None
+        Returns the parts of the workspace that it needs, for a problem and its key.
+    """
+
+    main: bool = False
+    persistent: Literal["", "queries", "keys"] = ""
+    tile_lists: bool = False
+    split_keys: int = 0
+    loads_v_with_k: bool = False
+    pair_by_pair: bool = False
+    beside_rows: bool = False
+    ordered_dq: bool = False
+    l2_share: float = 0.5
+    workspace: Callable[[Problem, KernelKey], Parts] | None = field(default=None, repr=False)
+
+
+PLAIN = KernelTraits()
+
+
+def main_of(launches: "Iterable[KernelLaunch]") -> "KernelLaunch | None":
+    """Return the launch whose tile and schedule stand for a pass; None if it has none."""
+    return next((launch for launch in launches if launch.traits.main), None)
+
+
 class KernelLaunch(NamedTuple):
     """One launch of a kernel, and why this one, in one clause."""
 
@@ -55,6 +118,12 @@ class KernelLaunch(NamedTuple):
     why: str = "one warp for each row"
     tensor_maps: tuple[tuple[str, int], ...] = ()  # arrays, each with the rows of a box
     in_order: bool = False  # whether its blocks add to dq in a fixed order
+    traits: KernelTraits = PLAIN
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Queries and keys of a tile."""
+        return (1, 1) if self.traits.pair_by_pair else self.key.tile
 
     @property
     def workers(self) -> int:
@@ -64,26 +133,36 @@ class KernelLaunch(NamedTuple):
 
 def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
     """Fields of a key that say which options are enabled; ``bias`` is its element type."""
-    uses = problem.features
+    P = problem
     return {
         "bias": bias,
-        "softcap": "softcap" in uses,
-        "alibi": "alibi_slopes" in uses,
-        "mask": "mask" in uses,
-        "block_mask": "block_mask" in uses,
-        "dropout": problem.dropout_p > 0,
-        "origin": problem.dropout_p > 0 and "origin" in uses,
-        "packed": problem.sequences is not None,
-        "fold_scale": not bias and folds_scale(problem),
+        "softcap": P.softcap is not None,
+        "alibi": P.has_alibi,
+        "mask": P.has_mask,
+        "block_mask": P.has_block_mask,
+        "dropout": P.has_dropout,
+        "origin": P.has_dropout_origin,
+        "packed": P.is_packed,
+        "fold_scale": not bias and folds_scale(P),
     }
 
 
-def refused(problem: Problem, features: frozenset[str]) -> str | None:
-    """Name an option in use that brings one of some features; None if there is none."""
-    used = features & problem.features
-    if "mask_mod" in used and "mask_mod" not in problem.enabled_options:
-        used = used - {"mask_mod"} | {"tree_mask"}
-    return min(used, default=None)
+# Facts of a problem that some kernels do not support, and what messages call them.
+_CALLED: dict[str, Callable[[Problem], str]] = {
+    "has_alibi": lambda _: "alibi_slopes",
+    "has_bias": lambda _: "bias",
+    "has_block_mask": lambda _: "block_mask",
+    "has_dropout": lambda _: "dropout_p",
+    "has_mask": lambda _: "mask",
+    "mask_mod": lambda P: next(iter(P.mask_options), "mask_mod"),
+    "score_mod": lambda _: "score_mod",
+}
+
+
+def refused(problem: Problem, *facts: str) -> str | None:
+    """Name the first of some facts that holds of a problem; None if there is none."""
+    held = (fact for fact in facts if getattr(problem, fact))
+    return next((_CALLED[fact](problem) for fact in held), None)
 
 
 def function_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:
@@ -99,8 +178,7 @@ def function_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:
 
 def folds_scale(problem: Problem) -> bool:
     """Whether kernels hold ``q @ k.T`` for scores, and scale in the exponent."""
-    modifiers = {"softcap", "alibi_slopes", "bias", "score_mod"}
-    return problem.features.isdisjoint(modifiers) and problem.scale > 0
+    return not problem.changes_scores and problem.scale > 0
 
 
 def block_count(problem: Problem, rows: int, block: int) -> int:

@@ -23,7 +23,7 @@ def dbias_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel that sums dbias over the axes along which the bias is broadcast."""
     P, launch = problem, _launch(DBIAS, problem, context)
     b, h, rows, columns = context.bias_shape
-    if launch.key.kernel == generic.NAIVE[DBIAS]:
+    if launch.traits.pair_by_pair:
         return launch._replace(grid=row_grid(b * h * rows * columns))
     tiles = 1 if rows == 1 else -(-P.Nq // launch.key.block_q)
     tiles *= 1 if columns == 1 else -(-P.Nk // launch.key.block_k)
@@ -52,9 +52,5 @@ def daux_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunc
 
 
 def _launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLaunch:
-    """Launch the Hopper kernel, where that supports the problem, else the generic one."""
-    launch = hopper.ds_launch(kernel, problem, context)
-    if launch is None:
-        key, nbytes, why = generic.configure(kernel, problem, context)
-        launch = KernelLaunch(key, 0, nbytes, why)
-    return launch
+    """Launch the Hopper kernel if it supports the problem, else the generic one; without a grid."""
+    return hopper.ds_launch(kernel, problem, context) or generic.configure(kernel, problem, context)

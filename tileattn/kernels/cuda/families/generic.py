@@ -12,9 +12,12 @@ from tileattn.kernels.cuda.families.context import (
     FAILED,
     LARGE_SCORES,
     NON_FINITE,
+    PLAIN,
     ROW_WARPS,
     KernelLaunch,
+    KernelTraits,
     LaunchContext,
+    Parts,
     block_count,
     function_fields,
     has_clusters,
@@ -22,6 +25,7 @@ from tileattn.kernels.cuda.families.context import (
     row_grid,
     rows_of_block,
 )
+from tileattn.kernels.cuda.families.family import Family
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import (
     RESERVED,
@@ -30,7 +34,6 @@ from tileattn.kernels.cuda.families.shared_memory import (
 )
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, TileSize, bucket, candidates
 
-NAME = "generic"
 NAIVE = {
     "forward": "naive_forward",
     "backward_dkdv": "naive_dkdv",
@@ -45,44 +48,51 @@ _REPAIRS = (
 )
 
 
-def why_not(problem: Problem, context: LaunchContext, direction: str) -> str | None:  # noqa: ARG001 - the family's interface
-    """Why the family does not support a pass: it supports every one."""
-    return None
+class Generic(Family):
+    """The kernels for every problem, on every GPU, but for keys in pages."""
+
+    name = "the generic kernel"
+
+    def why_not(self, problem: Problem, context: LaunchContext, direction: str) -> str | None:  # noqa: ARG002 - the interface of families
+        """Return None: the family supports every pass that it concerns."""
+        return None
+
+    def forward(self, problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+        """Return the launch of the forward pass."""
+        return (forward_launch(problem, context),)
+
+    def backward(
+        self, problem: Problem, context: LaunchContext, *, deterministic: bool
+    ) -> tuple[KernelLaunch, ...]:
+        """Return what computes dq, dk and dv.
+
+        The kernel over keys also adds dq, unless the order of the sums must be fixed: a kernel over
+        queries then computes it. Pairs of thread blocks leave flagged heads to others.
+        """
+        P = problem
+        if not P.B * P.Hkv * P.Nk:
+            return (dq_launch(P, context),) if P.B * P.Hq * P.Nq else ()
+        dkdv = dkdv_launch(P, context, add_dq=not deterministic, pair=True)
+        if not P.B * P.Hq * P.Nq:
+            return (dkdv,)
+        own = _with_repairs(dkdv, dkdv_launch(P, context, add_dq=False), context)
+        others = dq_launch(P, context)
+        if not dkdv.key.add_dq:
+            return *own, *_with_repairs(dq_launch(P, context, pair=True), others, context)
+        return *own, _dq_convert(P, dkdv.key), repairing(others, context, NON_FINITE | LARGE_SCORES)
 
 
-def forward(
+GENERIC = Generic()
+
+
+def forward_launch(
     problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
 ) -> KernelLaunch:
-    """Launch the forward pass of at least one query, with the first of some tiles that fits."""
+    """Launch the forward pass, with the first of some tiles that fits."""
     P = problem
-    key, shared_bytes, why = configure("forward", P, context, tiles, pair=True)
-    heads = P.B * P.Hq
-    if key.kernel != "forward":
-        return KernelLaunch(key, row_grid(heads * block_count(P, P.Nq, 1)), shared_bytes, why)
-    columns = max(1, -(-P.Dv // key.value_dim))
-    grid = _grid(key, columns * heads * block_count(P, P.Nq, key.block_q))
-    return KernelLaunch(key, grid, shared_bytes, why)
-
-
-def backward(
-    problem: Problem, context: LaunchContext, *, deterministic: bool
-) -> tuple[KernelLaunch, ...]:
-    """Launch what computes dq, dk and dv.
-
-    The kernel over keys also adds dq, unless the order of the sums must be fixed: a kernel over
-    queries then computes it. Pairs of thread blocks leave flagged heads to others.
-    """
-    P = problem
-    if not P.B * P.Hkv * P.Nk:
-        return (dq_launch(P, context),) if P.B * P.Hq * P.Nq else ()
-    dkdv = dkdv_launch(P, context, add_dq=not deterministic, pair=True)
-    if not P.B * P.Hq * P.Nq:
-        return (dkdv,)
-    own = _with_repairs(dkdv, dkdv_launch(P, context, add_dq=False), context)
-    others = dq_launch(P, context)
-    if not dkdv.key.add_dq:
-        return *own, *_with_repairs(dq_launch(P, context, pair=True), others, context)
-    return *own, _dq_convert(P, dkdv.key), repairing(others, context, NON_FINITE | LARGE_SCORES)
+    launch = configure("forward", P, context, tiles, pair=True)
+    columns = 1 if launch.traits.pair_by_pair else max(1, -(-P.Dv // launch.key.value_dim))
+    return _over_queries(launch, P, columns)
 
 
 def dkdv_launch(
@@ -92,36 +102,40 @@ def dkdv_launch(
 
     ``add_dq`` where it can, and there are queries; ``pair`` allows pairs of thread blocks.
     """
-    P = problem
-    key, shared_bytes, why = configure("backward_dkdv", P, context, pair=pair)
-    if key.kernel != "backward_dkdv":
-        return KernelLaunch(key, row_grid(P.B * P.Hkv * block_count(P, P.Nk, 1)), shared_bytes, why)
+    P, launch = problem, configure("backward_dkdv", problem, context, pair=pair)
+    heads = P.B * P.Hkv
+    if launch.traits.pair_by_pair:
+        return launch._replace(grid=row_grid(heads * block_count(P, P.Nk, 1)))
     write_dbias = context.dbias and context.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
     add_dq = add_dq and P.B * P.Hq * P.Nq > 0
-    key = replace(key, add_dq=add_dq, write_dbias=write_dbias)
-    grid = _grid(key, P.B * P.Hkv * block_count(P, P.Nk, key.block_k))
-    return KernelLaunch(key, grid, shared_bytes, why)
+    key = replace(launch.key, add_dq=add_dq, write_dbias=write_dbias)
+    return launch._replace(key=key, grid=_grid(key, heads * block_count(P, P.Nk, key.block_k)))
 
 
 def dq_launch(problem: Problem, context: LaunchContext, *, pair: bool = False) -> KernelLaunch:
     """Launch the kernel over queries, which computes dq; ``pair`` is as in `dkdv_launch`."""
-    P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context, pair=pair)
-    if key.kernel != "backward_dq":
-        return KernelLaunch(key, row_grid(P.B * P.Hq * block_count(P, P.Nq, 1)), shared_bytes, why)
-    grid = _grid(key, P.B * P.Hq * block_count(P, P.Nq, key.block_q))
-    return KernelLaunch(key, grid, shared_bytes, why)
+    return _over_queries(configure("backward_dq", problem, context, pair=pair), problem)
 
 
 def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel that recomputes lse from the scores, bit for bit, that dq is made from."""
-    P, (key, shared_bytes, why) = problem, configure("backward_dq", problem, context)
-    if key.kernel != "backward_dq":
-        key = replace(key, kernel=NAIVE["backward_large_scores"], dropout=False, origin=False)
-        return KernelLaunch(key, row_grid(P.B * P.Hq * block_count(P, P.Nq, 1)), why=why)
-    key, shared_bytes, _ = configure("backward_large_scores", P, context)
-    grid = P.B * P.Hq * block_count(P, P.Nq, key.block_q)
-    key = replace(key, dropout=False, origin=False)
-    return repairing(KernelLaunch(key, grid, shared_bytes), context, LARGE_SCORES)
+    dq = configure("backward_dq", problem, context)
+    if dq.traits.pair_by_pair:
+        launch = dq._replace(key=replace(dq.key, kernel=NAIVE["backward_large_scores"]))
+    else:
+        launch = configure("backward_large_scores", problem, context)
+    launch = launch._replace(key=replace(launch.key, dropout=False, origin=False))
+    launch = _over_queries(launch, problem)
+    return launch if dq.traits.pair_by_pair else repairing(launch, context, LARGE_SCORES)
+
+
+def _over_queries(launch: KernelLaunch, P: Problem, columns: int = 1) -> KernelLaunch:
+    """Give a launch the grid of the query blocks, or query rows, of all heads."""
+    heads, key = P.B * P.Hq, launch.key
+    if launch.traits.pair_by_pair:
+        return launch._replace(grid=row_grid(heads * block_count(P, P.Nq, 1)))
+    blocks = columns * heads * block_count(P, P.Nq, key.block_q)
+    return launch._replace(grid=_grid(key, blocks))
 
 
 def _with_repairs(
@@ -146,10 +160,10 @@ def configure(
     tiles: Sequence[TileSize] = (),
     *,
     pair: bool = False,
-) -> tuple[KernelKey, int, str]:
-    """Choose the first tile of a kernel that fits, else the naive one; give key, bytes, reason.
+) -> KernelLaunch:
+    """Choose the first tile of a kernel that fits, else the naive kernel; the grid is left open.
 
-    ``pair`` allows pairs of thread blocks, where the GPU has clusters.
+    ``pair`` allows pairs of thread blocks if the GPU has clusters.
     """
     pair = pair and has_clusters(context.arch)
     dtype, size = problem.dtype.name, problem.dtype.itemsize
@@ -177,10 +191,27 @@ def configure(
                 key = replace(
                     key, bias_alignment_bytes=context.bias_alignment_bytes, pair=tile.pair
                 )
-                return key, shared_bytes, tile.why
+                traits = _traits(kernel, context)
+                return KernelLaunch(key, 0, shared_bytes, tile.why, traits=traits)
     key = KernelKey(NAIVE[kernel], dtype, warps_m=ROW_WARPS, **options)
     why = f"no tile fits for head dimensions {problem.D} and {problem.Dv}: naive, row by row"
-    return key, 0, why
+    return KernelLaunch(key, 0, why=why, traits=replace(_NAIVE, main=kernel in _MAIN))
+
+
+def _traits(kernel: str, context: LaunchContext) -> KernelTraits:
+    if kernel == "forward":
+        return KernelTraits(main=True, l2_share=context.tuning.grid_l2_share)
+    return _DKDV if kernel == "backward_dkdv" else PLAIN
+
+
+def _dq_sums(P: Problem, key: KernelKey) -> Parts:
+    sums = P.B * P.Hq * P.Nq * key.head_dim * P.accum_dtype.itemsize
+    return Parts({}, {"dq_accum": sums} if key.add_dq else {})
+
+
+_MAIN = ("forward", "backward_dkdv")
+_NAIVE = KernelTraits(pair_by_pair=True)
+_DKDV = KernelTraits(main=True, workspace=_dq_sums)
 
 
 def _grid(key: KernelKey, work_tiles: int) -> int:

@@ -7,16 +7,20 @@ from tileattn.call.problem import Problem
 from tileattn.dtypes import NAMED
 from tileattn.kernels.cuda.families import generic
 from tileattn.kernels.cuda.families.context import (
+    COUNT,
     FAILED,
     LARGE_SCORES,
     NON_FINITE,
     ROW_WARPS,
     KernelLaunch,
+    KernelTraits,
     LaunchContext,
+    Parts,
     block_count,
     function_fields,
     option_fields,
 )
+from tileattn.kernels.cuda.families.family import Family
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import (
     HOPPER_GROUP_ROWS,
@@ -28,16 +32,14 @@ from tileattn.kernels.cuda.families.shared_memory import (
     hopper_wide_dq_bytes,
 )
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, TileSize, bucket, candidates
+from tileattn.kernels.cuda.tuning import Tuning
 
-NAME = "Hopper"
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
 HOPPER_HALVES = "backward_halves_sm90"
 HOPPER_WIDE_DQ = "backward_wide_dq_sm90"
 HOPPER_DQ_CONVERT = "backward_dq_convert_sm90"
 HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_WIDE)
-# Backward kernels that begin with the heads whose rows are complete, and leave flagged ones.
-HOPPER_BESIDE_ROWS = (*HOPPER_BACKWARDS, HOPPER_WIDE_DQ, HOPPER_DQ_CONVERT)
 HOPPER_DS = ("backward_dbias_sm90", "backward_daux_sm90")  # which sum dS over pairs
 
 # Head-dimension buckets. Of the backward kernels, of q and of v: the first that has both.
@@ -50,17 +52,6 @@ _BACKWARD_BUCKETS = {
     HOPPER_WIDE: ((128, 192, 256), (128, 192, 256)),
 }
 _PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to another
-_FEW_KEYS = 3072  # at most, keys that a query attends to
-_SHORT = 512  # at most, keys of small tiles
-_PADDED = 1.035  # at most, queries of all tall tiles over queries
-# At least, queries of tall tiles forward; the first number is the columns of a head, at most.
-_TALL_QUERIES = ((64, 0), (96, 4096), (128, 8192))
-_LONG = 2048  # at least, queries of a causal call, or keys of a window, of tall tiles
-_MODIFIED_ROWS = 64  # at most, queries of a tile backward with score modifiers or dropout
-_MASKED_ROWS = 128  # at most, queries of a tile where a mask leaves blocks empty
-MASKS = frozenset({"mask", "block_mask", "mask_mod"})
-_SCORE_MODS = frozenset({"softcap", "alibi_slopes", "score_mod", "bias"})
-
 _SUPPORTED = "wgmma and tensor maps"
 _DQ_CONVERT = "one thread block for each tile of dq"
 _NAN_SAFE = "for heads with something not finite; mostly there are none, and it returns at once"
@@ -89,32 +80,70 @@ _UNSUPPORTED: tuple[_Clause, ...] = (
 _UNSUPPORTED_FORWARD: tuple[_Clause, ...] = (
     *_UNSUPPORTED,
     # A swizzle atom has eight rows.
-    ("pages are no multiple of 8 keys", lambda P, _: P.page is not None and P.page % 8 > 0),
+    ("pages are no multiple of 8 keys", lambda P, _: (P.page or 0) % 8 > 0),
 )
 _UNSUPPORTED_BACKWARD: tuple[_Clause, ...] = (
     *_UNSUPPORTED,
     ("the head dimension of q and k is no multiple of 8", lambda P, _: P.D % 8 > 0),
     (
         "bias is in use, and a head dimension is above 128",
-        lambda P, _: "bias" in P.features and max(P.D, P.Dv) > _NARROW_DIM,
+        lambda P, _: P.has_bias and max(P.D, P.Dv) > _NARROW_DIM,
     ),
 )
 
 
+class Hopper(Family):
+    """The wgmma kernels of both passes."""
+
+    name = "the Hopper kernel"
+
+    def why_not(self, problem: Problem, context: LaunchContext, direction: str) -> str | None:
+        """Return why the family does not support a pass; None if it does."""
+        return why_not(problem, context, direction)
+
+    def forward(self, problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+        """Return the launch of the forward pass."""
+        return (forward_launch(problem, context),)
+
+    def backward(
+        self, problem: Problem, context: LaunchContext, *, deterministic: bool
+    ) -> tuple[KernelLaunch, ...]:
+        """Return the backward kernel, then what computes flagged heads again, mostly none.
+
+        Its thread blocks add dq to device memory, in a fixed order if ``deterministic``. For wide
+        heads a kernel of its own computes dq.
+        """
+        P, own = problem, _backward_launch(problem, context, deterministic=deterministic)
+        key, is_wide = own.key, not own.key.add_dq
+        # The NaN-safe kernel does not know that flat scores mask a gradient of NaN, and has no room
+        # for a bias.
+        has_safe = not (is_wide or key.softcap or key.score_mod or key.bias)
+        left = LARGE_SCORES | FAILED | (0 if has_safe else NON_FINITE)
+        dq = _wide_dq(P, context, key) if is_wide else _dq_convert(P, key)
+        safe = (_nan_safe(own), generic.repairing(dq, context, NON_FINITE)) if has_safe else ()
+        context = context._replace(dbias=False)  # a kernel of its own computes it for all heads
+        others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
+        repairs = (generic.repairing(launch, context, left) for launch in others)
+        return own, dq, *safe, *repairs
+
+
+HOPPER_FAMILY = Hopper()
+
+
 def why_not(problem: Problem, context: LaunchContext, direction: str) -> str | None:
-    """Why the family does not support a pass, ``"forward"`` or ``"backward"``; None if it does."""
+    """Return why the kernels do not support a pass; None if they do."""
     clauses = _UNSUPPORTED_FORWARD if direction == "forward" else _UNSUPPORTED_BACKWARD
     return next((why for why, holds in clauses if holds(problem, context)), None)
 
 
-def forward(
+def forward_launch(
     problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
 ) -> KernelLaunch:
     """Launch the forward pass, with the first of some tiles or with those that suit the problem.
 
-    Some tiles are for splits of keys, which a generic kernel joins: it has that family's buckets.
+    Given tiles are for splits of the keys, which a generic kernel joins: they have its buckets.
     """
-    P, tile = problem, (tiles or _forward_tiles(problem, context))[0]
+    P, tuning, tile = problem, context.tuning, (tiles or _forward_tiles(problem, context))[0]
     dim, value = (bucket(n) if tiles else _forward_bucket(n) for n in (P.D, P.Dv))
     shared = hopper_forward_bytes(tile, dim, value, _bias_size(context))
     key = _key(HOPPER, P, context, dim, value, tile, shared)
@@ -124,7 +153,10 @@ def forward(
     either = key.block_k | (P.page or 0)
     box = key.block_k if P.page is None else either & -either
     maps = (("q", HOPPER_GROUP_ROWS), ("k", box), ("v", box))
-    return KernelLaunch(key, grid, key.smem_bytes, f"{_SUPPORTED}, {tile.why}", maps)
+    # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them.
+    share = tuning.short_l2_share if P.Nk <= tuning.dynamic_keys else _FORWARD.l2_share
+    why, traits = f"{_SUPPORTED}, {tile.why}", replace(_FORWARD, l2_share=share)
+    return KernelLaunch(key, grid, key.smem_bytes, why, maps, traits=traits)
 
 
 def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSize]:
@@ -139,23 +171,23 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     than blocks of a block mask mostly have. Of packed sequences nobody knows the keys: their tiles
     are the same whatever sequences there are, and so are the bits of each.
     """
-    P = problem
+    P, tuning = problem, context.tuning
     dim, value = _forward_bucket(P.D), _forward_bucket(P.Dv)
-    masked = not P.features.isdisjoint(MASKS)
-    plain = P.features.isdisjoint(_SCORE_MODS) and not masked and not P.dropout_p
-    packed = P.sequences is not None
+    masked, packed = P.has_pair_mask, P.is_packed
+    plain = not (P.changes_scores or masked or P.has_dropout)
     widest = max(dim, value)
-    least = next((queries for columns, queries in _TALL_QUERIES if widest <= columns), 0)
-    tall = not least or (P.Nq >= least and P.Nk > _SHORT and not packed)
-    few = packed or _keys_of_the_middle_query(P) <= _FEW_KEYS
-    cut = not masked and not packed and P.Nk <= _SHORT and P.window[1] is not None
+    least = next((queries for columns, queries in tuning.tall_queries if widest <= columns), 0)
+    is_short = P.Nk <= tuning.small_tile_keys
+    tall = not least or (P.Nq >= least and not is_short and not packed)
+    few = packed or _keys_of_the_middle_query(P) <= tuning.two_group_keys
+    cut = is_short and P.window[1] is not None and not (masked or packed)
     bias_size = _bias_size(context)
 
     def suits(tile: TileSize) -> bool:
         shared = hopper_forward_bytes(tile, dim, value, bias_size)
         if shared + HOPPER_STATIC > HOPPER_LIMIT:
             return False
-        if tile.block_q > _MASKED_ROWS and (masked or not tall):
+        if tile.block_q > tuning.masked_rows and (masked or not tall):
             return False
         return tile.groups == 1 or (plain and few)
 
@@ -173,16 +205,10 @@ def _keys_of_the_middle_query(problem: Problem) -> int:
     return end - first
 
 
-def backward(
-    problem: Problem, context: LaunchContext, *, deterministic: bool
-) -> tuple[KernelLaunch, ...]:
-    """Launch the backward kernel, then what computes flagged heads again, mostly none.
-
-    Its thread blocks add dq to device memory, one after the other where the order must be fixed.
-    For wide heads a kernel of its own computes dq.
-    """
-    P = problem
-    plain = P.features.isdisjoint(_SCORE_MODS | {"mask"}) and not P.dropout_p
+def _backward_launch(P: Problem, context: LaunchContext, *, deterministic: bool) -> KernelLaunch:
+    """Launch the kernel over keys."""
+    tuning = context.tuning
+    plain = not (P.changes_scores or P.has_mask or P.has_dropout)
     # All that is not plain needs registers.
     suited = (name for name in HOPPER_BACKWARDS if plain or name != HOPPER_HALVES)
     kernel = next(name for name in suited if 0 not in _buckets(name, P))
@@ -192,8 +218,8 @@ def backward(
     def suits(tile: TileSize) -> bool:
         if tile.block_q % HOPPER_GROUP_ROWS > 0:
             # dq is computed transposed, 64 columns by each warpgroup.
-            return plain and dim > 64 and _suits_tall(P, tile.block_q)
-        return plain or tile.block_q <= _MODIFIED_ROWS
+            return plain and dim > 64 and _suits_tall(P, tile.block_q, tuning)
+        return plain or tile.block_q <= tuning.modified_rows
 
     tile, shared = next(
         (tile, shared)
@@ -202,25 +228,16 @@ def backward(
         <= HOPPER_LIMIT - HOPPER_STATIC
     )
     key = _key(kernel, P, context, dim, value, tile, shared)
-    key = replace(key, add_dq=not is_wide, head_major=_takes_head_major(P))
+    key = replace(key, add_dq=not is_wide, head_major=_takes_head_major(P, tuning))
     # The kernel is persistent: a thread block takes one key block after the other.
     grid = min(context.sm_count, P.B * P.Hkv * block_count(P, P.Nk, key.block_k))
     maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
     why = f"{_SUPPORTED}, {tile.why}"
-    own = KernelLaunch(key, grid, key.smem_bytes, why, maps, deterministic and key.add_dq)
-    # Scores, where they are flat, mask a gradient of NaN: the NaN-safe kernel does not know of it.
-    # Nor is there room for a bias in it.
-    has_safe = not (is_wide or key.softcap or key.score_mod or key.bias)
-    left = LARGE_SCORES | FAILED | (0 if has_safe else NON_FINITE)
-    dq = _wide_dq(P, context, dim, value) if is_wide else _dq_convert(P, key)
-    safe = (_nan_safe(own), generic.repairing(dq, context, NON_FINITE)) if has_safe else ()
-    context = context._replace(dbias=False)  # a kernel of its own computes it for all heads
-    others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
-    repairs = (generic.repairing(launch, context, left) for launch in others)
-    return own, dq, *safe, *repairs
+    in_order, traits = deterministic and key.add_dq, _BACKWARD[kernel]
+    return KernelLaunch(key, grid, key.smem_bytes, why, maps, in_order, traits)
 
 
-def _takes_head_major(problem: Problem) -> bool:
+def _takes_head_major(problem: Problem, tuning: Tuning) -> bool:
     """Whether a key block takes query heads that share its keys one after the other.
 
     In a window key blocks that run together are at a query tile each, and one comes to a tile a
@@ -229,12 +246,13 @@ def _takes_head_major(problem: Problem) -> bool:
     that is open on the right the left side counts.
     """
     P, (left, right) = problem, problem.window
-    if left is None or P.group == 1 or P.sequences is not None:
+    if left is None or P.group == 1 or P.is_packed:
         return False
-    return 3 * (left + (right or 0)) <= 2 * P.Nk
+    part, of = tuning.head_major_window
+    return of * (left + (right or 0)) <= part * P.Nk
 
 
-def _suits_tall(problem: Problem, rows: int) -> bool:
+def _suits_tall(problem: Problem, rows: int, tuning: Tuning) -> bool:
     """Whether tiles of so many queries, more than 64, suit a call without score modifiers.
 
     They are faster where queries fill the last one, without a mask, and if a mask leaves queries
@@ -242,11 +260,10 @@ def _suits_tall(problem: Problem, rows: int) -> bool:
     the queries.
     """
     P, (left, right) = problem, problem.window
-    full = P.sequences is None and -(-P.Nq // rows) * rows <= _PADDED * P.Nq
-    masked = not P.features.isdisjoint(MASKS)
-    many = right is not None and (P.Nq if left is None else min(left + right + 1, P.Nk)) >= _LONG
-    uncut = P.window == (None, None) or many
-    return full and uncut and not masked
+    full = not P.is_packed and -(-P.Nq // rows) * rows <= tuning.padded_queries * P.Nq
+    keys = 0 if right is None else P.Nq if left is None else min(left + right + 1, P.Nk)
+    uncut = P.window == (None, None) or keys >= tuning.tall_mask_keys
+    return full and uncut and not P.has_pair_mask
 
 
 def _forward_bucket(dim: int) -> int:
@@ -292,8 +309,9 @@ def _nan_safe(own: KernelLaunch) -> KernelLaunch:
     return own._replace(key=key, shared_bytes=shared, why=_NAN_SAFE)
 
 
-def _wide_dq(P: Problem, context: LaunchContext, dim: int, value: int) -> KernelLaunch:
+def _wide_dq(P: Problem, context: LaunchContext, own: KernelKey) -> KernelLaunch:
     """Launch the kernel that computes dq of wide heads."""
+    dim, value = own.head_dim, own.value_dim
     tile, shared = next(
         (tile, shared)
         for tile in candidates(HOPPER_WIDE_DQ, P.dtype.itemsize, max(dim, value))
@@ -303,7 +321,7 @@ def _wide_dq(P: Problem, context: LaunchContext, dim: int, value: int) -> Kernel
     grid = min(context.sm_count, P.B * P.Hq * block_count(P, P.Nq, key.block_q))
     rows = HOPPER_GROUP_ROWS
     maps = ("q", rows), ("k", key.block_k), ("v", key.block_k), ("dout", rows)
-    return KernelLaunch(key, grid, shared, f"{_SUPPORTED}, {tile.why}", maps)
+    return KernelLaunch(key, grid, shared, f"{_SUPPORTED}, {tile.why}", maps, traits=_WIDE_DQ)
 
 
 def dq_columns(dim: int) -> int:
@@ -320,7 +338,8 @@ def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
         warps_m=ROW_WARPS,
         packed=key.packed,
     )
-    return KernelLaunch(convert, P.B * P.Hq * block_count(P, P.Nq, key.block_q), why=_DQ_CONVERT)
+    grid = P.B * P.Hq * block_count(P, P.Nq, key.block_q)
+    return KernelLaunch(convert, grid, why=_DQ_CONVERT, traits=_CONVERT)
 
 
 def _key(
@@ -342,6 +361,50 @@ def _key(
         *(kernel, P.dtype.name, *sizes),
         producer_warps=_PRODUCER_WARPS,
         smem_bytes=shared,
-        paged=P.page is not None,
+        paged=P.is_paged,
         **options,
     )
+
+
+def _forward_workspace(P: Problem, key: KernelKey) -> Parts:
+    """Return the dynamic scheduler's counter and claims; other calls take them from a schedule."""
+    if not P.is_packed:
+        return Parts({}, {})
+    blocks = P.B * P.Hq * block_count(P, P.Nq, key.block_q)
+    return Parts({"tile_counter": COUNT, "next_tiles": blocks * COUNT}, {})
+
+
+def _backward_workspace(P: Problem, key: KernelKey) -> Parts:
+    """Return the sums of dq, and the counters of work tiles, of dq tiles and of key heads."""
+    heads = {} if P.is_packed else {"row_counter": P.B * P.Hkv}
+    if not key.add_dq:
+        return Parts({}, _counters({"tile_counter": 2, **heads}))
+    tiles = P.B * P.Hq * block_count(P, P.Nq, key.block_q)
+    counts = heads | {"tile_counter": 2, "dq_semaphore": tiles}
+    if not P.is_packed:
+        counts["dq_counter"] = P.B * P.Hkv
+    sums = P.B * P.Hq * P.Nq * dq_columns(key.head_dim) * P.accum_dtype.itemsize
+    return Parts({"dq_accum": sums}, _counters(counts))
+
+
+def _counters(counts: dict[str, int]) -> dict[str, int]:
+    return {name: count * COUNT for name, count in counts.items()}
+
+
+_FORWARD = KernelTraits(
+    main=True, persistent="queries", tile_lists=True, workspace=_forward_workspace
+)
+_KEYS = KernelTraits(
+    main=True,
+    persistent="keys",
+    tile_lists=True,
+    beside_rows=True,
+    workspace=_backward_workspace,
+)
+_BACKWARD = {
+    HOPPER_BACKWARD: replace(_KEYS, ordered_dq=True),
+    HOPPER_HALVES: _KEYS,
+    HOPPER_WIDE: _KEYS,
+}
+_WIDE_DQ = KernelTraits(persistent="queries", beside_rows=True)
+_CONVERT = KernelTraits(beside_rows=True)

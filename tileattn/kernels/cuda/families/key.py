@@ -50,8 +50,8 @@ class KernelKey:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Queries and keys of a tile; the naive kernels go pair by pair."""
-        return (1, 1) if self.kernel.startswith("naive") else (self.block_q, self.block_k)
+        """Queries and keys of a tile."""
+        return self.block_q, self.block_k
 
     def defines(self) -> tuple[str, ...]:
         """List the compiler's ``-D`` options, one for each field, in the order of the fields.

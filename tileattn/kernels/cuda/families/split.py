@@ -1,37 +1,32 @@
-"""The kernels for few queries over many keys, which cut the keys into splits (Flash-Decoding).
+"""Split-KV (Flash-Decoding): kernels for few queries over many keys, which they split.
 
-How keys are cut depends on head dimensions and dtype alone, so that a row has the same bits in any
-batch.
+Splits depend only on head dimensions and dtype, so that a row has the same bits in any batch.
 """
 
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import (
     KernelLaunch,
+    KernelTraits,
     LaunchContext,
+    Parts,
     block_count,
     function_fields,
     option_fields,
     refused,
 )
+from tileattn.kernels.cuda.families.family import Family, reads_pages
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import split_bytes, split_static_bytes
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, TileSize, bucket
+from tileattn.kernels.cuda.tuning import Tuning
 
 SPLIT, COMBINE = "forward_split", "forward_combine"
-LATENT = "forward_latent_sm90"  # for wider heads
-LATENT_VALUE_DIM = 512
 
-_REFUSED = frozenset({"block_mask", "dropout_p"})
-_FEW_QUERIES = 64
 FEW_ROWS = 128  # that share keys, at most: queries of all query heads of a key head
 MOST_ROWS = 1 << 30  # counted in 32 bits
-_SPLIT_BYTES = 1 << 19  # of keys and values, in a split (measured)
-_LEAST_KEYS = 64
-_ALL = 1 << 30  # keys
-_SHARES = 8  # of the splits of a row, by their index, each of which one warp takes, or one warp all
-_WARP_SPLITS = 16  # that one warp loads in two rounds; of more, a warp each share
-_WARP_BYTES = 512  # of a row of sums, so that a warp's registers hold those of all shares
-_LATENT_KEYS_OF_A_ROW = 64  # of a split, so that its sums have a small share of the bytes
+WHOLE = 1 << 30  # keys of a split that has all
+_GROUPS = 8  # of the splits of a row, by their index: a warp takes each, or one warp all
+_WARP_BYTES = 512  # of a row of sums, so that a warp's registers hold those of all groups
 
 # By the rows that share keys: warps_m take 16 of them each, and warps_n keys of their own.
 _NARROW = (
@@ -49,87 +44,86 @@ _CUT = "one thread block for each split of {:,} keys"
 _JOIN = "one {} for each query, which joins up to {:,} splits"
 
 
+class Split(Family):
+    """Few queries over many keys, contiguous or in pages."""
+
+    name = "split-KV"
+
+    def concerns(self, problem: Problem, context: LaunchContext, direction: str) -> bool:
+        """Return True if few rows share keys, and keys are many or in pages."""
+        P, tuning = problem, context.tuning
+        if direction != "forward" or max(P.D, P.Dv) > MAX_HEAD_DIM or P.group * P.Nq > FEW_ROWS:
+            return False
+        if reads_pages(P):
+            return True
+        many = P.has_lengths or P.Nk > split_keys_of(P, tuning)
+        return P.Nk > 0 and many and P.Nq <= tuning.split_queries and not P.is_packed
+
+    def why_not(self, problem: Problem, context: LaunchContext, direction: str) -> str | None:  # noqa: ARG002 - the interface of families
+        """Return why the kernels do not run a pass; None if they do."""
+        return why_not(problem, context)
+
+    def forward(self, problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+        """Return the kernel over splits, and the one that joins them."""
+        return joined(problem, context, launch_over_splits(problem, context))
+
+
+SPLIT_FAMILY = Split()
+
+
 def why_not(problem: Problem, context: LaunchContext) -> str | None:
-    """Why these kernels do not run a forward pass, if so."""
-    P, option = problem, refused(problem, _REFUSED)
+    """Return why the kernel over splits does not honour a call; None if it does."""
+    option = refused(problem, "has_block_mask", "has_dropout")
     if option is not None:
         return f"{option} is in use"
-    if P.page is None and P.sequences is not None:
-        return "sequences are packed"
-    if max(P.D, P.Dv) > MAX_HEAD_DIM:
-        return f"a head dimension is above {MAX_HEAD_DIM}"
-    if not P.Nk:
-        return "there are no keys"
-    if P.page is None and (P.Nq > _FEW_QUERIES or P.group * P.Nq > FEW_ROWS):
-        return f"there are more than {_FEW_QUERIES} queries, or {FEW_ROWS} that share keys"
-    if P.page is None and "kv_lengths" not in P.features and P.Nk <= keys_per_split(P):
-        return "there are few keys"
-    if _tile(P, context) is None:
-        return "no tile fits in shared memory"
-    return None
+    return None if _tile(problem, context) else "no tile fits in shared memory"
 
 
-def why_not_paged(problem: Problem) -> str | None:
-    """Why keys in pages do not go with a problem on any GPU: no other kernels read pages."""
-    P, option = problem, refused(problem, _REFUSED)
-    if option is not None:
-        return f"block_table: with {option}"
-    if max(P.D, P.Dv) > MAX_HEAD_DIM:
-        return f"block_table: with a head dimension above {MAX_HEAD_DIM}"
-    if P.group * P.Nq > MOST_ROWS:
-        return f"block_table: with more than {MOST_ROWS:,} queries that share a key head"
-    return None
-
-
-def keys_per_split(problem: Problem) -> int:
-    """Keys of a split: a power of two, or all where many rows share them, or may.
-
-    Those of wide heads are for latent attention.
-    """
-    P, shared = problem, problem.group * problem.Nq
-    if max(P.D, P.Dv) > MAX_HEAD_DIM:
-        return _LATENT_KEYS_OF_A_ROW << (min(max(shared, 16), FEW_ROWS) - 1).bit_length()
-    if shared > FEW_ROWS or P.sequences is not None:
-        return _ALL
+def split_keys_of(problem: Problem, tuning: Tuning) -> int:
+    """Return the keys of a split: a power of two, or all if many rows share keys, or may."""
+    P = problem
+    if P.group * P.Nq > FEW_ROWS or P.is_packed:
+        return WHOLE
     row = (bucket(P.D) + bucket(P.Dv)) * P.dtype.itemsize
-    return max(_LEAST_KEYS, 1 << (_SPLIT_BYTES // row).bit_length() - 1)
+    return max(tuning.split_min_keys, 1 << (tuning.split_bytes // row).bit_length() - 1)
 
 
-def split_count(problem: Problem) -> int:
+def split_count(problem: Problem, split_keys: int) -> int:
     """Count the splits of a sequence as long as the arrays have room for."""
-    return -(-problem.Nk // keys_per_split(problem))
+    return -(-problem.Nk // split_keys)
 
 
-def partial_bytes(problem: Problem) -> dict[str, int]:
-    """Count the bytes of the sums that splits leave: none where each sequence is one split."""
-    P, splits = problem, split_count(problem)
+def partial_bytes(problem: Problem, split_keys: int, value_dim: int) -> dict[str, int]:
+    """Count the bytes of the sums that splits leave: none if each sequence is one split."""
+    P, splits = problem, split_count(problem, split_keys)
     rows = P.B * P.Hq * P.Nq * splits if splits > 1 else 0
-    value_dim = bucket(P.Dv) if max(P.D, P.Dv) <= MAX_HEAD_DIM else LATENT_VALUE_DIM
     numbers = {"partial_out": value_dim, "partial_sums": 2}
     return {name: rows * n * P.accum_dtype.itemsize for name, n in numbers.items()}
 
 
-def launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-    """Launch the kernel over splits, and what joins them where there are several."""
+def launch_over_splits(problem: Problem, context: LaunchContext) -> KernelLaunch:
+    """Launch the kernel over splits."""
     P, tile = problem, _tile(problem, context)
-    if tile is None:
-        return ()
-    key = _key(P, context, tile)
-    shared = _bytes(P, tile)
-    splits = split_count(P)
-    grid = splits * P.B * P.Hkv * block_count(P, P.group * P.Nq, key.block_q)
-    return joined(P, KernelLaunch(key, grid, shared, _FEW if P.page is None else _PAGED))
+    assert tile is not None, "`why_not` refuses the call"
+    key, split_keys = _key(P, context, tile), split_keys_of(P, context.tuning)
+    grid = split_count(P, split_keys) * P.B * P.Hkv * block_count(P, P.group * P.Nq, key.block_q)
+    traits = KernelTraits(main=True, split_keys=split_keys)
+    why = _PAGED if P.is_paged else _FEW
+    return KernelLaunch(key, grid, _bytes(P, tile), why, traits=traits)
 
 
-def joined(problem: Problem, split: KernelLaunch) -> tuple[KernelLaunch, ...]:
-    """Launch a kernel over splits, and what joins them where there are several."""
-    P, key, splits = problem, split.key, split_count(problem)
+def joined(
+    problem: Problem, context: LaunchContext, split: KernelLaunch
+) -> tuple[KernelLaunch, ...]:
+    """Launch a kernel over splits, and what joins them if there are several."""
+    P, key, split_keys = problem, split.key, split.traits.split_keys
+    splits = split_count(P, split_keys)
     if splits == 1:
         return (split,)
-    split = split._replace(why=f"{split.why}: {_CUT.format(keys_per_split(P))}")
+    split = split._replace(why=f"{split.why}: {_CUT.format(split_keys)}")
     row_bytes = key.value_dim * P.accum_dtype.itemsize
-    by_warp = splits <= _WARP_SPLITS and row_bytes <= _WARP_BYTES
-    rows, warps = (_SHARES, 1) if by_warp else (1, _SHARES)
+    by_warp = splits <= context.tuning.warp_splits and row_bytes <= _WARP_BYTES
+    rows, warps = (_GROUPS, 1) if by_warp else (1, _GROUPS)
     why = _JOIN.format("warp" if by_warp else "thread block", splits)
     join = KernelKey(
         *(COMBINE, key.dtype),
@@ -141,12 +135,12 @@ def joined(problem: Problem, split: KernelLaunch) -> tuple[KernelLaunch, ...]:
         fold_scale=key.fold_scale,
         functions=key.functions if key.score_mod else "",
     )
-    return split, KernelLaunch(join, -(-P.B * P.Hq * P.Nq // rows), why=why)
 
+    def workspace(P: Problem, key: KernelKey) -> Parts:
+        return Parts(partial_bytes(P, split_keys, key.value_dim), {})
 
-def cuts_keys(key: KernelKey) -> bool:
-    """Whether a kernel takes the rows that share keys together, over splits of the keys."""
-    return key.kernel in (SPLIT, LATENT) or key.split_kv
+    traits = KernelTraits(workspace=workspace)
+    return split, KernelLaunch(join, -(-P.B * P.Hq * P.Nq // rows), why=why, traits=traits)
 
 
 def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
@@ -155,15 +149,15 @@ def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
     return KernelKey(
         *(SPLIT, P.dtype.name, *sizes),
         alignment_bytes=context.alignment_bytes,
-        paged=P.page is not None,
+        paged=P.is_paged,
         **options,
     )
 
 
 def _tile(P: Problem, context: LaunchContext) -> TileSize | None:
-    # The rows of packed sequences the device alone may know: their tiles are the same whatever
-    # sequences there are, and so are the bits of each.
-    rows = P.group * P.Nq if P.sequences is None else FEW_ROWS
+    # The rows of packed sequences may be known only on the device: their tiles, and so their bits,
+    # are the same for all lengths.
+    rows = FEW_ROWS if P.is_packed else P.group * P.Nq
     tiles = next((x for x in (_NARROW, _WIDE) if rows <= x[0].block_q), _WIDEST)
     static = (split_static_bytes(tile, P.accum_dtype.itemsize) for tile in tiles)
     fits = (

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from tileattn.kernels.cuda.tuning import DEFAULT, Tuning, tuning_of
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -13,6 +15,7 @@ class Device:
     sm_count: int
     shared_limit: int  # bytes of shared memory that a thread block may have
     l2_bytes: int
+    tuning: Tuning = DEFAULT
 
 
 # By compute capability times ten: a GPU, its SMs, KiB of shared memory that a thread block may
@@ -43,4 +46,4 @@ def device_of_arch(arch: str) -> Device:
         names = ", ".join(f"sm_{number}" for number in _GPUS)
         raise ValueError(f"arch is {arch!r}; {names} and newer ones are accepted")
     name, sm_count, shared, l2 = _GPUS[max(known)]
-    return Device(name, arch, sm_count, shared * 1024, l2 << 20)
+    return Device(name, arch, sm_count, shared * 1024, l2 << 20, tuning_of(arch))

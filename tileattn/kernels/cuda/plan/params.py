@@ -8,7 +8,7 @@ import numpy as np
 from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
 from tileattn.kernels.cuda.families.context import folds_scale, padded_rows
-from tileattn.kernels.cuda.families.split import FEW_ROWS, MOST_ROWS, keys_per_split, split_count
+from tileattn.kernels.cuda.families.split import FEW_ROWS, MOST_ROWS, WHOLE, split_count
 from tileattn.kernels.cuda.plan.layout import INTEGERS, ArrayLayout, CallLayout
 from tileattn.kernels.cuda.plan.layout import ROWS as ROW_ARRAYS
 
@@ -129,15 +129,16 @@ def fields(
 
 
 def split_fields(
-    problem: Problem, arrays: Mapping[str, ArrayLayout], *, takes_all: bool
+    problem: Problem, arrays: Mapping[str, ArrayLayout], split_keys: int, *, takes_all: bool
 ) -> dict[str, int]:
-    """Fill in how keys are cut into pieces, and their pages.
+    """Fill in the keys of a split, 0 if keys are not split, and the pages.
 
-    ``takes_all`` says whether packed sequences of many rows are cut, too.
+    ``takes_all`` is true if packed sequences of many rows are split, too.
     """
+    keys = split_keys or WHOLE
     values = {
-        "split_keys": keys_per_split(problem),
-        "splits": split_count(problem),
+        "split_keys": keys,
+        "splits": split_count(problem, keys),
         "max_split_rows": MOST_ROWS if takes_all else FEW_ROWS,
     }
     table, k = arrays.get("block_table"), arrays["k"]

@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 
 from tileattn.call.problem import Problem
-from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext, LearnedLaunch
-from tileattn.kernels.cuda.families.families import backward_launches, forward_launches
+from tileattn.kernels.cuda.families.backward_pass import backward_launches
+from tileattn.kernels.cuda.families.context import (
+    KernelLaunch,
+    LaunchContext,
+    LearnedLaunch,
+    main_of,
+)
+from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.functions import Learned, functions_text
-from tileattn.kernels.cuda.families.hopper import HOPPER, HOPPER_BACKWARDS
-from tileattn.kernels.cuda.families.split import cuts_keys
 from tileattn.kernels.cuda.families.tile_lists import classify_launch, list_launches
 from tileattn.kernels.cuda.plan import params
 from tileattn.kernels.cuda.plan.aux_gradient import learned_arrays, learned_layouts, with_gradients
@@ -90,7 +94,7 @@ class LaunchPlan:
 def launch_line(launch: KernelLaunch) -> str:
     """Describe a launch in a few words."""
     key = launch.key
-    q, k = key.tile
+    q, k = launch.tile
     groups = f", {key.groups} groups" if key.groups > 1 else ""
     return (
         f"{key.kernel} {q} x {k}, {key.head_dim}/{key.value_dim} columns, {key.stages} stages"
@@ -108,7 +112,7 @@ def plan_forward(
     problem, layout = _evaluated(problem, layout)
     if launches is None:
         launches = forward_launches(problem, launch_context(problem, layout, device))
-    return _plan(problem, layout, device, launches, results={"out"})
+    return _plan(problem, layout, device, launches, "forward")
 
 
 def plan_backward(
@@ -119,20 +123,22 @@ def plan_backward(
     context = launch_context(problem, layout, device)
     sinks = layout.get("dsinks") is not None
     launches = backward_launches(problem, context, deterministic=deterministic, sinks=sinks)
-    return _plan(problem, layout, device, launches, results={"dsinks"})
+    return _plan(problem, layout, device, launches, "backward")
 
 
-def _piece_fields(
+def _split_fields(
     P: Problem, arrays: Mapping[str, ArrayLayout], launches: Sequence[KernelLaunch]
 ) -> dict[str, int]:
-    if P.page is None and not _is_split(launches):
+    split_keys = _split_keys(launches)
+    if not (P.is_paged or split_keys):
         return {}
-    takes_all = all(launch.key.kernel != HOPPER for launch in launches)
-    return params.split_fields(P, arrays, takes_all=takes_all)
+    takes_all = not any(launch.traits.persistent for launch in launches)
+    return params.split_fields(P, arrays, split_keys, takes_all=takes_all)
 
 
-def _is_split(launches: Sequence[KernelLaunch]) -> bool:
-    return any(cuts_keys(launch.key) for launch in launches)
+def _split_keys(launches: Sequence[KernelLaunch]) -> int:
+    """Return the keys of a split; 0 if no kernel splits them."""
+    return max((launch.traits.split_keys for launch in launches), default=0)
 
 
 def _evaluated(P: Problem, layout: CallLayout) -> tuple[Problem, CallLayout]:
@@ -164,6 +170,7 @@ def launch_context(problem: Problem, layout: CallLayout, device: Device) -> Laun
         dqkv=not arrays.keys().isdisjoint(_DQKV),
         tensor_maps=all(can_map(arrays[name]) for name in _MAPPED if name in arrays),
         sm_count=device.sm_count,
+        tuning=device.tuning,
         mask_block_k=layout.block_mask.block_size[1] if layout.block_mask is not None else 0,
         functions=_functions_text(problem, layout),
         v_is_k=layout.v_is_k,
@@ -201,14 +208,12 @@ def _functions_text(P: Problem, layout: CallLayout, learned: Learned | None = No
 def _tile_kinds(
     P: Problem, layout: CallLayout, launches: Sequence[KernelLaunch]
 ) -> tuple[TileKinds, TileLists | None]:
-    """Say what the kinds of tiles are made of, and the lists of the first Hopper kernel."""
-    mask = layout.listed_mask
-    for launch in launches:
-        if launch.key.kernel in (HOPPER, *HOPPER_BACKWARDS):
-            direction = "forward" if launch.key.kernel == HOPPER else "backward"
-            tile = launch.key.tile
-            return tile_kinds_of(P, mask, tile), tile_lists(P, mask, tile, direction)
-    return tile_kinds_of(P, mask, _GENERIC_TILE), None
+    """Say what the kinds of tiles are made of, and the lists that the main kernel reads."""
+    mask, main = layout.listed_mask, main_of(launches)
+    if main is None or not main.traits.tile_lists:
+        return tile_kinds_of(P, mask, _GENERIC_TILE), None
+    backward = main.traits.persistent == "keys"
+    return tile_kinds_of(P, mask, main.tile), tile_lists(P, mask, main.tile, backward=backward)
 
 
 def _classifying(
@@ -233,13 +238,14 @@ def _plan(
     layout: CallLayout,
     device: Device,
     launches: Sequence[KernelLaunch],
-    results: set[str],
+    direction: str,
 ) -> LaunchPlan:
+    results = {"out"} if direction == "forward" else {"dsinks"}
     copied = dict(copies(problem, layout))
     functions = next((x.key.functions for x in launches if x.key.functions), "")
     arrays = dict(layout.arrays) | copied
     rows = [arrays[name].alignment for name in ROWS & arrays.keys()]
-    schedule = schedule_of(problem, layout, launches, device.l2_bytes)
+    schedule = schedule_of(problem, layout, launches, device)
     constants = {
         name: Constant.of(np.array(each, np.int64))
         for name, each in (("kv_lengths", layout.kv_lengths), ("q_offset", layout.q_offset))
@@ -261,7 +267,7 @@ def _plan(
     sums |= schedule.zeros
     aux = layout.aux_by_name | learned if functions else {}
     kinds, lists = _tile_kinds(problem, layout, launches)
-    if functions and problem.mask_mod is not None and not _is_split(launches):
+    if functions and problem.mask_mod is not None and not _split_keys(launches):
         if kinds.on_device:
             arrays["tile_kinds"] = contiguous(kinds.device_shape(), "int8")
             made["tile_kinds"] = arrays["tile_kinds"].nbytes
@@ -282,11 +288,11 @@ def _plan(
         min(rows),
         tuple(launches),
         params.fields(problem, layout, arrays, schedule.fields)
-        | _piece_fields(problem, arrays, launches)
+        | _split_fields(problem, arrays, launches)
         | dict(zip(("kinds_tile_q", "kinds_tile_k"), kinds.tile, strict=True)),
         {name: x for name, x in copied.items() if name not in results},
         {name: x for name, x in copied.items() if name in results},
-        workspace_of(problem, launches, made, sums),
+        workspace_of(problem, launches, made, sums, direction),
         constants,
         {
             boxes: tuple(tensor_map(name, arrays[name], rows) for name, rows in boxes)

@@ -18,36 +18,17 @@ from tileattn.algorithm.mask import SlidingWindow
 from tileattn.algorithm.tiles import cut
 from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
-from tileattn.kernels.cuda.families.context import KernelLaunch
-from tileattn.kernels.cuda.families.hopper import HOPPER, HOPPER_BACKWARD, HOPPER_BACKWARDS, MASKS
+from tileattn.kernels.cuda.families.context import KernelLaunch, main_of
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan.assignment import assign
+from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import CallLayout
 from tileattn.kernels.cuda.plan.tile_lists import tile_lists
+from tileattn.kernels.cuda.tuning import Tuning
 
-TILE_COST, START_COST = 10, 12  # of a key tile, and of a work tile besides (measured)
-KEYS_IN_FLIGHT = 1024  # of a head, if dq is summed in order (measured)
-WHOLE_WAVES = 4096  # at least, keys of a causal call whose heads go in whole waves (measured)
-# Of heads that begin apart, in order: more columns than these, and keys at most (measured)
-APART_DIM, APART_KEYS = 64, 16384
-# At most, keys if one wave of those is enough, and if two are; of more it is three (measured).
-ONE_WAVE, TWO_WAVES = 512, 4096
-# At least, query heads of a key head whose runs of key blocks alternate, and keys (measured)
-ALTERNATE_GROUP, ALTERNATE_KEYS = 4, 1024
-# At least, query heads of a key head of which half a wave is enough in order, and keys at most
-HALF_WAVE_GROUP, HALF_WAVE_KEYS = 4, 1024
-WAVE_KEYS = 16384  # about those of a wave of key blocks
 TPC = 2  # SMs that share an instruction cache
-MANY_TILES_DIM = 192  # at most, of heads with so many work tiles that SMs go in step (measured)
-TALL = 192  # at least, queries of a work tile if the last ones go to late thread blocks (measured)
-LATE = 1 / 16  # of all work, what those take (measured)
-LATE_KEYS = 4096  # at least, keys of a call with late thread blocks (measured from here on)
-LATE_DIM = 64  # at most, of such a call: work tiles of wider heads are too few (measured)
-SHORT = 2048  # at most, keys where work tiles wait for memory (measured)
-PACE_TILES = 32  # tiles of a step: as in CUDA
-PACE_STEPS = 1 << 20  # at most, of a worker: memory must not grow with the square of a length
-PACED = 1  # L2 caches that a head fills before thread blocks keep pace (measured)
-MAX_WAVES = 64  # of a worker, on average: more even out by themselves
+LOCKSTEP_TILES = 32  # tiles of a step: as in ``src/``
+MAX_STEPS = 1 << 20  # of a worker: memory must not grow with the square of a length
 
 Array = NDArray[Any]
 
@@ -95,96 +76,94 @@ class Schedule(NamedTuple):
 
 
 def schedule_of(
-    problem: Problem, layout: CallLayout, launches: Sequence[KernelLaunch], l2_bytes: int
+    problem: Problem, layout: CallLayout, launches: Sequence[KernelLaunch], device: Device
 ) -> Schedule:
-    """Decide in what order a pass takes its work tiles.
+    """Decide in what order a pass takes its work tiles, by the needs of its main kernel.
 
-    The generic backward pass comes back to four times the bytes of keys and values: their
-    gradients, and the sums of dq.
-
-    Where packed sequences end the device alone may know. It lets heads, and sequences, take turns
+    The device alone may know where packed sequences end. It lets heads, and sequences, take turns
     (`order_blocks`): as many as fit half of the L2, and one wave at most.
     """
-    P = problem
-    for launch in launches:
-        if launch.key.kernel in HOPPER_BACKWARDS:
-            return _backward_schedule(P, launch, l2_bytes)
-    kernels = {launch.key.kernel for launch in launches}
-    nbytes = 2 * l2_bytes if "forward" in kernels else l2_bytes // 2
-    if HOPPER in kernels and P.Nk <= SHORT:
-        # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them.
-        nbytes = l2_bytes // 8
-    groups = head_groups(P, nbytes)
-    if HOPPER not in kernels:
+    P, launch = problem, main_of(launches)
+    if launch is not None and launch.traits.persistent == "keys":
+        return _backward_schedule(P, launch, device)
+    share = 0.5 if launch is None else launch.traits.l2_share
+    groups = head_groups(P, int(share * device.l2_bytes))
+    if launch is None or not launch.traits.persistent:
         return Schedule(groups)
-    if P.sequences is not None:
+    if P.is_packed:
         row = (P.D + P.Dv) * P.dtype.itemsize
-        workers = next(launch.workers for launch in launches if launch.key.kernel == HOPPER)
-        return Schedule(1, swizzle_rows=l2_bytes // 2 // row, swizzle_heads=workers)
-    # Pieces of keys are as long as each other.
-    if launches[0].key.split_kv:
+        return Schedule(1, swizzle_rows=device.l2_bytes // 2 // row, swizzle_heads=launch.workers)
+    if launch.traits.split_keys:  # splits are as long as each other
         return Schedule(groups)
-    (launch,) = launches
-    if _are_claimed(P, layout, launch):
-        return _claimed(P, launch)
-    key = launch.key
+    if _is_dynamic(P, layout, launch, device.tuning):
+        return _dynamic(P, launch)
+    return _assigned(P, layout, launch, groups, device)
+
+
+def _assigned(
+    P: Problem, layout: CallLayout, launch: KernelLaunch, groups: int, device: Device
+) -> Schedule:
+    """Assign work tiles in advance, with late thread blocks or in lockstep."""
+    key, tuning = launch.key, device.tuning
     blocks, tiles = -(-P.Nq // key.block_q), -(-P.Nk // key.block_k)
     # Without a mask all work tiles are as long as each other, and begin together.
-    drifts = _is_triangle(P) and P.Nk * (P.D + P.Dv) * P.dtype.itemsize > PACED * l2_bytes
-    lockstep_steps = _lockstep_steps(P, P.B * P.Hq * blocks, tiles, launch.workers) if drifts else 0
-    # A late thread block has one group, and none waits for it to keep pace.
-    is_tall = key.block_q >= TALL and key.groups == 1 and max(P.D, P.Dv) <= LATE_DIM
-    late_share = LATE if is_tall and P.Nk >= LATE_KEYS and not lockstep_steps else 0
-    assignment = _assignment(P, layout, launch, groups, late_share)
-    return Schedule(groups, assignment, lockstep_steps=lockstep_steps)
+    row = (P.D + P.Dv) * P.dtype.itemsize
+    drifts = _is_triangle(P) and P.Nk * row > tuning.lockstep_l2 * device.l2_bytes
+    steps = _lockstep_steps(P, P.B * P.Hq * blocks, tiles, launch.workers) if drifts else 0
+    # A late thread block has one group, and none waits for it in lockstep.
+    is_tall = key.block_q >= tuning.late_rows and key.groups == 1
+    is_long = max(P.D, P.Dv) <= tuning.late_dim and P.Nk >= tuning.late_keys
+    late_share = tuning.late_share if is_tall and is_long and not steps else 0
+    assignment = _assignment(P, layout, launch, groups, late_share, tuning)
+    return Schedule(groups, assignment, lockstep_steps=steps)
 
 
-def _backward_schedule(P: Problem, launch: KernelLaunch, l2_bytes: int) -> Schedule:
+def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Schedule:
     """Decide in what order a Hopper backward kernel takes its work tiles.
 
     Groups change which heads run together, and never the order within a dq tile.
     """
-    key, grid, in_order = launch.key, launch.grid, launch.in_order
+    key, grid, in_order, tuning = launch.key, launch.grid, launch.in_order, device.tuning
     is_causal = P.window[1] is not None
     sums = P.D * P.accum_dtype.itemsize if key.add_dq else 0
     row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
-    if P.sequences is not None:
-        rows = FAR if in_order and is_causal else l2_bytes // 2 // row
-        turn = max(1, _in_flight(launch) if in_order else grid)
+    if P.is_packed:
+        rows = FAR if in_order and is_causal else device.l2_bytes // 2 // row
+        turn = max(1, _in_flight(launch, tuning) if in_order else grid)
         return Schedule(1, None, in_order, swizzle_rows=rows, swizzle_heads=turn)
-    alternate = not in_order and _alternate(P, key)
-    in_step = _goes_in_step(P, key) and (in_order or not is_causal)
+    alternate = not in_order and _alternate(P, key, tuning)
+    in_step = _goes_in_step(P, launch) and (in_order or not is_causal)
     heads, blocks = P.B * P.Hkv, -(-P.Nk // key.block_k)
     apart = 0
     if in_step:
         size = 2 * grid // blocks
     elif alternate:
         size = round(2 * grid / blocks)
-    elif key.head_major and _spans_much(P):
+    elif key.head_major and _spans_much(P, tuning):
         size = 4 * grid // blocks
     elif not in_order:
-        size = _heads_in_cache(P, launch, row, l2_bytes)
-    elif _begin_apart(P, key):
-        size = apart = _claims_apart(P.Nk, grid, blocks, heads)
+        size = _heads_in_cache(P, launch, row, device)
+    elif _staggers(P, launch, tuning):
+        size = apart = _stagger(P.Nk, grid, blocks, heads, tuning)
     else:
-        size = _heads_in_order(P, launch, row, l2_bytes)
+        size = _heads_in_order(P, launch, row, device)
     groups = -(-heads // max(1, min(size, grid)))
     inverse = pow(apart, -1, blocks) if apart else 0
     # Runs that alternate, and key blocks that add in order, stay together by themselves.
-    drifts = not (alternate or in_order) and P.Nq * row > PACED * l2_bytes
+    drifts = not (alternate or in_order) and P.Nq * row > tuning.lockstep_l2 * device.l2_bytes
     tiles = P.group * -(-P.Nq // key.block_q)
     return Schedule(
         groups,
         in_order=in_order,
         last_keys_first=in_step and is_causal,
-        run_keys=_run_keys(P.Nk) if alternate else 0,
+        run_keys=_run_keys(P.Nk, tuning) if alternate else 0,
         stagger=apart,
         inverse_stagger=inverse,
         lockstep_steps=_lockstep_steps(P, heads * blocks, tiles, launch.workers) if drifts else 0,
     )
 
 
-def _heads_in_cache(P: Problem, launch: KernelLaunch, row: int, l2_bytes: int) -> int:
+def _heads_in_cache(P: Problem, launch: KernelLaunch, row: int, device: Device) -> int:
     """Count the heads that run together if dq is summed in any order; a query takes ``row`` bytes.
 
     Each key block comes back to q, dout and the sums of dq: as many heads as a quarter of the L2
@@ -193,9 +172,9 @@ def _heads_in_cache(P: Problem, launch: KernelLaunch, row: int, l2_bytes: int) -
     waves; half or two also if dq is summed in order.
     """
     grid, blocks = launch.grid, -(-P.Nk // launch.key.block_k)
-    is_long = P.window[1] is not None and P.Nk >= WHOLE_WAVES
+    is_long = P.window[1] is not None and P.Nk >= device.tuning.whole_wave_keys
     share, waves = (2, 2) if is_long or launch.in_order else (4, 1)
-    size = l2_bytes // share // (P.Nq * row)
+    size = device.l2_bytes // share // (P.Nq * row)
     if size * blocks < grid:
         return -(-waves * grid // blocks)
     if is_long and launch.key.add_dq:
@@ -203,7 +182,7 @@ def _heads_in_cache(P: Problem, launch: KernelLaunch, row: int, l2_bytes: int) -
     return size
 
 
-def _heads_in_order(P: Problem, launch: KernelLaunch, row: int, l2_bytes: int) -> int:
+def _heads_in_order(P: Problem, launch: KernelLaunch, row: int, device: Device) -> int:
     """Count the heads that run together if dq is summed in order.
 
     Each key block waits for the one before; that keeps heads together, and the fewer of their key
@@ -211,33 +190,36 @@ def _heads_in_order(P: Problem, launch: KernelLaunch, row: int, l2_bytes: int) -
     causal mask of heads that share keys, two waves are enough where query tiles are short, half a
     one if there are few keys (measured).
     """
-    key, in_flight = launch.key, _in_flight(launch)
+    key, tuning = launch.key, device.tuning
+    in_flight = _in_flight(launch, tuning)
     blocks = -(-P.Nk // key.block_k)
     if key.block_q < key.block_k:
-        if _is_triangle(P) and P.group >= HALF_WAVE_GROUP and P.Nk <= HALF_WAVE_KEYS:
+        few = P.group >= tuning.half_wave_group and P.Nk <= tuning.half_wave_keys
+        if _is_triangle(P) and few:
             return launch.grid // (2 * blocks)
         if P.window[0] is not None or (_is_triangle(P) and P.group > 1):
             return min(2 * launch.grid // blocks, in_flight)
     if P.window[1] is not None:
         return in_flight
-    return min(_heads_in_cache(P, launch, row, l2_bytes), 2 * in_flight)
+    return min(_heads_in_cache(P, launch, row, device), 2 * in_flight)
 
 
-def _in_flight(launch: KernelLaunch) -> int:
-    return launch.grid * launch.key.block_k // KEYS_IN_FLIGHT
+def _in_flight(launch: KernelLaunch, tuning: Tuning) -> int:
+    return launch.grid * launch.key.block_k // tuning.keys_in_flight
 
 
-def _spans_much(P: Problem) -> bool:
+def _spans_much(P: Problem, tuning: Tuning) -> bool:
     """Whether a window spans so many keys that key blocks at its end come to few queries.
 
     If heads come one after the other, these come to the next head before those that store its
     queries' dq. Behind a wave of key blocks of more heads they need not wait (measured).
     """
     left, right = P.window
-    return left is not None and right is not None and 4 * (left + right) >= P.Nk
+    part, of = tuning.long_window
+    return left is not None and right is not None and of * (left + right) >= part * P.Nk
 
 
-def _are_claimed(P: Problem, layout: CallLayout, launch: KernelLaunch) -> bool:
+def _is_dynamic(P: Problem, layout: CallLayout, launch: KernelLaunch, tuning: Tuning) -> bool:
     """Whether workers claim their work tiles.
 
     Those of a triangle differ in length. Over few keys they wait for memory; how long, nobody
@@ -246,11 +228,11 @@ def _are_claimed(P: Problem, layout: CallLayout, launch: KernelLaunch) -> bool:
     """
     blocks = -(-P.Nq // launch.key.block_q)
     alike = all(len(set(x or ())) <= 1 for x in (layout.kv_lengths, layout.q_offset))
-    few_keys = P.Nk <= SHORT and _is_triangle(P) and P.features.isdisjoint(MASKS)
+    few_keys = P.Nk <= tuning.dynamic_keys and _is_triangle(P) and not P.has_pair_mask
     return few_keys and alike and blocks > 1 and blocks * P.B * P.Hq > launch.workers
 
 
-def _claimed(P: Problem, launch: KernelLaunch) -> Schedule:
+def _dynamic(P: Problem, launch: KernelLaunch) -> Schedule:
     """Let heads come one by one, and the last ones together, the longest work tiles first.
 
     The last ones have a work tile for each worker: with fewer SMs would end apart, and of more the
@@ -267,46 +249,48 @@ def _lockstep_steps(P: Problem, count: int, tiles: int, workers: int) -> int:
     It is 0 where workers do not keep pace: in windows, and under other masks, their work tiles have
     different keys in any case. Behind the last step they go on alone.
     """
-    if P.window[0] is not None or not P.features.isdisjoint(MASKS):
+    if P.window[0] is not None or P.has_pair_mask:
         return 0
     waves = -(-count // workers)
-    return min((waves + 1) * tiles // PACE_TILES + 1, PACE_STEPS)
+    return min((waves + 1) * tiles // LOCKSTEP_TILES + 1, MAX_STEPS)
 
 
-def _goes_in_step(P: Problem, key: KernelKey) -> bool:
+def _goes_in_step(P: Problem, launch: KernelLaunch) -> bool:
     """Whether key blocks that begin together add to dq one query tile behind the other.
 
     Of those that wait for each other in narrow heads, whose query tiles are as long as key blocks,
     two waves then run best (measured). Under a causal mask that takes the last keys first. The bits
     of dq follow from the order of keys, which depends on options alone.
     """
-    narrow = key.kernel == HOPPER_BACKWARD and key.block_q == key.block_k
+    key = launch.key
+    narrow = launch.traits.ordered_dq and key.block_q == key.block_k
     return narrow and P.group == 1 and P.window[0] is None and not (key.packed or _is_listed(key))
 
 
-def _begin_apart(P: Problem, key: KernelKey) -> bool:
+def _staggers(P: Problem, launch: KernelLaunch, tuning: Tuning) -> bool:
     """Whether heads begin evenly apart if dq is summed in order.
 
     Key blocks of a head that begin together wait for each other at each query tile, the longer the
     later they add. Apart, each begins so long behind the one before that it never waits.
     """
-    applies = key.kernel == HOPPER_BACKWARD and key.head_dim > APART_DIM and P.Nk <= APART_KEYS
-    return applies and P.group == 1 and _is_triangle(P) and not _is_listed(key)
+    key = launch.key
+    applies = launch.traits.ordered_dq and P.group == 1 and _is_triangle(P) and not _is_listed(key)
+    return applies and key.head_dim > tuning.stagger_dim and P.Nk <= tuning.stagger_keys
 
 
-def _claims_apart(Nk: int, grid: int, blocks: int, heads: int) -> int:
+def _stagger(Nk: int, grid: int, blocks: int, heads: int, tuning: Tuning) -> int:
     """Count the claims from one key block of a head to the next: the heads that run together.
 
     If they have no factor in common with the blocks, each claim is of one block of one head.
     """
-    waves = 1 if Nk <= ONE_WAVE else 2 if Nk <= TWO_WAVES else 3
+    waves = 1 if Nk <= tuning.stagger_one_wave else 2 if Nk <= tuning.stagger_two_waves else 3
     apart = max(1, min(waves * grid // blocks, heads))
     while math.gcd(apart, blocks) > 1:
         apart += 1
     return apart
 
 
-def _alternate(P: Problem, key: KernelKey) -> bool:
+def _alternate(P: Problem, key: KernelKey, tuning: Tuning) -> bool:
     """Whether every second run of key blocks rises: its blocks begin at the diagonal.
 
     Under a causal mask the first key blocks of a head begin together, with the last query tile, and
@@ -315,17 +299,17 @@ def _alternate(P: Problem, key: KernelKey) -> bool:
     (measured). Those that rise end at the last tile, where the next wave begins. The bits of dk and
     dv follow from it, so options, lengths and heads alone decide.
     """
-    many = P.group >= ALTERNATE_GROUP and P.Nk >= ALTERNATE_KEYS
+    many = P.group >= tuning.alternate_group and P.Nk >= tuning.alternate_keys
     return many and _is_triangle(P) and not _is_listed(key)
 
 
-def _run_keys(Nk: int) -> int:
+def _run_keys(Nk: int, tuning: Tuning) -> int:
     """Count the keys of a run: of the heads that fill two waves together, each has so many in one.
 
     The number of SMs does not count, so that dk and dv have the same bits on any.
     """
-    heads = max(1, round(2 * WAVE_KEYS / Nk))
-    return WAVE_KEYS // heads
+    heads = max(1, round(2 * tuning.wave_keys / Nk))
+    return tuning.wave_keys // heads
 
 
 def _is_triangle(P: Problem) -> bool:
@@ -354,7 +338,12 @@ def head_groups(problem: Problem, nbytes: int) -> int:
 
 
 def _assignment(
-    P: Problem, layout: CallLayout, launch: KernelLaunch, groups: int, late_share: float
+    P: Problem,
+    layout: CallLayout,
+    launch: KernelLaunch,
+    groups: int,
+    late_share: float,
+    tuning: Tuning,
 ) -> Array | None:
     """Assign the work tiles of a forward pass; late workers take a share of all work.
 
@@ -366,9 +355,9 @@ def _assignment(
     blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
     tiles = blocks * heads
     # One block a head, as in decoding, is little work, and lengths may differ on every call.
-    if blocks == 1 or not workers < tiles <= MAX_WAVES * workers:
+    if blocks == 1 or not workers < tiles <= tuning.max_waves * workers:
         return None
-    costs = _costs(P, layout, key)
+    costs = _costs(P, layout, key, tuning)
     if costs.min() == costs.max() and not late_share:
         return None
     block, head, group = work_tiles(blocks, heads, groups)
@@ -380,7 +369,7 @@ def _assignment(
     order = np.lexsort((-cost, group, -longest[group]))
     cost = cost[order]
     heads_alike = (costs == costs[:1, :1]).all()
-    many_tiles = max(P.D, P.Dv) <= MANY_TILES_DIM
+    many_tiles = max(P.D, P.Dv) <= tuning.team_dim
     team = TPC if heads_alike and many_tiles and launch.grid % TPC == 0 else 1
     late = np.searchsorted(cost[::-1].cumsum(), late_share * cost.sum(), side="right")
     # Each worker that is not late has a tile.
@@ -400,7 +389,7 @@ def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Arra
     return within // members, first + within % members, first
 
 
-def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
+def _costs(P: Problem, layout: CallLayout, key: KernelKey, tuning: Tuning) -> Array:
     """Give the cost of each query block, shape (B, Hq or 1, blocks): its tiles, and itself."""
     # What is on the GPU is not waited for: a wrong guess costs time only.
     lengths = layout.kv_lengths or (P.Nk,) * P.B
@@ -414,12 +403,13 @@ def _costs(P: Problem, layout: CallLayout, key: KernelKey) -> Array:
 
     each = {place: tiles(*place) for place in set(places)}
     begin, end = np.moveaxis(np.array([each[place] for place in places]), -1, 0)[..., None, :]
-    return TILE_COST * _attended(P, layout, key, begin, end) + START_COST
+    tiles_attended = _attended(P, layout, key, begin, end)
+    return tuning.tile_cost * tiles_attended + tuning.work_tile_cost
 
 
 def _attended(P: Problem, layout: CallLayout, key: KernelKey, begin: Array, end: Array) -> Array:
     """Count the tiles from begin to end - 1 that masks do not leave empty."""
-    lists = tile_lists(P, layout.listed_mask, key.tile, "forward")
+    lists = tile_lists(P, layout.listed_mask, key.tile, backward=False)
     if lists is None or lists.on_device:
         return end - begin
     before = lists.tiles_before(layout.listed_mask)

@@ -105,13 +105,12 @@ class TileLists:
 
 
 def tile_lists(
-    P: Problem, mask: BlockMask | None, tile: tuple[int, int], direction: str
+    P: Problem, mask: BlockMask | None, tile: tuple[int, int], *, backward: bool
 ) -> TileLists | None:
     """Say what lists a pass reads; None where it goes through all tiles.
 
     Backward a left limit leaves few tiles by itself, and their ranks would depend on it.
     """
-    backward = direction == "backward"
     kinds = tile_kinds_of(P, mask, tile)
     unknown = mask is None and not kinds.decided
     if unknown or (backward and P.window[0] is not None):

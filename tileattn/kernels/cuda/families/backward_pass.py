@@ -1,0 +1,79 @@
+"""What a backward pass launches: what computes dq, dk and dv, and what goes before and after."""
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from tileattn.call.problem import Problem
+from tileattn.kernels.cuda.families import generic
+from tileattn.kernels.cuda.families.context import (
+    ROW_WARPS,
+    KernelLaunch,
+    LaunchContext,
+    block_count,
+    padded_rows,
+    rows_of_block,
+)
+from tileattn.kernels.cuda.families.ds_tiles import daux_launches, dbias_launch
+from tileattn.kernels.cuda.families.families import attention_gradients
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
+
+_VECTORS = 4  # of a lane, at most: as in ``src/backward_preprocess.cu``
+_BESIDE_WARPS = 32
+
+
+def backward_launches(
+    problem: Problem, context: LaunchContext, *, deterministic: bool, sinks: bool
+) -> tuple[KernelLaunch, ...]:
+    """Return what the backward pass launches; ``deterministic`` sums dq in a fixed order.
+
+    ``sinks`` is true if their gradient is wanted. If a key has ``add_dq``, dq is summed in an array
+    of zeros. Without the gradients of q, k and v, the kernels that sum dS run without others. Pages
+    have no backward pass.
+    """
+    P = problem
+    if P.is_paged:
+        return ()
+    queries, keys = P.B * P.Hq * P.Nq, P.B * P.Hkv * P.Nk
+    own: tuple[KernelLaunch, ...] = ()
+    if context.dqkv:
+        own = attention_gradients(P, context, deterministic=deterministic)
+    begins = tuple(takewhile(_begins_beside_rows, own))
+    before = []
+    if queries:
+        before.append(_rows(P, context, begins))
+    before += begins
+    if queries and keys:
+        before.append(generic.large_scores_launch(P, context))
+    after = []
+    if context.dbias and queries * P.Nk and not any(launch.key.write_dbias for launch in own):
+        after.append(dbias_launch(P, context))
+    after += daux_launches(P, context)
+    if sinks and P.Hq:
+        key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS, packed=P.is_packed)
+        after.append(KernelLaunch(key, P.Hq))
+    return (*before, *own[len(begins) :], *after)
+
+
+def _begins_beside_rows(launch: KernelLaunch) -> bool:
+    return launch.traits.beside_rows and not launch.key.head_flags
+
+
+def _rows(P: Problem, context: LaunchContext, begins: Sequence[KernelLaunch]) -> KernelLaunch:
+    """Launch the kernel that computes delta row by row, on all SMs or beside the next kernel."""
+    tuning = context.tuning
+    tiles = P.B * P.Hkv * block_count(P, P.Nk, begins[0].key.block_k) if begins else 0
+    beside = tiles >= tuning.rows_beside_waves * context.sm_count
+    key = KernelKey(
+        *("backward_preprocess", P.dtype.name),
+        value_dim=bucket(min(P.Dv, MAX_HEAD_DIM)),
+        warps_m=_BESIDE_WARPS if beside else ROW_WARPS,
+        alignment_bytes=context.alignment_bytes,
+        packed=P.is_packed,
+    )
+    lanes = key.threads // rows_of_block(key, key.value_dim)
+    rows = key.threads // max(1, lanes // _VECTORS)
+    grid = -(-P.B * P.Hq * padded_rows(P) // rows)
+    if beside:
+        grid = min(grid, -(-context.sm_count // tuning.rows_beside_part))
+    return KernelLaunch(key, grid, why="a few lanes for each row")
