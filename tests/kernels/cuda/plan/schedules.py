@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tests.kernels.cuda.plan.planning import ON_HOPPER
+from tests.kernels.cuda.plan.planning import H200, ON_HOPPER
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.families.families import forward_launches
@@ -12,7 +12,6 @@ from tileattn.kernels.cuda.plan.catalog import problem_of
 from tileattn.kernels.cuda.plan.layout import CallLayout, contiguous_inputs
 from tileattn.kernels.cuda.plan.scheduler import Schedule, schedule_of
 
-CACHE = 50 << 20  # bytes of the L2 cache
 CAUSAL = (None, 0)
 ON_GPU = object()
 
@@ -47,4 +46,4 @@ def schedule(
     launch: KernelLaunch | None = None,
 ) -> Schedule:
     layout = layout_of(problem, lengths, offsets)
-    return schedule_of(problem, layout, (launch or launch_of(problem),), CACHE)
+    return schedule_of(problem, layout, (launch or launch_of(problem),), H200)

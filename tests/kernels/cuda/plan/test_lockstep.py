@@ -10,7 +10,7 @@ from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.cuda.jit.compile import SOURCES
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
-from tileattn.kernels.cuda.plan.scheduler import PACE_STEPS, PACE_TILES, work_tiles
+from tileattn.kernels.cuda.plan.scheduler import LOCKSTEP_TILES, MAX_STEPS, work_tiles
 
 CAUSAL = (None, 0)
 FEW: dict[str, Any] = {"n": 1 << 20, "window": (None, 4000 - (1 << 19)), "D": 64, "Dv": 64}
@@ -18,7 +18,7 @@ FEW: dict[str, Any] = {"n": 1 << 20, "window": (None, 4000 - (1 << 19)), "D": 64
 
 
 def test_both_sides_have_steps_of_the_same_length() -> None:
-    assert f"LOCKSTEP_TILES = {PACE_TILES}," in (SOURCES / "lockstep.cuh").read_text(
+    assert f"LOCKSTEP_TILES = {LOCKSTEP_TILES}," in (SOURCES / "lockstep.cuh").read_text(
         encoding="utf-8"
     )
 
@@ -50,24 +50,8 @@ def test_there_is_a_counter_for_every_step(changed: dict[str, Any]) -> None:
     block, _, _ = work_tiles(blocks, heads, plan.fields["head_groups"])
     tiles = np.append(-(-(blocks - block) * q // k), 0)[np.minimum(order, blocks * heads)]
     steps = plan.fields["lockstep_steps"]
-    assert tiles.sum(0).max() // PACE_TILES < steps
+    assert tiles.sum(0).max() // LOCKSTEP_TILES < steps
     assert plan.workspace.nbytes >= plan.workspace.starts["lockstep_counters"] + 4 * steps
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"n": 1 << 14},  # the keys fit
-        {"window": (1024, 0)},
-        {"window": (None, None)},
-        {"enabled_options": ("mask",)},
-    ],
-    ids=str,
-)
-def test_calls_that_need_not_keep_pace(changed: dict[str, Any]) -> None:
-    plan = planned(**changed)
-    assert plan.fields["lockstep_steps"] == 0
-    assert "lockstep_counters" not in plan.workspace.starts
 
 
 @pytest.mark.parametrize("window", [CAUSAL, (None, None)])
@@ -82,32 +66,13 @@ def test_key_blocks_have_a_counter_for_every_step(changed: dict[str, Any], windo
     blocks = -(-P.Nk // k)
     tiles = P.Hq // P.Hkv * -(-P.Nq // q)
     mean = P.B * P.Hkv * blocks * tiles / launch.workers
-    assert (mean + tiles) // PACE_TILES < plan.fields["lockstep_steps"]
+    assert (mean + tiles) // LOCKSTEP_TILES < plan.fields["lockstep_steps"]
     starts = plan.workspace.starts
     assert plan.workspace.nbytes >= starts["lockstep_counters"] + 4 * plan.fields["lockstep_steps"]
     assert starts["lockstep_counters"] >= plan.workspace.zeros
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"n": 1 << 14},  # queries, gradients and sums fit
-        {"window": (1024, 0)},
-        {"enabled_options": ("mask",)},
-        {"Hq": 4},  # they rise
-        {"deterministic": True},
-    ],
-    ids=str,
-)
-def test_key_blocks_that_need_not_keep_pace(changed: dict[str, Any]) -> None:
-    changed = dict(changed)
-    deterministic = changed.pop("deterministic", False)
-    plan = backward(problem_of(**changed), H200, deterministic=deterministic)
-    assert plan.fields["lockstep_steps"] == 0
-    assert "lockstep_counters" not in plan.workspace.starts
-
-
 @pytest.mark.parametrize("pass_of", [forward, backward])
 def test_counters_do_not_grow_with_the_square_of_a_length(pass_of: Any) -> None:
     steps = [pass_of(problem_of(n=1 << n), H200).fields["lockstep_steps"] for n in (20, 24, 26)]
-    assert steps[0] < steps[1] == steps[2] == PACE_STEPS
+    assert steps[0] < steps[1] == steps[2] == MAX_STEPS

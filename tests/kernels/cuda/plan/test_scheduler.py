@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.kernels.cuda.plan.assigned import ends_of, loads_of
-from tests.kernels.cuda.plan.planning import ON_HOPPER
+from tests.kernels.cuda.plan.planning import H200
 from tests.kernels.cuda.plan.schedules import (
-    CACHE,
     CAUSAL,
     ON_GPU,
     launch_of,
@@ -26,23 +25,18 @@ from tileattn.algorithm.mask import SlidingWindow
 from tileattn.algorithm.tiles import cut
 from tileattn.call.block_mask import EMPTY, FULL
 from tileattn.call.problem import Problem
-from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.context import KernelLaunch
-from tileattn.kernels.cuda.families.families import forward_launches
-from tileattn.kernels.cuda.families.hopper import HOPPER
-from tileattn.kernels.cuda.plan import assignment, scheduler
 from tileattn.kernels.cuda.plan.block_sparse import tile_kinds
 from tileattn.kernels.cuda.plan.catalog import problem_of
 from tileattn.kernels.cuda.plan.layout import CallLayout
 from tileattn.kernels.cuda.plan.scheduler import (
-    START_COST,
-    TILE_COST,
     Schedule,
-    head_groups,
     schedule_of,
     work_tiles,
 )
+from tileattn.kernels.cuda.tuning import DEFAULT
 
+TILE_COST, START_COST = DEFAULT.tile_cost, DEFAULT.work_tile_cost
 LONG = replace(problem_of("float16", 128), B=2, Hq=12, Hkv=4, Nq=2100, Nk=2100)  # 408 blocks
 
 Array = NDArray[Any]
@@ -188,24 +182,6 @@ def test_the_last_tall_tiles_go_to_late_thread_blocks(window: Any, lengths: Any)
     assert costs[late].max() <= np.median(costs)
 
 
-@pytest.mark.parametrize(
-    "problem",
-    [
-        LONG,  # tiles of 128 queries
-        replace(TALL, D=96, Dv=96),  # wide heads
-        replace(TALL, Nq=3000, Nk=3000),  # two groups in a thread block
-        replace(TALL, Nq=3000, Nk=3000, enabled_options=frozenset({"softcap"})),  # few keys
-        replace(TALL, Hq=1, Hkv=1, Nq=1 << 18, Nk=1 << 18),  # thread blocks keep pace
-        replace(TALL, Hq=4, Hkv=4, Nq=192 * 33, Nk=192 * 33),  # one tile for each worker
-    ],
-    ids=lambda P: f"{P.D}-{P.Nq}-{P.Hq}",
-)
-def test_elsewhere_all_thread_blocks_begin_together(problem: Problem) -> None:
-    causal = replace(problem, window=CAUSAL)
-    found, workers = schedule(causal), launch_of(causal).workers
-    assert found.assignment is None or found.assignment.shape[1] == workers
-
-
 def test_groups_begin_together() -> None:
     launch = launch_of(TALL)
     launch = launch._replace(key=replace(launch.key, groups=2))
@@ -221,62 +197,6 @@ def test_every_thread_block_has_a_tile() -> None:
     assert table is not None
     assert table.shape == (2, 136)
     assert (table[0] < 136).all()
-
-
-@pytest.mark.parametrize(
-    ("dim", "sizes", "lengths", "sm_count", "in_step"),
-    [
-        (64, {}, None, 132, True),
-        (128, {}, None, 132, True),
-        (192, {"Dv": 128}, None, 132, True),
-        (256, {}, None, 132, False),  # few tiles
-        (192, {"Dv": 256}, None, 132, False),
-        (128, {}, np.array([2100, 1700]), 132, False),  # heads differ
-        (128, {}, np.array([1700, 1700]), 132, True),
-        (128, {}, None, 131, False),
-        (64, {}, None, 131, False),  # two groups each
-    ],
-    ids=str,
-)
-def test_when_two_sms_go_in_step(
-    dim: int,
-    sizes: dict[str, Any],
-    lengths: Any,
-    sm_count: int,
-    in_step: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    teams = []
-
-    def assign(order: Array, cost: Array, workers: int, team: int, late: int) -> Array:
-        teams.append(team)
-        return assignment.assign(order, cost, workers, team, late)
-
-    monkeypatch.setattr(scheduler, "assign", assign)
-    problem = shaped("float16", dim, B=2, Hq=12, Hkv=4, Nq=2100, Nk=2100, window=CAUSAL)
-    problem = replace(problem, **sizes)
-    launch = launch_of(problem, sm_count)
-    found = schedule(problem, lengths, launch=launch)
-    assert found.assignment is not None
-    costs = costs_of(problem, layout_of(problem, lengths), launch, found.head_groups)
-    assert loads_of(found.assignment, costs).shape == (launch.workers,)
-    assert teams == [2 if in_step else 1]
-
-
-@pytest.mark.parametrize(
-    ("changed", "helps"),
-    [
-        ({"window": (None, None)}, False),  # equal
-        ({"Nq": 128, "Hq": 80, "Hkv": 80}, False),  # one block a head
-        ({"Nq": 640}, False),  # one turn
-        ({"B": 1, "Hq": 132, "Hkv": 132, "Nq": 64 * 192, "Nk": 64 * 192}, True),
-        ({"B": 1, "Hq": 132, "Hkv": 132, "Nq": 65 * 192, "Nk": 65 * 192}, False),  # too many
-    ],
-    ids=str,
-)
-def test_a_table_where_it_helps(changed: dict[str, Any], helps: bool) -> None:
-    found = schedule(replace(LONG, **{"window": CAUSAL} | changed))
-    assert (found.assignment is not None) == helps
 
 
 # --- what is long -------------------------------------------------------------------------------
@@ -326,7 +246,7 @@ def test_tiles_that_are_skipped_cost_nothing(
 ) -> None:
     problem, launch = replace(LONG, **changed), launch_of(replace(LONG, **changed))
     layout = replace(layout_of(problem), block_mask=mask)
-    found = schedule_of(problem, layout, (launch,), CACHE)
+    found = schedule_of(problem, layout, (launch,), H200)
     costs = costs_of(problem, layout, launch, found.head_groups)
     assert found.assignment is not None
     assert len(set(costs.tolist())) > 2
@@ -357,53 +277,6 @@ def test_what_is_on_the_gpu_is_guessed() -> None:
 # --- the parts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("window", "room", "expected"),
-    [
-        ((None, None), 1 << 21, 24),  # blocks of one length: each head by itself
-        ((5, 0), 1 << 21, 24),
-        ((None, 0), 1 << 21, 3),  # 256 KiB of keys and values a head: room for eight
-        ((None, 7), 1 << 21, 3),
-        ((None, 0), 1 << 19, 12),
-        ((None, 0), 1, 24),
-        ((None, 0), 1 << 30, 1),
-    ],
-)
-def test_long_blocks_of_many_heads_go_first(
-    window: tuple[int | None, int | None], room: int, expected: int
-) -> None:
-    problem = shaped("float32", 64, B=6, Hq=8, Hkv=4, Nq=99, Nk=512, window=window)
-    assert head_groups(problem, room) == expected
-    assert head_groups(replace(problem, B=0), room) == 1
-    assert head_groups(replace(problem, Nk=0), room) in {1, problem.B * problem.Hkv}
-
-
-def test_the_room_for_a_part() -> None:
-    """Half of the cache for the persistent kernel; for the backward pass, a quarter of twice it."""
-    cache = 16 << 20  # and two MiB a head
-    problem = shaped("float16", 128, B=3, Hq=16, Hkv=16, Nq=4096, Nk=4096, window=CAUSAL)
-    generic = ON_HOPPER._replace(arch="sm_80")
-    both = {"deterministic": False, "sinks": False}
-    for launches, expected in (
-        (forward_launches(problem, ON_HOPPER), 12),
-        (forward_launches(problem, generic), 3),
-        (backward_launches(problem, generic, **both), 12),
-    ):
-        found = schedule_of(problem, layout_of(problem), launches, cache)
-        assert found.head_groups == expected
-        assert (found.assignment is not None) == (launches[0].key.kernel == HOPPER)
-
-
-@pytest.mark.parametrize(("length", "heads"), [(1024, 3), (2048, 1), (2049, 6)])
-def test_short_calls_with_a_mask_have_small_groups(length: int, heads: int) -> None:
-    """An eighth of the cache holds keys and values of a group, and of long ones half."""
-    sizes = {"B": 2, "Hq": 6, "Hkv": 6, "Nq": length, "Nk": length}
-    problem = shaped("float16", 128, **sizes, window=CAUSAL)
-    problem = replace(problem, enabled_options=frozenset({"mask"}))
-    found = schedule_of(problem, layout_of(problem), (launch_of(problem),), 13 << 20)
-    assert found.head_groups == 12 // heads
-
-
 def test_nothing_to_start_has_an_order() -> None:
     problem = replace(LONG, Nq=0)
-    assert schedule_of(problem, layout_of(problem), (), CACHE) == Schedule(8)
+    assert schedule_of(problem, layout_of(problem), (), H200) == Schedule(8)

@@ -22,7 +22,7 @@ from tileattn.kernels.cuda.families.hopper import (
     HOPPER_WIDE_DQ,
 )
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.families.latent import why_not as why_not_latent
+from tileattn.kernels.cuda.families.latent import LATENT_FAMILY
 from tileattn.kernels.cuda.families.tile_lists import KERNELS as TILE_LISTS
 from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS, candidates
 from tileattn.kernels.cuda.plan.catalog import WINDOWS, context_of, problem_of
@@ -253,5 +253,5 @@ def _latent_keys(arch: str) -> Iterator[KernelKey]:
         problem = replace(
             problem_of(dtype, 576, options | {"kv_lengths"}), Hq=16, Dv=512, Nk=Nk, page=page
         )
-        if why_not_latent(problem, context) is None:
+        if LATENT_FAMILY.why_not(problem, context, "forward") is None:
             yield from (launch.key for launch in forward_launches(problem, context))

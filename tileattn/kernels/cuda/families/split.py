@@ -3,6 +3,8 @@
 Splits depend only on head dimensions and dtype, so that a row has the same bits in any batch.
 """
 
+from collections.abc import Iterator
+
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import (
     KernelLaunch,
@@ -76,7 +78,7 @@ def why_not(problem: Problem, context: LaunchContext) -> str | None:
     option = refused(problem, "has_block_mask", "has_dropout")
     if option is not None:
         return f"{option} is in use"
-    return None if _tile(problem, context) else "no tile fits in shared memory"
+    return "no tile fits in shared memory" if next(_tiles(problem, context), None) is None else None
 
 
 def split_keys_of(problem: Problem, tuning: Tuning) -> int:
@@ -103,8 +105,7 @@ def partial_bytes(problem: Problem, split_keys: int, value_dim: int) -> dict[str
 
 def launch_over_splits(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel over splits."""
-    P, tile = problem, _tile(problem, context)
-    assert tile is not None, "`why_not` refuses the call"
+    P, tile = problem, next(_tiles(problem, context))
     key, split_keys = _key(P, context, tile), split_keys_of(P, context.tuning)
     grid = split_count(P, split_keys) * P.B * P.Hkv * block_count(P, P.group * P.Nq, key.block_q)
     traits = KernelTraits(main=True, split_keys=split_keys)
@@ -154,18 +155,16 @@ def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
     )
 
 
-def _tile(P: Problem, context: LaunchContext) -> TileSize | None:
+def _tiles(P: Problem, context: LaunchContext) -> Iterator[TileSize]:
+    """Yield the tiles that fit in shared memory, the best first."""
     # The rows of packed sequences may be known only on the device: their tiles, and so their bits,
     # are the same for all lengths.
     rows = FEW_ROWS if P.is_packed else P.group * P.Nq
     tiles = next((x for x in (_NARROW, _WIDE) if rows <= x[0].block_q), _WIDEST)
-    static = (split_static_bytes(tile, P.accum_dtype.itemsize) for tile in tiles)
-    fits = (
-        tile
-        for tile, fixed in zip(tiles, static, strict=True)
-        if _bytes(P, tile) + fixed <= context.shared_limit
-    )
-    return next(fits, None)
+    for tile in tiles:
+        static = split_static_bytes(tile, P.accum_dtype.itemsize)
+        if _bytes(P, tile) + static <= context.shared_limit:
+            yield tile
 
 
 def _bytes(P: Problem, tile: TileSize) -> int:
