@@ -143,14 +143,6 @@ TILES: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("dim", "changed", "tile"), TILES, ids=str)
-def test_tiles_of_the_forward_pass(
-    dim: int, changed: dict[str, Any], tile: tuple[int, int]
-) -> None:
-    problem = replace(problem_of("float16", dim), **({"Nq": 200} | changed))
-    *_, launch = forward_launches(problem, ON_HOPPER)
-    assert (launch.key.kernel, launch.key.tile) == (HOPPER, tile)
-    assert launch.key.block_mask == ("block_mask" in problem.enabled_options)
 
 
 BACKWARD_TILES: list[tuple[dict[str, Any], int]] = [
@@ -182,31 +174,8 @@ BACKWARD_TILES: list[tuple[dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "queries"), BACKWARD_TILES, ids=str)
-def test_tiles_of_the_backward_pass(changed: dict[str, Any], queries: int) -> None:
-    problem = replace(problem_of("float16", 128), **changed)
-    keys = [launch.key for launch in hopper_launches(problem)]
-    assert {key.tile for key in keys if key.kernel == HOPPER_BACKWARD} == {(queries, 128)}
-    assert {key.block_q for key in keys if key.kernel == HOPPER_DQ_CONVERT} == {queries}
-    assert padded_rows(problem) >= block_count(problem, problem.Nq, queries) * queries
 
 
-@pytest.mark.parametrize(
-    ("dtype", "changed", "tile"),
-    [
-        ("float16", {"Nk": 1 << 20}, (128, 3)),
-        ("float16", {"sequences": 2}, (128, 3)),
-        ("bfloat16", {"Nk": 1 << 20}, (128, 3)),
-        ("bfloat16", {"sequences": 2, "window": CAUSAL}, (128, 3)),
-        ("bfloat16", {"enabled_options": {"block_mask"}}, (128, 3)),
-        ("bfloat16", {"enabled_options": {"softcap"}}, (64, 2)),
-    ],
-    ids=str,
-)
-def test_narrow_heads_round_p(dtype: str, changed: dict[str, Any], tile: tuple[int, int]) -> None:
-    launches = hopper_launches(replace(problem_of(dtype, 64), **changed))
-    (own,) = (x.key for x in launches if x.key.kernel == HOPPER_BACKWARD and not x.key.head_flags)
-    assert (own.block_q, own.stages) == tile
 
 
 def repairing_bytes(tile: TileSize, dim: int, value: int) -> int:

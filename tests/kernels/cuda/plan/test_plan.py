@@ -306,7 +306,7 @@ def test_tiles_lie_along_the_blocks_of_a_mask(block: int, keys: int) -> None:
     ("options", "expected"),
     [
         ({}, {"fold_scale"}),
-        ({"enabled_options": {"softcap"}}, {"softcap"}),
+        ({"softcap": 9.0}, {"softcap"}),
         ({"enabled_options": {"alibi_slopes"}}, {"alibi"}),
         ({"enabled_options": {"mask"}}, {"mask", "fold_scale"}),
         ({"enabled_options": {"block_mask"}}, {"block_mask", "fold_scale"}),
