@@ -11,15 +11,10 @@ from tests.kernels.cuda.plan.planning import (
     ON_HOPPER,
     hopper_launches,
 )
-from tileattn.kernels.cuda.families.context import (
-    block_count,
-    padded_rows,
-)
 from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
-    HOPPER_DQ_CONVERT,
     HOPPER_HALVES,
     HOPPER_WIDE,
 )
@@ -143,8 +138,6 @@ TILES: list[tuple[int, dict[str, Any], tuple[int, int]]] = [
 ]
 
 
-
-
 BACKWARD_TILES: list[tuple[dict[str, Any], int]] = [
     ({"Nq": 1024}, 80),
     ({"Nq": 80}, 80),
@@ -172,10 +165,6 @@ BACKWARD_TILES: list[tuple[dict[str, Any], int]] = [
     # One option a case: the order of a set, and so the name of the case, differs among processes.
     *(({"Nq": 1024, "enabled_options": {name}}, 80) for name in ("kv_lengths", "sinks")),
 ]
-
-
-
-
 
 
 def repairing_bytes(tile: TileSize, dim: int, value: int) -> int:
