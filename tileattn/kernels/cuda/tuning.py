@@ -2,7 +2,6 @@
 
 A number here was measured: another value gives the same results, at another speed (some also
 decide which bits a result has). Tile sizes, which are tuned as well, are in ``families/tiles.py``.
-``python -m tileattn bench tuning --constant NAME`` measures what a number is worth.
 """
 
 from dataclasses import dataclass, field, fields
