@@ -258,7 +258,7 @@ def test_tensors_elsewhere_are_refused_on_all_ranks() -> None:
             "bias is on cuda|bias must be a plain",
         ),
         ({"maskk": None, "unknown": 1}, "unknown option 'unknown'"),
-        ({"comm": None}, "comm is NoneType; an mpi4py communicator is accepted"),
+        ({"comm": None}, "comm must be an mpi4py communicator, as MPI.COMM_WORLD"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], message: str) -> None:
