@@ -12,7 +12,7 @@ from tileattn.kernels.cuda.families.split import FEW_ROWS, MOST_ROWS, WHOLE, spl
 from tileattn.kernels.cuda.plan.layout import INTEGERS, ArrayLayout, CallLayout
 from tileattn.kernels.cuda.plan.layout import ROWS as ROW_ARRAYS
 
-# Strides, in elements: of rows, and of what is broadcast to (B, Hq, Nq, Nk).
+# Strides, in elements: of rows, and of arrays that broadcast to (B, Hq, Nq, Nk).
 ROWS = np.dtype([(axis, np.int64) for axis in ("b", "h", "n")])
 PAIRS = np.dtype([(axis, np.int64) for axis in ("b", "h", "i", "j")])
 
@@ -20,14 +20,8 @@ POINTERS = (
     *("q", "k", "v", "out", "lse"),
     *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table"),
     *("alibi_slopes", "sinks"),
-    *(
-        "tile_counter",
-        "block_order",
-        "next_tiles",
-        "lockstep_counters",
-        "partial_out",
-        "partial_sums",
-    ),
+    *("tile_counter", "block_order", "next_tiles", "lockstep_counters"),
+    *("partial_out", "partial_sums"),
     *("dout", "dlse", "delta", "lse_log2", "row_max"),
     *("dq", "dk", "dv", "dq_accum", "head_flags", "row_counter", "dq_semaphore", "dq_counter"),
     *("bias", "dbias", "mask", "dsinks", "block_kinds", "block_bits"),
@@ -35,39 +29,73 @@ POINTERS = (
 )
 """Arrays, in the order of their addresses: a short call writes no more than it must."""
 
-# Where nobody on the host knows the lengths: all keys, and the last query is aligned with the last
-# key.
-_OF_DEVICE = {"length": FAR, "offset": -(1 << 62)}
-
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 _PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_kinds", "tile_list")
-_SIZES = (
-    *("alibi_slopes_b", "B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows"),
-    *("single_heads", "head_groups", "swizzle_rows", "swizzle_heads", "in_order"),
-    *("last_keys_first", "run_keys", "stagger", "inverse_stagger", "lockstep_steps"),
-    *("bias_B", "bias_H", "bias_Nq", "bias_Nk"),
-    *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
-    *("length", "offset", "left", "right", "entries"),
-    *("pages_total", "page", "table_width", "split_keys", "splits", "max_split_rows"),
-    *(f"{name}_bytes" for name in INTEGERS),
-)
 
-PARAMS = np.dtype(
-    [(name, np.uint64) for name in POINTERS]
-    + [(f"{name}_at", ROWS) for name in _ROWS]
-    + [(f"{name}_at", PAIRS) for name in _PAIRS]
-    + [(name, np.int64) for name in _SIZES]
-    + [(name, np.float64) for name in ("scale", "softcap", "dropout_scale", "softmax_scale")]
-    + [(name, np.uint64) for name in ("seed", "threshold")]
-)
-"""Every field has eight bytes, so that neither side has gaps."""
+SECTIONS: dict[str, list[tuple[str, Any]]] = {
+    # Addresses: `slots` says where a launch writes them.
+    "arrays": [(name, np.uint64) for name in POINTERS],
+    # Numbers, from the layouts of the arrays.
+    "strides": [
+        *((f"{name}_at", ROWS) for name in _ROWS),
+        *((f"{name}_at", PAIRS) for name in _PAIRS),
+        ("alibi_slopes_b", np.int64),
+    ],
+    # Numbers, from the problem.
+    "sizes": [
+        (name, np.int64) for name in ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows")
+    ],
+    # Numbers, from the scheduler.
+    "schedule": [
+        (name, np.int64)
+        for name in (
+            *("single_heads", "head_groups", "swizzle_rows", "swizzle_heads", "in_order"),
+            *("last_keys_first", "run_keys", "stagger", "inverse_stagger", "lockstep_steps"),
+        )
+    ],
+    # Numbers, from the layouts; the tile of tile_kinds is the kernel's.
+    "masks": [
+        (name, np.int64)
+        for name in (
+            *("bias_B", "bias_H", "bias_Nq", "bias_Nk"),
+            *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
+        )
+    ],
+    # Numbers, from the problem and from lengths and offsets that the host knows.
+    "window": [(name, np.int64) for name in ("length", "offset", "left", "right", "entries")],
+    # Numbers; keys of a split follow from the kind.
+    "splits": [
+        (name, np.int64)
+        for name in (
+            *("pages_total", "page", "table_width"),
+            *("split_keys", "splits", "max_split_rows"),
+        )
+    ],
+    # Kind: the dtypes of the caller's integers.
+    "integers": [(f"{name}_bytes", np.int64) for name in INTEGERS],
+    # Numbers, from the problem.
+    "scalars": [
+        *((name, np.float64) for name in ("scale", "softcap", "dropout_scale", "softmax_scale")),
+        *((name, np.uint64) for name in ("seed", "threshold")),
+    ],
+}
+"""The sections of ``src/params.cuh`` in their order, each with its fields and where they come from.
+
+Every field has eight bytes, so that neither side needs padding.
+"""
+
+PARAMS = np.dtype([field for section in SECTIONS.values() for field in section])
+
+# Lengths known only on the device: all keys exist, and the last query is aligned with the last key.
+_ON_DEVICE = {"length": FAR, "offset": -(1 << 62)}
 
 
 def template(values: Mapping[str, Any], aux: Mapping[str, ArrayLayout] | None = None) -> bytes:
-    """Write the block with null pointers; fields that are absent are zero.
+    """Write the block with null addresses; fields that are absent are zero.
 
-    ``aux`` are the arrays of the caller's own functions, by name, which come last: of each there
-    are its address, its sizes, and its strides in bytes. One without axes has one of each, unused.
+    ``aux`` are the arrays of the caller's own functions, by name. They follow the block: the
+    address of each, its sizes, and its strides in bytes. An array without axes has one size and one
+    stride, both unused.
     """
     block = np.zeros((), PARAMS)
     for name, value in values.items():
@@ -77,7 +105,7 @@ def template(values: Mapping[str, Any], aux: Mapping[str, ArrayLayout] | None = 
 
 
 def slots(aux: Mapping[str, ArrayLayout]) -> dict[str, int]:
-    """Give the places of all addresses in the block, counted in cells of eight bytes."""
+    """Return the index of each address in the block, counted in cells of eight bytes."""
     places = {name: slot for slot, name in enumerate(POINTERS)}
     at = PARAMS.itemsize // 8
     for name, x in aux.items():
@@ -97,57 +125,23 @@ def fields(
     arrays: Mapping[str, ArrayLayout],
     schedule: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Fill in the fields that are not zero by nature, but for the addresses.
+    """Fill in all fields that differ from zero, except the addresses.
 
-    ``layout`` is of the caller's arrays, ``arrays`` of what kernels read and write; ``schedule`` is
-    one's fields.
+    ``layout`` describes the caller's arrays, ``arrays`` those that kernels read and write;
+    ``schedule`` has the fields of that section.
     """
-    values = _problem_fields(problem) | dict(schedule)
-    for name, x in arrays.items():
-        if name in ROW_ARRAYS or name == "dlse":
-            values[f"{name}_at"] = x.elements[:3]
-        elif name in _PAIRS:
-            values[f"{name}_at"] = x.elements
-        elif name in INTEGERS:
-            values[f"{name}_bytes"] = x.itemsize
-    for name, array in (("length", "kv_lengths"), ("offset", "q_offset")):
-        each = getattr(layout, array)
-        if each is None and array not in arrays:
-            values[name] = _OF_DEVICE[name]
-        elif each is not None and len(set(each)) <= 1:
-            values[name] = each[0] if each else 0
-    if "alibi_slopes" in arrays:
-        heads = arrays["alibi_slopes"].shape
-        values["alibi_slopes_b"] = heads[1] if heads[0] > 1 else 0
-    if "bias" in arrays:
-        sizes = zip(("B", "H", "Nq", "Nk"), arrays["bias"].shape, strict=True)
-        values |= {f"bias_{axis}": n for axis, n in sizes}
-    if layout.block_mask is not None:
-        block_q, block_k = layout.block_mask.block_size
-        values |= {"mask_block_q": block_q, "mask_block_k": block_k}
-    return values
-
-
-def split_fields(
-    problem: Problem, arrays: Mapping[str, ArrayLayout], split_keys: int, *, takes_all: bool
-) -> dict[str, int]:
-    """Fill in the keys of a split, 0 if keys are not split, and the pages.
-
-    ``takes_all`` is true if packed sequences of many rows are split, too.
-    """
-    keys = split_keys or WHOLE
-    values = {
-        "split_keys": keys,
-        "splits": split_count(problem, keys),
-        "max_split_rows": MOST_ROWS if takes_all else FEW_ROWS,
-    }
-    table, k = arrays.get("block_table"), arrays["k"]
-    if problem.page is not None and table is not None:
-        values |= {"pages_total": k.shape[0], "page": problem.page, "table_width": table.shape[1]}
-    return values
+    return (
+        _problem_fields(problem)
+        | dict(schedule)
+        | _stride_fields(arrays)
+        | _mask_fields(layout, arrays)
+        | _length_fields(layout, arrays)
+        | {f"{name}_bytes": arrays[name].itemsize for name in INTEGERS if name in arrays}
+    )
 
 
 def _problem_fields(P: Problem) -> dict[str, Any]:
+    """Fill in ``sizes`` and ``scalars``, and the window."""
     left, right = (-1 if side is None else side for side in P.window)
     return {
         **{name: getattr(P, name) for name in ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv")},
@@ -165,7 +159,64 @@ def _problem_fields(P: Problem) -> dict[str, Any]:
     }
 
 
+def _stride_fields(arrays: Mapping[str, ArrayLayout]) -> dict[str, Any]:
+    """Fill in ``strides``."""
+    values: dict[str, Any] = {}
+    for name, x in arrays.items():
+        if name in ROW_ARRAYS or name == "dlse":
+            values[f"{name}_at"] = x.elements[:3]
+        elif name in _PAIRS:
+            values[f"{name}_at"] = x.elements
+    if "alibi_slopes" in arrays:
+        heads = arrays["alibi_slopes"].shape
+        values["alibi_slopes_b"] = heads[1] if heads[0] > 1 else 0
+    return values
+
+
+def _mask_fields(layout: CallLayout, arrays: Mapping[str, ArrayLayout]) -> dict[str, int]:
+    """Fill in the sizes of the bias and of the blocks of a mask."""
+    values = {}
+    if "bias" in arrays:
+        sizes = zip(("B", "H", "Nq", "Nk"), arrays["bias"].shape, strict=True)
+        values = {f"bias_{axis}": n for axis, n in sizes}
+    if layout.block_mask is not None:
+        block_q, block_k = layout.block_mask.block_size
+        values |= {"mask_block_q": block_q, "mask_block_k": block_k}
+    return values
+
+
+def _length_fields(layout: CallLayout, arrays: Mapping[str, ArrayLayout]) -> dict[str, int]:
+    """Fill in the length and the offset, if all sequences have the same."""
+    values = {}
+    for name, array in (("length", "kv_lengths"), ("offset", "q_offset")):
+        each = getattr(layout, array)
+        if each is None and array not in arrays:
+            values[name] = _ON_DEVICE[name]
+        elif each is not None and len(set(each)) <= 1:
+            values[name] = each[0] if each else 0
+    return values
+
+
+def split_fields(
+    problem: Problem, arrays: Mapping[str, ArrayLayout], split_keys: int, *, takes_all: bool
+) -> dict[str, int]:
+    """Fill in ``splits``; ``split_keys`` is 0 if keys are not split.
+
+    ``takes_all`` is true if packed sequences with many rows are split as well.
+    """
+    keys = split_keys or WHOLE
+    values = {
+        "split_keys": keys,
+        "splits": split_count(problem, keys),
+        "max_split_rows": MOST_ROWS if takes_all else FEW_ROWS,
+    }
+    table, k = arrays.get("block_table"), arrays["k"]
+    if problem.page is not None and table is not None:
+        values |= {"pages_total": k.shape[0], "page": problem.page, "table_width": table.shape[1]}
+    return values
+
+
 def _softcap(P: Problem) -> float:
-    """Clamp the softcap to what kernels can divide by: no score tells it from 0, or from larger."""
+    """Clamp the softcap to what kernels can divide by, beyond which no score changes."""
     farthest = 2.0 ** (np.finfo(P.accum_dtype).maxexp - 28)
     return min(max(P.softcap, 1 / farthest), farthest) if P.softcap else 0.0
