@@ -5,7 +5,7 @@ Dense masks and mask functions are ignored: they only remove pairs.
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,9 +69,10 @@ class Visibility(NamedTuple):
         """
         queries = _segments(q_layout)
         unions, found = _Unions([1 << rank for *_, rank in queries]), [0] * k_layout.ranks
+        windows = self._windows(q_layout.length)
         for rank in range(k_layout.ranks):
             for keys in k_layout.segments(rank):
-                for first, end in self._attending_segments(queries, keys, q_layout.length):
+                for first, end in _attending_segments(queries, keys, windows):
                     found[rank] |= unions.of(first, end)
         return found
 
@@ -103,8 +104,9 @@ class Visibility(NamedTuple):
         """
         queries = _segments(q_layout)
         count, keys = np.zeros((2, len(queries) + 1))
+        windows = self._windows(q_layout.length)
         for x in (x for rank in range(k_layout.ranks) for x in k_layout.segments(rank)):
-            found = [*self._attending_segments(queries, x, q_layout.length)]
+            found = [*_attending_segments(queries, x, windows)]
             if found:
                 first, end = min(a for a, _ in found), max(b for _, b in found)
                 for changes, weight in ((count, 1), (keys, x.stop - x.start)):
@@ -121,17 +123,18 @@ class Visibility(NamedTuple):
         entries = zip(self.kv_lengths.tolist(), self.q_offset.tolist(), strict=True)
         return Counter(SlidingWindow(Nq, *entry, *self.window) for entry in entries)
 
-    def _attending_segments(
-        self, queries: Sequence[tuple[int, int, int]], keys: Segment, Nq: int
-    ) -> Iterator[tuple[int, int]]:
-        """Yield the range of sorted query segments that attend to some keys, for each window."""
-        for window in self._windows(Nq):
-            start, stop = window.query_range(keys.start, keys.stop)
-            if start < stop:
-                first = bisect_right(queries, start, key=lambda x: x[1])
-                end = bisect_left(queries, stop, key=lambda x: x[0])
-                if first < end:
-                    yield first, end
+
+def _attending_segments(
+    queries: Sequence[tuple[int, int, int]], keys: Segment, windows: Iterable[SlidingWindow]
+) -> Iterator[tuple[int, int]]:
+    """Yield the range of sorted query segments that attend to some keys, for each window."""
+    for window in windows:
+        start, stop = window.query_range(keys.start, keys.stop)
+        if start < stop:
+            first = bisect_right(queries, start, key=lambda x: x[1])
+            end = bisect_left(queries, stop, key=lambda x: x[0])
+            if first < end:
+                yield first, end
 
 
 def reach(attending: Sequence[int]) -> list[int]:
