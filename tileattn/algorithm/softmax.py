@@ -52,8 +52,9 @@ class RowState:
             m = lse.astype(dtype)
             rest = np.where(np.isfinite(m), lse - m, 0)
             l = np.where(np.isneginf(lse), 0, np.exp(rest)).astype(dtype)  # noqa: E741 - as above
-            weighted, weight = np.zeros(out.shape, dtype), l[..., None]
-            np.multiply(out, weight, out=weighted, where=weight > 0, casting="same_kind")
+            weighted = out.astype(dtype)
+            weighted *= l[..., None]
+        weighted[l == 0] = 0  # whatever the output of a row without keys holds
         return cls(m, l, weighted)
 
     def rows(self, which: slice) -> "RowState":
