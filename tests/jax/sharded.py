@@ -22,6 +22,7 @@ MORE_QUERIES = (2, 6, 3, 48, 24, 8, 12)
 RNG = np.random.default_rng(0)
 ROWS = PartitionSpec(None, None, "x")
 LEARNED = ("q", "k", "v", "bias", "sinks", "aux")
+SLOW = pytest.mark.slow  # each of these calls takes a second to compile
 
 
 def drawn(*shape: int) -> Any:
@@ -128,7 +129,13 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("devices", "layout"), [(1, "zigzag"), (2, "contiguous"), (3, "contiguous"), (4, "zigzag")]
+    ("devices", "layout"),
+    [
+        (2, "contiguous"),
+        pytest.param(1, "zigzag", marks=SLOW),
+        pytest.param(3, "contiguous", marks=SLOW),
+        (4, "zigzag"),
+    ],
 )
 def test_any_number_of_devices(devices: int, layout: str) -> None:
     check(devices, layout, causal=True)
@@ -154,7 +161,7 @@ def with_float64() -> Iterator[None]:
     jax.config.update("jax_enable_x64", False)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=SLOW), "bfloat16"])
 def test_partial_results_are_wide(dtype: str) -> None:
     check(4, "contiguous", jnp.dtype(dtype), MORE_QUERIES, causal=True)
 
@@ -164,11 +171,18 @@ def test_float64() -> None:
     check(4, "contiguous", np.float64, MORE_QUERIES, causal=True)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=() if name in ("functions", "no key") else SLOW)
+        for name, options in OPTIONS.items()
+    ],
+)
 def test_options_are_by_indices_of_the_whole(options: dict[str, Any]) -> None:
     check(3, "zigzag", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["bias", "shared bias"])
 def test_without_jax_s_check_of_axes(options: str) -> None:
     check(2, "contiguous", check_vma=False, **OPTIONS[options])
@@ -233,6 +247,7 @@ def test_one_call_for_each_device() -> None:
     assert_attention_close(grads, expected, bounds, names=("dq", "dbias"))
 
 
+@pytest.mark.slow
 def test_long_sequences_do_not_wait_for_one_another() -> None:
     spec = NamedSharding(mesh_of(4), ROWS)
     x = jax.random.normal(jax.random.key(0), (3, 1, 2, 4096, 64))
@@ -252,11 +267,9 @@ def test_empty_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tileattn, "forward", counted)
     for options, blocks in (
-        ({"causal": True}, 10),
         ({"causal": True, "layout": "zigzag"}, 36),
         ({"window": (4, 0)}, 7),
         ({"kv_lengths": 5, "q_offset": 0}, 8),
-        ({}, 16),
     ):
         computed.clear()
         given: Any = {"axis_name": "x", **options}

@@ -90,30 +90,6 @@ def test_against_the_oracle_in_float64() -> None:
         assert_attention_close(found, expected, bounds)
 
 
-def test_beside_jax_s_own() -> None:
-    q, k, v = jax.random.normal(jax.random.key(1), (3, 2, 4, 40, 16))
-    bias = jax.random.normal(jax.random.key(2), (4, 40, 40))
-
-    def theirs(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        rows = (x.swapaxes(1, 2) for x in (q, k, v))
-        return jax.nn.dot_product_attention(*rows, bias=bias[None], is_causal=True).swapaxes(1, 2)
-
-    def ours(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        return attention(q, k, v, bias=bias, causal=True)
-
-    def grads(f: Any) -> Any:
-        return jax.grad(lambda *x: jnp.cos(f(*x)).sum(), (0, 1, 2, 3))
-
-    one: Any
-    for one in (lambda f: f, grads):
-        for x, y in zip(
-            jax.tree.leaves(one(ours)(q, k, v, bias)),
-            jax.tree.leaves(jax.jit(one(theirs))(q, k, v, bias)),
-            strict=True,
-        ):
-            np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)
-
-
 def test_equal_calls_outside_of_jit_share_a_program() -> None:
     q, k, v, _ = normal(SIZES)
     for scale in (0.37, 0.73):  # which no other test has

@@ -1,18 +1,15 @@
 """Programs that end while calls are still pending: the interpreter ends, too."""
 
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
+
+from tests.jax.devices import run_on_devices
 
 pytest.importorskip("jax")
 
 from tileattn.jax import handler
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 60  # it takes a few
 
 # Programs of several devices run in threads of XLA's. A call in one of them must not meet an
@@ -42,19 +39,9 @@ print("pending" if len(calls) < 12 else "over", flush=True)
 """
 
 
-@pytest.mark.parametrize("seconds", ["0.05", "0.4"])
-@pytest.mark.parametrize("result", ["kept", "dropped"])
+@pytest.mark.parametrize(("result", "seconds"), [("kept", "0.05"), ("dropped", "0.4")])
 def test_the_interpreter_ends(result: str, seconds: str) -> None:
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PENDING, result, seconds]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        env=os.environ | devices | {"JAX_PLATFORMS": "cpu"},
-        check=False,
-    )
+    done = run_on_devices("-c", PENDING, result, seconds, timeout=SECONDS)
     assert (done.returncode, done.stdout) == (0, "pending\n"), done.stderr
 
 

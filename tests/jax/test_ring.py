@@ -1,37 +1,26 @@
 """Ring attention: in a process with several devices, and where there is no mesh."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.jax.devices import run_on_devices
 
 jax = pytest.importorskip("jax", reason="its devices run the ring: pip install jax")
 
 from tileattn.jax import ring_attention  # noqa: E402 - JAX may be absent
 
-HERE = Path(__file__).parent
+SHARDED = Path(__file__).with_name("sharded.py")
 
 
-def test_on_several_devices() -> None:
-    """A host has as many devices as it is told before JAX starts."""
-    flags = "--xla_force_host_platform_device_count=4"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "sharded.py"]
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        command,
-        cwd=HERE,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_on_several_devices(marked: str) -> None:
+    options = ("-q", "-p", "no:cacheprovider", "-m", marked)
+    done = run_on_devices("-m", "pytest", *options, str(SHARDED))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_outside_of_shard_map() -> None:
     x = jax.numpy.zeros((3, 8))
-    with pytest.raises(ValueError, match=r"is called inside jax.shard_map over a mesh that has it"):
+    with pytest.raises(ValueError, match=r"inside jax.shard_map over a mesh that has it"):
         ring_attention(x, x, x, axis_name="x")

@@ -51,6 +51,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     with machine(monkeypatch) as made:
         import cupy
 
+        monkeypatch.delenv("TILEATTN_BACKEND", raising=False)
+
         @contextmanager
         def on_device(device: torch.device) -> Iterator[None]:
             stream, made.stream = made.stream, STREAM
