@@ -3,12 +3,16 @@
 from typing import Any
 
 from benchmarks.configurations import Call, Inputs
+from benchmarks.planned import planned
 from tileattn.call.parse import parse
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families import generic, hopper
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext
 from tileattn.kernels.cuda.families.hopper import HOPPER
-from tileattn.kernels.cuda.families.tiles import TileSize
+from tileattn.kernels.cuda.plan.device import Device
+from tileattn.kernels.cuda.plan.layout import CallLayout
+from tileattn.kernels.cuda.plan.plan import LaunchPlan, launch_context, plan_forward
+from tileattn.kernels.cuda.tuning import TileSize
 
 # A warp for 32 queries, or for 16 where there are no more; the Hopper kernel has four for 64.
 # Stages are those of the fastest row of the table.
@@ -45,25 +49,21 @@ def prepared(kernel: str, tile: TileSize, x: Inputs) -> Call:
     """Return a call that computes the output and the logsumexp; both are made once."""
     import cupy
 
-    from tileattn.backends.cupy import describe
-    from tileattn.backends.cupy.execute import Executable
-    from tileattn.backends.cupy.passes import Pass
-    from tileattn.kernels.cuda.plan.plan import launch_context, plan_forward
+    from tileattn.backends.cupy.describe import inputs_of
 
     problem, operands = parse(x.q, x.k, x.v, {})
     out = cupy.ndarray(x.dout.shape, x.dout.dtype)
     lse = cupy.ndarray(out.shape[:3], problem.accum_dtype)
-    arrays = describe.inputs_of(problem, operands) | {"out": out, "lse": lse}
-    ordinal = cupy.cuda.runtime.getDevice()
-    addresses = describe.addresses_of(arrays, ordinal)
-    layout = describe.layout_of(arrays, operands)
-    device = describe.device_of(ordinal)
-    launch = launch_with(kernel, tile, problem, launch_context(problem, layout, device))
-    executable = Executable(plan_forward(problem, layout, device, (launch,)), tuple(addresses))
-    runs = Pass([*arrays], [])
 
-    def run() -> Any:
-        runs.run(executable, addresses, arrays, ordinal)
+    def plan_of(layout: CallLayout, device: Device) -> LaunchPlan:
+        launch = launch_with(kernel, tile, problem, launch_context(problem, layout, device))
+        return plan_forward(problem, layout, device, (launch,))
+
+    arrays = inputs_of(problem, operands) | {"out": out, "lse": lse}
+    run = planned(arrays, operands, plan_of)
+
+    def call() -> Any:
+        run()
         return out, lse
 
-    return run
+    return call

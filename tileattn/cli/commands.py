@@ -47,6 +47,7 @@ BENCHMARKS = {
     "packed": "speed of packed sequences on the GPU, beside FlashAttention-4",
     "options": "speed of options on the GPU, beside PyTorch and FlashAttention-4",
     "traffic": "operations and bytes: the model, and a GPU's counters",
+    "tuning": "what each tuned number of the CUDA kernels is worth, on the GPU at hand",
     "memory": "peak memory against the number of tokens, beside plain attention",
     "nonfinite": "time of calls that meet NaN and infinity, as multiples of clean ones",
 }

@@ -1,127 +1,199 @@
-"""The tuned numbers of the CUDA kernels, one record per GPU.
+"""Tuned numbers of the CUDA kernels, one record per GPU, and the tables of tile sizes.
 
-A number here was measured: another value gives the same results, at another speed (some also
-decide which bits a result has). Tile sizes, which are tuned as well, are in ``families/tiles.py``.
+Results are the same with another value (some numbers decide which bits a result has); only speed
+differs. ``python -m tileattn bench tuning`` lists the numbers and times the calls that one changes.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
-_FORWARD = "docs/performance.md, Hopper forward kernel"
-_BACKWARD = "docs/performance.md, Hopper backward kernels"
-_OPTIONS = "docs/performance.md, Options on the Hopper kernels"
-_DECODE = "benchmarks/results/gpu_decode.json"
-_GENERIC = "docs/performance.md, Generic kernels"
-
-_NEVER = 1 << 30
+_NEVER = 1 << 30  # more than any length
 
 
-def _tuned(value: Any, off: Any, unit: str, when: str, source: str) -> Any:
-    """Declare a number; ``off`` is the value that turns off what it decides."""
-    return field(default=value, metadata={"off": off, "unit": unit, "when": when, "source": source})
+class Source(NamedTuple):
+    """Where a measurement is recorded, and the GPU that it ran on."""
+
+    text: str
+    gpu: str
+
+
+class TunedNumber(NamedTuple):
+    """A tuned number, what it decides, and where it comes from."""
+
+    name: str
+    value: Any
+    alternative: Any  # mostly the value that turns off what the number decides
+    unit: str
+    condition: str  # where x is the number
+    source: Source
+
+
+_BOTH, _H100 = "H100 SXM and H200", "H100 SXM"
+_EITHER = "H100 SXM or H200 (not recorded which)"
+
+
+def _row(words: str, gpu: str = _EITHER) -> Source:
+    """Name a row of docs/performance.md by some of its words."""
+    return Source(f"docs/performance.md: {words}", gpu)
+
+
+def _commit(date: str, subject: str) -> Source:
+    """Name a commit that measured a number and left no file of results."""
+    return Source(f'measured {date}, no file (commit "{subject}")', _EITHER)
+
+
+_TWO_GROUPS = _row("two groups in a CTA, each of two warpgroups")
+_SMALL = _commit("2026-11-26", "Run two groups of warpgroups in a CTA")
+_TALL = _row("D above 64: tiles of 192 queries, from 4096 queries on", _H100)
+_FAMILIES = _commit("2026-11-22", "Plan launches as pure values, by kernel families")
+_PADDED = _row("tiles of 80 queries where queries fill them")
+_TALL_WINDOW = _row("tiles of 80 queries also with a window of 2,048 keys or more", _H100)
+_MODIFIED = _row("tiles of 64 queries, not 128, with score modifiers, a mask or dropout")
+_HEAD_MAJOR = _row("query heads that share keys one after the other at a key block", _H100)
+_DELTA = _row("while delta is computed on a quarter of the SMs")
+_SPLITS = _commit("2026-11-24", "Split the keys of few queries into pieces on the GPU")
+_LATENT = _commit("2026-11-25", "cut latent attention into longer pieces")
+_SPLIT_WGMMA = _commit("2026-11-25", "Take many rows that share keys on Hopper")
+_JOIN = _commit("2026-11-25", "Say why a warp joins up to 16 pieces")
+_SHORT = _row("groups of heads four times smaller")
+_DYNAMIC = _row("work tiles are claimed, head by head, as late as loads allow", _BOTH)
+_COST = _row("0.6 or 1.8 as a work tile's cost besides its key")
+_WAVES = _commit("2026-11-22", "Count waves in the host's scheduler")
+_TEAMS = _row("up to D = 192 the two SMs of a TPC in step")
+_LATE = _row("the last sixteenth of the work by CTAs that begin as others end")
+_LOCKSTEP = _row("CTAs keep pace where a head's keys exceed the L2 cache", _H100)
+_WHOLE_WAVES = _row("as many heads at a time as fill whole waves of key blocks")
+_LONG_WINDOW = _row("if the window spans a quarter of the keys", _H100)
+_ALTERNATE = _row("every second wave of key blocks begins at the diagonal", _H100)
+_IN_FLIGHT = _row("key blocks of 1,024 keys of a head at a time")
+_STAGGER = _row("deterministic, D = 128, causal, up to 8192 keys: heads begin evenly apart")
+_STAGGER_AGAIN = _row("heads begin apart at 16384, too, and up to 512 keys in one wave", _BOTH)
+_HALF_WAVE = _row("half a wave of key blocks at a time", _H100)
+
+
+def _tuned(value: Any, alternative: Any, unit: str, condition: str, source: Source) -> Any:
+    number = TunedNumber("", value, alternative, unit, condition, source)
+    return field(default=value, metadata=number._asdict())
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The tuned numbers of one GPU. All defaults were measured on H100 and H200 SXM, in 16 bits."""
+    """The tuned numbers of one GPU; measured with float16 and bfloat16."""
 
     # Forward tiles of the Hopper kernel.
     two_group_keys: int = _tuned(
-        3072, 0, "keys", "at most, attended by the middle query: two groups of warps", _FORWARD
+        3072,
+        0,
+        "keys",
+        "two groups of warps if D <= 64, and the middle query has <= x",
+        _TWO_GROUPS,
     )
-    small_tile_keys: int = _tuned(
-        512, 0, "keys", "at most, under a causal mask: the smallest tiles", _FORWARD
-    )
+    small_tile_keys: int = _tuned(512, 0, "keys", "causal: the smallest tiles if Nk <= x", _SMALL)
     tall_queries: tuple[tuple[int, int], ...] = _tuned(
         ((64, 0), (96, 4096), (128, 8192)),
         ((64, 0),),
-        "(columns, queries)",
-        "at most and at least: forward tiles of 192 queries",
-        _FORWARD,
+        "(D, queries)",
+        "192 queries a tile if D <= x[0] and Nq >= x[1]",
+        _TALL,
     )
     masked_rows: int = _tuned(
-        128, 192, "queries", "of a forward tile at most, if a mask leaves blocks empty", _OPTIONS
+        128, 192, "queries", "of a tile, at most, if a mask leaves tiles empty", _FAMILIES
     )
     # Backward tiles of the Hopper kernel.
     padded_queries: float = _tuned(
-        1.035, 1.0, "ratio", "at most, queries of all tiles of 80 over queries", _BACKWARD
+        1.035, 1.0, "ratio", "tiles of 80 queries if they pad Nq to <= x Nq", _PADDED
     )
     tall_mask_keys: int = _tuned(
-        2048, _NEVER, "keys", "at least, left by a mask to a query: tiles of 80 queries", _BACKWARD
+        2048, _NEVER, "keys", "tiles of 80 queries if a window has >= x", _TALL_WINDOW
     )
     modified_rows: int = _tuned(
-        64, 128, "queries", "of a backward tile at most, with score modifiers or dropout", _OPTIONS
+        64, 128, "queries", "of a tile, at most, with modifiers, a mask, dropout", _MODIFIED
     )
     head_major_window: tuple[int, int] = _tuned(
-        (2, 3), (0, 1), "part of the keys", "a window at most: heads in turn", _BACKWARD
+        (2, 3), (0, 1), "of Nk", "GQA: query heads in turn if a window is <= x", _HEAD_MAJOR
     )
     # The kernel that computes delta.
     rows_beside_waves: int = _tuned(
-        8, _NEVER, "waves", "of work tiles at least: delta beside the main kernel", _BACKWARD
+        8, _NEVER, "waves", "delta beside the main kernel if it has >= x", _DELTA
     )
     rows_beside_part: int = _tuned(
-        4, 1, "part of the SMs", "one in so many computes delta then", _BACKWARD
+        4, 1, "SMs", "one in x computes delta beside the main kernel", _DELTA
     )
     # Split-KV.
-    split_queries: int = _tuned(64, 0, "queries", "at most: keys are split", _DECODE)
-    split_bytes: int = _tuned(1 << 19, 1 << 20, "bytes", "of keys and values in a split", _DECODE)
-    split_min_keys: int = _tuned(64, 128, "keys", "of a split, at least", _DECODE)
+    split_queries: int = _tuned(64, 0, "queries", "split the keys if Nq <= x", _SPLITS)
+    split_bytes: int = _tuned(
+        1 << 19, 1 << 20, "bytes", "of the keys and values of a split", _SPLITS
+    )
     latent_keys_per_row: int = _tuned(
-        64, 128, "keys", "of a split for each row that shares them, latent attention", _DECODE
+        64, 128, "keys", "of a split for each row that shares them, latent", _LATENT
     )
     split_wgmma_rows: int = _tuned(
-        32, 128, "rows", "that share keys, more than these: the Hopper kernel", _DECODE
+        32, 128, "rows", "the Hopper kernel if > x share keys", _SPLIT_WGMMA
     )
-    warp_splits: int = _tuned(16, 0, "splits", "at most: one warp joins a row", _DECODE)
+    warp_splits: int = _tuned(16, 0, "splits", "one warp joins those of a row if <= x", _JOIN)
     # Head groups: heads whose keys and values stay in the L2 cache together.
     grid_l2_share: float = _tuned(
-        2.0, 0.5, "of the L2 cache", "the generic forward kernel", _GENERIC
+        2.0, 0.5, "L2 caches", "that a head group fills, generic forward kernel", _FAMILIES
     )
     short_l2_share: float = _tuned(
-        1 / 8, 0.5, "of the L2 cache", "forward, up to `dynamic_keys` keys", _FORWARD
+        1 / 8, 0.5, "L2 caches", "that a head group fills if Nk <= dynamic_keys", _SHORT
     )
     dynamic_keys: int = _tuned(
-        2048, 0, "keys", "at most, under a causal mask: dynamic scheduler", _FORWARD
+        2048, 0, "keys", "causal: the dynamic scheduler if Nk <= x", _DYNAMIC
     )
     # The LPT assignment of forward work tiles.
-    tile_cost: int = _tuned(10, 1, "cost", "of a key tile", _FORWARD)
-    work_tile_cost: int = _tuned(12, 0, "cost", "of a work tile besides its key tiles", _FORWARD)
-    max_waves: int = _tuned(64, 8, "waves", "at most: more even out by themselves", _FORWARD)
+    tile_cost: int = _tuned(10, 1, "cost", "of a key tile", _COST)
+    work_tile_cost: int = _tuned(12, 0, "cost", "of a work tile besides its key tiles", _COST)
+    max_waves: int = _tuned(64, 8, "waves", "assign work tiles if <= x; more even out", _WAVES)
     team_dim: int = _tuned(
-        192, 0, "columns", "at most: the two SMs of a TPC take tiles of one length", _FORWARD
+        192, 0, "D", "the SMs of a TPC take tiles of one length if D <= x", _TEAMS
     )
-    late_rows: int = _tuned(192, _NEVER, "queries", "of a tile at least: late blocks", _FORWARD)
-    late_share: float = _tuned(1 / 16, 0.0, "of all work", "that late thread blocks take", _FORWARD)
-    late_keys: int = _tuned(4096, 0, "keys", "at least: late thread blocks", _FORWARD)
-    late_dim: int = _tuned(64, 256, "columns", "at most: late thread blocks", _FORWARD)
+    late_rows: int = _tuned(192, _NEVER, "queries", "late thread blocks if a tile has >= x", _LATE)
+    late_share: float = _tuned(1 / 16, 0.0, "of all work", "that late thread blocks take", _LATE)
+    late_keys: int = _tuned(4096, 0, "keys", "late thread blocks if Nk >= x", _LATE)
+    late_dim: int = _tuned(64, 256, "D", "late thread blocks if D <= x", _LATE)
     # Lockstep of thread blocks that would drift apart.
     lockstep_l2: float = _tuned(
-        1, float(_NEVER), "L2 caches", "that a head exceeds: lockstep", _FORWARD
+        1, float(_NEVER), "L2 caches", "lockstep if a head fills > x", _LOCKSTEP
     )
     # Backward: how many heads run together.
     whole_wave_keys: int = _tuned(
-        4096, _NEVER, "keys", "at least, causal: heads that fill whole waves", _BACKWARD
+        4096, _NEVER, "keys", "causal: heads that fill whole waves if Nk >= x", _WHOLE_WAVES
     )
     long_window: tuple[int, int] = _tuned(
-        (1, 4), (_NEVER, 1), "part of the keys", "a window at least: four waves", _BACKWARD
+        (1, 4),
+        (_NEVER, 1),
+        "of Nk",
+        "query heads in turn: four waves if a window is >= x",
+        _LONG_WINDOW,
     )
     alternate_group: int = _tuned(
-        4, _NEVER, "query heads per key head", "at least, causal: runs alternate", _BACKWARD
+        4, _NEVER, "query heads per key head", "causal: runs alternate if >= x", _ALTERNATE
     )
-    alternate_keys: int = _tuned(1024, 0, "keys", "at least: runs alternate", _BACKWARD)
-    wave_keys: int = _tuned(16384, 8192, "keys", "of a wave of key blocks, about", _BACKWARD)
-    # Backward, dq summed in a fixed order.
-    keys_in_flight: int = _tuned(1024, 2048, "keys", "of a head", _BACKWARD)
-    stagger_dim: int = _tuned(64, 256, "columns", "more than these: heads are staggered", _BACKWARD)
-    stagger_keys: int = _tuned(16384, 0, "keys", "at most: heads are staggered", _BACKWARD)
-    stagger_one_wave: int = _tuned(512, 0, "keys", "at most: one wave of heads", _BACKWARD)
+    alternate_keys: int = _tuned(
+        1024, 0, "keys", "causal: runs of key blocks alternate if Nk >= x", _ALTERNATE
+    )
+    wave_keys: int = _tuned(
+        16384, 8192, "keys", "of a wave of key blocks, if runs alternate", _ALTERNATE
+    )
+    # Deterministic backward: dq is summed in a fixed order.
+    keys_in_flight: int = _tuned(
+        1024, 2048, "keys", "of a head, whose blocks add to dq at a time", _IN_FLIGHT
+    )
+    stagger_dim: int = _tuned(64, 256, "D", "causal: stagger heads if D > x", _STAGGER)
+    stagger_keys: int = _tuned(16384, 0, "keys", "causal: stagger heads if Nk <= x", _STAGGER_AGAIN)
+    stagger_one_wave: int = _tuned(
+        512, 0, "keys", "stagger one wave of heads, not two, if Nk <= x", _STAGGER_AGAIN
+    )
     stagger_two_waves: int = _tuned(
-        4096, _NEVER, "keys", "at most: two waves, else three", _BACKWARD
+        4096, _NEVER, "keys", "stagger two waves of heads, not three, if Nk <= x", _STAGGER
     )
     half_wave_group: int = _tuned(
-        4, _NEVER, "query heads per key head", "at least, causal: half a wave", _BACKWARD
+        4, _NEVER, "query heads per key head", "causal: half a wave if >= x", _HALF_WAVE
     )
-    half_wave_keys: int = _tuned(1024, 0, "keys", "at most: half a wave", _BACKWARD)
+    half_wave_keys: int = _tuned(
+        1024, 0, "keys", "causal: half a wave of key blocks if Nk <= x", _HALF_WAVE
+    )
 
 
 DEFAULT = Tuning()
@@ -131,15 +203,154 @@ _OF_ARCH = {"sm_90a": H100}
 
 
 def tuning_of(arch: str) -> Tuning:
-    """Return the tuned numbers of a GPU, by what kernels are compiled for."""
+    """Return the tuned numbers of the GPU that kernels are compiled for."""
     return _OF_ARCH.get(arch, DEFAULT)
 
 
-def names() -> tuple[str, ...]:
-    """Name the tuned numbers."""
-    return tuple(x.name for x in fields(Tuning))
+def tuned_numbers() -> tuple[TunedNumber, ...]:
+    """List the tuned numbers."""
+    return tuple(TunedNumber(**{**x.metadata, "name": x.name}) for x in fields(Tuning))
 
 
-def about(name: str) -> dict[str, Any]:
-    """Describe a tuned number: ``off``, ``unit``, ``when``, ``source``."""
-    return dict(next(x.metadata for x in fields(Tuning) if x.name == name))
+class TileSize(NamedTuple):
+    """The tile of a kernel and how its warps share it; fields as in `KernelKey`."""
+
+    block_q: int
+    block_k: int
+    warps_m: int
+    warps_n: int = 1
+    stages: int = 1
+    min_blocks_per_sm: int = 1
+    groups: int = 1  # of warps in a thread block, each with work tiles of its own
+    tuned: bool = False  # chosen by measurement, not only for its size
+    spills: bool = False  # the fastest although its loop spills some addresses
+    pair: bool = False  # two thread blocks (a cluster) hold half of the columns each
+
+    @property
+    def why(self) -> str:
+        """Reason for this size, in a few words."""
+        return "tiles from measurements" if self.tuned else "tiles that fit in shared memory"
+
+
+# Tile sizes by kernel and bytes of an element, then by the largest head dimension; the first that
+# fits in shared memory is taken. Rows with ``tuned`` were the fastest with ``bench gpu`` on an H100
+# or H200 (docs/performance.md, "How the kernels became fast"); the others fit where those do not.
+TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
+    ("forward", 2): {
+        64: (TileSize(128, 48, 4, 1, 2, 3, tuned=True, spills=True), TileSize(128, 64, 4)),
+        128: (TileSize(128, 64, 4, 1, 2, 2, tuned=True, spills=True), TileSize(128, 32, 4)),
+        256: (TileSize(128, 64, 8, tuned=True), TileSize(128, 32, 8)),
+    },
+    # One warpgroup per 64 queries. Two groups are for few keys.
+    ("forward_sm90", 2): {
+        64: (
+            TileSize(128, 64, 8, 1, 4, groups=2, tuned=True),
+            TileSize(192, 128, 12, 1, 4, tuned=True),
+            TileSize(128, 128, 8, 1, 4, tuned=True),
+            TileSize(192, 64, 12, 1, 4, tuned=True),
+        ),
+        96: (TileSize(192, 96, 12, 1, 3, tuned=True), TileSize(128, 128, 8, 1, 2, tuned=True)),
+        128: (TileSize(192, 64, 12, 1, 3, tuned=True), TileSize(128, 128, 8, 1, 2, tuned=True)),
+        192: (TileSize(128, 128, 8, 1, 2, tuned=True), TileSize(128, 96, 8, 1, 2)),
+        256: (TileSize(128, 64, 8, 1, 2, tuned=True),),
+    },
+    ("forward", 4): {
+        64: (TileSize(128, 32, 4, 1, 2, tuned=True, spills=True),),
+        128: (TileSize(128, 32, 8, 1, 2, tuned=True),),
+        256: (TileSize(128, 32, 8, tuned=True, spills=True), TileSize(64, 16, 4)),
+    },
+    ("forward", 8): {
+        64: (TileSize(128, 32, 8, 1, 2, tuned=True),),
+        128: (TileSize(128, 32, 8, tuned=True, spills=True),),
+        256: (
+            TileSize(128, 32, 8, tuned=True, spills=True, pair=True),
+            TileSize(64, 32, 4, pair=True),
+            TileSize(32, 32, 2, 2, tuned=True, spills=True),
+            TileSize(64, 16, 4),
+        ),
+    },
+    ("backward_dkdv", 2): {
+        64: (TileSize(128, 128, 4, 2, 2, 1, tuned=True, spills=True), TileSize(64, 64, 2, 2, 2)),
+        128: (TileSize(64, 128, 4, 2, 2, tuned=True, spills=True), TileSize(64, 64, 2, 2)),
+        256: (TileSize(64, 64, 2, 4, 2, tuned=True, spills=True), TileSize(64, 64, 2, 4)),
+    },
+    ("backward_dkdv", 4): {
+        64: (TileSize(64, 128, 4, 2, tuned=True, spills=True),),
+        128: (TileSize(64, 64, 2, 4, tuned=True, spills=True),),
+        256: (TileSize(64, 32, 2, 4), TileSize(32, 32, 2, 2)),
+    },
+    ("backward_dkdv", 8): {
+        64: (TileSize(32, 64, 4, 1, 1, 2, tuned=True, spills=True), TileSize(32, 64, 4, 2, 2)),
+        96: (TileSize(32, 64, 4, 2, 2),),
+        128: (TileSize(32, 64, 4, 2, tuned=True, spills=True),),
+        256: (
+            TileSize(32, 64, 4, 2, tuned=True, spills=True, pair=True),
+            TileSize(32, 32, 2, 2, pair=True),
+            TileSize(32, 16, 1, 2),
+        ),
+    },
+    # One warpgroup per 64 keys. Tiles of 64 queries leave registers to score modifiers and dropout;
+    # tiles of 80 are mostly for calls without a mask. With three stages dS is computed from the
+    # rounded P. With a bias one stage fits.
+    ("backward_sm90", 2): {
+        64: (
+            TileSize(128, 128, 8, 1, 3, tuned=True),
+            TileSize(128, 128, 8, 1, 2),
+            TileSize(64, 128, 8, 1, 2),
+        ),
+        128: (
+            TileSize(80, 128, 8, 1, 2, tuned=True),
+            TileSize(64, 128, 8, 1, 2),
+            TileSize(64, 128, 8, 1, 1),
+        ),
+    },
+    # dK and dV leave registers for half of a tile.
+    ("backward_halves_sm90", 2): {192: (TileSize(64, 128, 8, 1, 2),)},
+    # Wide heads: two warpgroups share 64 keys; in the dq kernel one warpgroup has 64 queries.
+    ("backward_wide_sm90", 2): {256: (TileSize(64, 64, 8, 1, 3), TileSize(64, 64, 8, 1, 2))},
+    ("backward_wide_dq_sm90", 2): {256: (TileSize(128, 64, 8, 1, 4), TileSize(128, 64, 8, 1, 3))},
+    ("backward_dq", 2): {
+        64: (TileSize(128, 64, 4, 1, 2, tuned=True, spills=True),),
+        128: (TileSize(128, 32, 4, 1, 2, tuned=True, spills=True),),
+        256: (TileSize(64, 64, 4),),
+    },
+    ("backward_dq", 4): {
+        64: (TileSize(64, 32, 4, 1, 2),),
+        128: (TileSize(64, 32, 4),),
+        256: (TileSize(32, 16, 2),),
+    },
+    ("backward_dq", 8): {
+        64: (TileSize(128, 32, 8, 1, 2),),
+        128: (TileSize(64, 16, 4, 1, 2), TileSize(32, 16, 2)),
+        256: (TileSize(64, 16, 4, 1, 2, pair=True), TileSize(16, 16, 1)),
+    },
+    ("backward_dbias", 2): {
+        128: (TileSize(64, 128, 2, 2, 2, 2, tuned=True, spills=True), TileSize(64, 64, 4, 1, 2)),
+        256: (TileSize(128, 64, 4, 2, 2, tuned=True), TileSize(64, 64, 4, 1, 2)),
+    },
+    # One warpgroup per 64 queries.
+    ("backward_dbias_sm90", 2): {128: (TileSize(128, 128, 8),)},
+    ("backward_daux_sm90", 2): {128: (TileSize(128, 128, 8),)},
+    ("backward_daux", 2): {
+        128: (TileSize(64, 64, 4),),
+        256: (TileSize(64, 64, 4), TileSize(64, 32, 4)),
+    },
+    ("backward_daux", 4): {
+        128: (TileSize(64, 32, 4),),
+        256: (TileSize(64, 32, 4), TileSize(64, 16, 4)),
+    },
+    ("backward_daux", 8): {
+        128: (TileSize(32, 16, 2),),
+        256: (TileSize(32, 16, 2),),
+    },
+    ("backward_dbias", 4): {
+        128: (TileSize(128, 64, 4, 2, 2, tuned=True, spills=True), TileSize(64, 32, 4)),
+        256: (TileSize(64, 32, 4, 2, 2), TileSize(64, 32, 4)),
+    },
+    ("backward_dbias", 8): {
+        128: (TileSize(64, 32, 4, 2, 2, tuned=True), TileSize(32, 16, 2)),
+        256: (TileSize(32, 16, 2, 1, 2), TileSize(32, 16, 2)),
+    },
+}
+# The kernel for large scores has the loop of the dq kernel.
+TILES |= {("backward_large_scores", size): TILES["backward_dq", size] for size in (2, 4, 8)}

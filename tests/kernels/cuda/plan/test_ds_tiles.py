@@ -9,11 +9,11 @@ from tests.kernels.cuda.plan.planning import A100, H200, asked, kernels
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.families.shared_memory import hopper_ds_bytes
-from tileattn.kernels.cuda.families.tiles import TileSize
 from tileattn.kernels.cuda.plan.catalog import context_of, problem_of
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import contiguous, contiguous_inputs
 from tileattn.kernels.cuda.plan.plan import plan_backward
+from tileattn.kernels.cuda.tuning import TileSize
 
 B, HQ, NQ, NK = 2, 6, 300, 530
 SHAPES = [(B, HQ, NQ, NK), (1, HQ, NQ, NK), (B, 1, 1, NK), (1, 1, NQ, 1), (1, 1, 1, 1)]

@@ -35,10 +35,10 @@ from tileattn.kernels.cuda.families.hopper import (
 from tileattn.kernels.cuda.families.shared_memory import (
     hopper_backward_bytes,
 )
-from tileattn.kernels.cuda.families.tiles import TileSize
 from tileattn.kernels.cuda.plan.catalog import problem_of
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, contiguous_inputs
 from tileattn.kernels.cuda.plan.tensor_map import can_map, tensor_map
+from tileattn.kernels.cuda.tuning import TileSize
 
 SUPPORTED = replace(problem_of("float16", 64), Nq=65)  # more than split the keys
 ROWS, MAXIMA = "backward_preprocess", "backward_large_scores"

@@ -24,8 +24,9 @@ from tileattn.kernels.cuda.families.shared_memory import (
     hopper_forward_bytes,
     hopper_wide_dq_bytes,
 )
-from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, TileSize
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
 from tileattn.kernels.cuda.plan.catalog import problem_of
+from tileattn.kernels.cuda.tuning import TileSize
 
 CAUSAL = (None, 0)
 

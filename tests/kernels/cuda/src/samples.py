@@ -24,7 +24,7 @@ from tileattn.kernels.cuda.families.hopper import (
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.latent import LATENT_FAMILY
 from tileattn.kernels.cuda.families.tile_lists import KERNELS as TILE_LISTS
-from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS, candidates
+from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS, tuned_tiles
 from tileattn.kernels.cuda.plan.catalog import WINDOWS, context_of, problem_of
 from tileattn.kernels.cuda.plan.device import device_of_arch
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, contiguous, contiguous_inputs
@@ -226,7 +226,7 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
     options = (key.bias, key.softcap, key.alibi, key.score_mod, *masks, key.dropout, key.packed)
     if key.kernel not in {*TILED, *_HOPPERS} or arch != _MEASURED or any(options):
         return False
-    rows = candidates(key.kernel, NAMED[key.dtype].itemsize, max(key.head_dim, key.value_dim))
+    rows = tuned_tiles(key.kernel, NAMED[key.dtype].itemsize, max(key.head_dim, key.value_dim))
     # To repair a kernel has other stages than its row.
     own = (x for x in rows if x[:2] == key.tile and (key.head_flags or x.stages == key.stages))
     return any(row.tuned and not row.spills for row in own)

@@ -1,6 +1,6 @@
 """The generic kernels (mma.sync): every problem, on every GPU.
 
-If no tile fits in shared memory, naive kernels take the place of the tiled ones, row by row.
+If no tile fits in shared memory, naive kernels run instead, one warp per row.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,8 @@ from tileattn.kernels.cuda.families.shared_memory import (
     generic_bytes,
     generic_static_bytes,
 )
-from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, TileSize, bucket, candidates
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, tuned_tiles
+from tileattn.kernels.cuda.tuning import TileSize
 
 NAIVE = {
     "forward": "naive_forward",
@@ -47,14 +48,20 @@ _REPAIRS = (
     "returns at once"
 )
 
+# Tiles for GPUs with so little shared memory that no row of `TILES` fits.
+_SMALL = tuple(TileSize(*x) for x in ((64, 32, 4), (32, 32, 2), (32, 16, 2), (16, 16, 1)))
+_SMALL_KEYS = tuple(
+    TileSize(*x) for x in ((32, 64, 4, 2), (32, 32, 2, 2), (16, 32, 2), (16, 16, 1))
+)
+
 
 class Generic(Family):
-    """The kernels for every problem, on every GPU, but for keys in pages."""
+    """The kernels for every problem on every GPU, except for keys in pages."""
 
     name = "the generic kernel"
 
     def why_not(self, problem: Problem, context: LaunchContext, direction: str) -> str | None:  # noqa: ARG002 - the interface of families
-        """Return None: the family supports every pass that it concerns."""
+        """Return None: the family supports every pass it is meant for."""
         return None
 
     def forward(self, problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
@@ -64,10 +71,10 @@ class Generic(Family):
     def backward(
         self, problem: Problem, context: LaunchContext, *, deterministic: bool
     ) -> tuple[KernelLaunch, ...]:
-        """Return what computes dq, dk and dv.
+        """Return the launches that compute dq, dk and dv.
 
-        The kernel over keys also adds dq, unless the order of the sums must be fixed: a kernel over
-        queries then computes it. Pairs of thread blocks leave flagged heads to others.
+        By default the kernel over keys also adds dq, in any order. In deterministic mode a kernel
+        over queries computes dq. Pairs of thread blocks leave flagged heads to other kernels.
         """
         P = problem
         if not P.B * P.Hkv * P.Nk:
@@ -88,7 +95,7 @@ GENERIC = Generic()
 def forward_launch(
     problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
 ) -> KernelLaunch:
-    """Launch the forward pass, with the first of some tiles that fits."""
+    """Launch the forward pass with the first tile that fits, of ``tiles`` if there are any."""
     P = problem
     launch = configure("forward", P, context, tiles, pair=True)
     columns = 1 if launch.traits.pair_by_pair else max(1, -(-P.Dv // launch.key.value_dim))
@@ -100,7 +107,8 @@ def dkdv_launch(
 ) -> KernelLaunch:
     """Launch the kernel over keys.
 
-    ``add_dq`` where it can, and there are queries; ``pair`` allows pairs of thread blocks.
+    ``add_dq`` lets it add to dq if it can and there are queries. ``pair`` allows pairs of thread
+    blocks.
     """
     P, launch = problem, configure("backward_dkdv", problem, context, pair=pair)
     heads = P.B * P.Hkv
@@ -113,12 +121,12 @@ def dkdv_launch(
 
 
 def dq_launch(problem: Problem, context: LaunchContext, *, pair: bool = False) -> KernelLaunch:
-    """Launch the kernel over queries, which computes dq; ``pair`` is as in `dkdv_launch`."""
+    """Launch the kernel over queries that computes dq; ``pair`` is as in `dkdv_launch`."""
     return _over_queries(configure("backward_dq", problem, context, pair=pair), problem)
 
 
 def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
-    """Launch the kernel that recomputes lse from the scores, bit for bit, that dq is made from."""
+    """Launch the kernel that recomputes lse from exactly the scores that the dq kernel computes."""
     dq = configure("backward_dq", problem, context)
     if dq.traits.pair_by_pair:
         launch = dq._replace(key=replace(dq.key, kernel=NAIVE["backward_large_scores"]))
@@ -130,7 +138,7 @@ def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunc
 
 
 def _over_queries(launch: KernelLaunch, P: Problem, columns: int = 1) -> KernelLaunch:
-    """Give a launch the grid of the query blocks, or query rows, of all heads."""
+    """Set the grid: the query blocks of all heads, or their rows in a naive kernel."""
     heads, key = P.B * P.Hq, launch.key
     if launch.traits.pair_by_pair:
         return launch._replace(grid=row_grid(heads * block_count(P, P.Nq, 1)))
@@ -141,14 +149,14 @@ def _over_queries(launch: KernelLaunch, P: Problem, columns: int = 1) -> KernelL
 def _with_repairs(
     launch: KernelLaunch, others: KernelLaunch, context: LaunchContext
 ) -> tuple[KernelLaunch, ...]:
-    """Let ``others`` compute the heads that pairs of thread blocks leave to them."""
+    """Add the kernel that computes the heads that pairs of thread blocks leave to it."""
     if not launch.key.pair:
         return (launch,)
     return launch, repairing(others, context, NON_FINITE | LARGE_SCORES | FAILED)
 
 
 def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> KernelLaunch:
-    """Let a kernel compute flagged heads alone, with as many thread blocks as run at a time."""
+    """Restrict a kernel to flagged heads, with only as many thread blocks as run at a time."""
     grid = min(launch.grid, context.sm_count * launch.key.min_blocks_per_sm)
     return launch._replace(key=replace(launch.key, head_flags=flags), grid=grid, why=_REPAIRS)
 
@@ -161,7 +169,7 @@ def configure(
     *,
     pair: bool = False,
 ) -> KernelLaunch:
-    """Choose the first tile of a kernel that fits, else the naive kernel; the grid is left open.
+    """Choose the first tile of a kernel that fits, else the naive kernel; leave the grid at 0.
 
     ``pair`` allows pairs of thread blocks if the GPU has clusters.
     """
@@ -176,7 +184,7 @@ def configure(
     bias_size = NAMED[context.bias].itemsize if context.bias_alignment_bytes else 0
     if max(problem.D, problem.Dv) <= MAX_HEAD_DIM:
         widest = bucket(max(problem.D, problem.Dv))
-        for tile in tiles or candidates(kernel, size, widest, context.mask_block_k):
+        for tile in tiles or _tiles(kernel, size, widest, context.mask_block_k):
             if tile.pair and not pair:
                 continue
             unit = 32 * tile.warps_n if tile.pair else 1
@@ -196,6 +204,22 @@ def configure(
     key = KernelKey(NAIVE[kernel], dtype, warps_m=ROW_WARPS, **options)
     why = f"no tile fits for head dimensions {problem.D} and {problem.Dv}: naive, row by row"
     return KernelLaunch(key, 0, why=why, traits=replace(_NAIVE, main=kernel in _MAIN))
+
+
+def _tiles(kernel: str, itemsize: int, dim: int, mask_block_k: int) -> tuple[TileSize, ...]:
+    """List the tiles of a kernel, the fastest first.
+
+    With a block mask of ``mask_block_k`` keys a block, forward tiles whose keys align with the
+    blocks come first. A tile that straddles two blocks is often partial, which costs most.
+    """
+
+    def straddles(tile: TileSize) -> bool:
+        return max(tile.block_k, mask_block_k) % min(tile.block_k, mask_block_k) > 0
+
+    best = tuned_tiles(kernel, itemsize, dim)
+    if mask_block_k and kernel == "forward":
+        best = tuple(sorted(best, key=straddles))
+    return best + (_SMALL_KEYS if kernel == "backward_dkdv" else _SMALL)
 
 
 def _traits(kernel: str, context: LaunchContext) -> KernelTraits:
@@ -220,7 +244,7 @@ def _grid(key: KernelKey, work_tiles: int) -> int:
 
 
 def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
-    """Launch the kernel that rounds the sums of dq of one over keys."""
+    """Launch the kernel that rounds the float32 or float64 sums of dq to the dtype of q."""
     key = replace(key, kernel="backward_dq_convert", warps_m=ROW_WARPS, warps_n=1, pair=False)
     rows = rows_of_block(key, key.head_dim)
     key = replace(key, add_dq=False, write_dbias=False, score_mod=False, mask_mod=False)
@@ -229,7 +253,7 @@ def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
 
 
 def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
-    """Whether every warp has whole pairs of mma atoms of the columns that warps share."""
+    """Return True if every warp has whole pairs of mma atoms of the columns that warps share."""
     if tile.pair:
         dim, value = dim // 2, value // 2
     shared = {

@@ -31,8 +31,8 @@ from tileattn.kernels.cuda.families.shared_memory import (
     hopper_forward_bytes,
     hopper_wide_dq_bytes,
 )
-from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, TileSize, bucket, candidates
-from tileattn.kernels.cuda.tuning import Tuning
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, tuned_tiles
+from tileattn.kernels.cuda.tuning import TileSize, Tuning
 
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
@@ -191,7 +191,7 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
             return False
         return tile.groups == 1 or (plain and few)
 
-    tiles = list(filter(suits, candidates(HOPPER, P.dtype.itemsize, widest)))
+    tiles = list(filter(suits, tuned_tiles(HOPPER, P.dtype.itemsize, widest)))
     has_groups = any(tile.groups > 1 for tile in tiles)
     return tiles[-1:] if cut and not has_groups else tiles
 
@@ -223,7 +223,7 @@ def _backward_launch(P: Problem, context: LaunchContext, *, deterministic: bool)
 
     tile, shared = next(
         (tile, shared)
-        for tile in filter(suits, candidates(kernel, P.dtype.itemsize, max(dim, value)))
+        for tile in filter(suits, tuned_tiles(kernel, P.dtype.itemsize, max(dim, value)))
         if (shared := hopper_backward_bytes(tile, dim, value, _bias_size(context)))
         <= HOPPER_LIMIT - HOPPER_STATIC
     )
@@ -283,7 +283,7 @@ def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLa
         return None
     kernel += "_sm90"
     dim, value = _buckets(HOPPER_BACKWARD, P)
-    for tile in candidates(kernel, P.dtype.itemsize, max(dim, value)):
+    for tile in tuned_tiles(kernel, P.dtype.itemsize, max(dim, value)):
         shared = hopper_ds_bytes(tile, dim, value, _bias_size(context))
         if shared <= min(HOPPER_LIMIT - HOPPER_STATIC, context.shared_limit):
             key = _key(kernel, P, context, dim, value, tile, shared)
@@ -314,7 +314,7 @@ def _wide_dq(P: Problem, context: LaunchContext, own: KernelKey) -> KernelLaunch
     dim, value = own.head_dim, own.value_dim
     tile, shared = next(
         (tile, shared)
-        for tile in candidates(HOPPER_WIDE_DQ, P.dtype.itemsize, max(dim, value))
+        for tile in tuned_tiles(HOPPER_WIDE_DQ, P.dtype.itemsize, max(dim, value))
         if (shared := hopper_wide_dq_bytes(tile, dim, value)) <= HOPPER_LIMIT - HOPPER_STATIC
     )
     key = _key(HOPPER_WIDE_DQ, P, context, dim, value, tile, shared)

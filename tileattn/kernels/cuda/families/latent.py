@@ -17,8 +17,8 @@ from tileattn.kernels.cuda.families.context import (
 from tileattn.kernels.cuda.families.family import Family
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import latent_bytes
-from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, TileSize
-from tileattn.kernels.cuda.tuning import Tuning
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
+from tileattn.kernels.cuda.tuning import TileSize, Tuning
 
 LATENT = "forward_latent_sm90"
 LATENT_VALUE_DIM = 512

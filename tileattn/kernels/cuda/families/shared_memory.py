@@ -1,6 +1,6 @@
 """Dynamic shared memory of every kernel, as its CUDA source lays it out: the one place."""
 
-from tileattn.kernels.cuda.families.tiles import TileSize
+from tileattn.kernels.cuda.tuning import TileSize
 
 RESERVED = 1024  # bytes that the system takes from an SM for each thread block
 HOPPER_LIMIT = 227 * 1024  # bytes that a thread block may have on compute capability 9.0

@@ -19,8 +19,8 @@ from tileattn.kernels.cuda.families.context import (
 from tileattn.kernels.cuda.families.family import Family, reads_pages
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import split_bytes, split_static_bytes
-from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, TileSize, bucket
-from tileattn.kernels.cuda.tuning import Tuning
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
+from tileattn.kernels.cuda.tuning import TileSize, Tuning
 
 SPLIT, COMBINE = "forward_split", "forward_combine"
 
@@ -87,7 +87,7 @@ def split_keys_of(problem: Problem, tuning: Tuning) -> int:
     if P.group * P.Nq > FEW_ROWS or P.is_packed:
         return WHOLE
     row = (bucket(P.D) + bucket(P.Dv)) * P.dtype.itemsize
-    return max(tuning.split_min_keys, 1 << (tuning.split_bytes // row).bit_length() - 1)
+    return 1 << (tuning.split_bytes // row).bit_length() - 1
 
 
 def split_count(problem: Problem, split_keys: int) -> int:

@@ -10,7 +10,8 @@ from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families import hopper, split
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext, refused
 from tileattn.kernels.cuda.families.family import Family
-from tileattn.kernels.cuda.families.tiles import TileSize, bucket
+from tileattn.kernels.cuda.families.tiles import bucket
+from tileattn.kernels.cuda.tuning import TileSize
 
 _WHY = "many rows that share keys: each SM takes an equal share of the splits of {:,} keys"
 

@@ -1,0 +1,60 @@
+"""The benchmark of tuned numbers finds the calls that each one changes, without a GPU."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tuning
+from benchmarks.configurations import Configuration
+from benchmarks.tuning import NUMBERS, Case
+from tests.benchmarks.fake_gpu import Fake
+from tileattn.kernels.cuda.plan.device import device_of_arch
+
+STAGGERED = [
+    Case(Configuration("backward", "bf16", 64, 16, N, 128, causal=True), deterministic)
+    for N in (256, 512, 1024)
+    for deterministic in (False, True)
+]
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave only some calls of the backward pass."""
+    tuning.problems.cache_clear()
+    tuning.plans.cache_clear()
+    monkeypatch.setattr(tuning, "cases", lambda: STAGGERED)
+    yield
+    tuning.problems.cache_clear()
+    tuning.plans.cache_clear()
+
+
+def test_every_number_is_listed_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
+    tuning.main([])
+    listed = capsys.readouterr().out
+    for name, number in NUMBERS.items():
+        facts = f"{name} = {number.value}  [{number.unit}]  {number.condition}\n"
+        assert facts + f"    {number.source.gpu}; " in listed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_changes_a_call(name: str) -> None:
+    number, device = NUMBERS[name], device_of_arch("sm_90a")
+    assert next(tuning.changed(number, number.alternative, device), None) is not None
+
+
+@pytest.mark.usefixtures("few")
+def test_the_cost_of_another_value_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tuning, "prepared", lambda *_: lambda: None)
+    monkeypatch.setattr(Fake, "time_each", lambda *_: [[0.002] * 3, [0.003] * 3])
+    argv = ["--constant", "stagger_one_wave", "--value", "0", "1024", "--to", str(tmp_path)]
+    tuning.main(argv, Fake())
+    assert "0 changes 2 calls; timed are" in capsys.readouterr().out
+    result = json.loads((tmp_path / "tuning_stagger_one_wave.json").read_text(encoding="utf-8"))
+    costs = {(x["other"], x["N"]): x["cost_percent"] for x in result["rows"]}
+    assert costs == pytest.approx({(0, 256): 50, (0, 512): 50, (1024, 1024): 50})
+    assert all(row["deterministic"] for row in result["rows"])
