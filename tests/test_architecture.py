@@ -175,7 +175,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed.comm": LEAVES | {"distributed.arrays"},
     "distributed.layout": LEAVES | {"distributed.arrays"},
     "distributed.visibility": FACTS | {"algorithm", "distributed.layout"},
-    "distributed.rank_blocks": PARTS - {"distributed.rank_blocks"},
+    "distributed.rank_blocks": PARTS - {"distributed.rank_blocks"} | {"algorithm"},
     "distributed.call": FACTS | PARTS | {"distributed.comm"},
     "distributed.schedules": FACTS
     | PARTS

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -73,6 +73,18 @@ def ranges(length: int) -> st.SearchStrategy[tuple[int, int]]:
 def test_visible_by_hand(window: SlidingWindow, rows: list[str]) -> None:
     expected = [[digit == "1" for digit in row] for row in rows]
     np.testing.assert_array_equal(by_pairs(window, 4), expected)
+
+
+@given(windows(), st.data())
+def test_the_window_of_a_tile_counts_from_the_tile(
+    case: tuple[SlidingWindow, int], data: st.DataObject
+) -> None:
+    window, Nk = case
+    assume(window.Nq and Nk)
+    (q0, q1), (k0, k1) = data.draw(ranges(window.Nq)), data.draw(ranges(Nk))
+    own = window.of_tile(q0, q1, k0, k1)
+    assert np.array_equal(by_pairs(own, k1 - k0), by_pairs(window, Nk)[q0:q1, k0:k1])
+    assert (own.Nq, own.length) == (q1 - q0, min(max(window.length - k0, 0), k1 - k0))
 
 
 @given(windows())

@@ -46,6 +46,11 @@ class SlidingWindow:
             visible = visible & (j <= p + self.right)
         return visible
 
+    def of_tile(self, q0: int, q1: int, k0: int, k1: int) -> "SlidingWindow":
+        """Return the window of a tile whose queries and keys are counted from 0."""
+        length = max(0, min(self.length, k1) - k0)
+        return SlidingWindow(q1 - q0, length, self.offset + q0 - k0, self.left, self.right)
+
     def key_range(self, q0: int, q1: int) -> tuple[int, int]:
         """Smallest range ``[lo, hi)`` of keys that any of queries q0 to q1 - 1 attends to."""
         lo = 0 if self.left is None else max(0, q0 + self.offset - self.left)
@@ -125,11 +130,7 @@ class AttentionMask:
 
     def visible(self, tile: Tile) -> NDArray[np.bool_]:
         """Return the visible pairs of a tile: (heads or 1, queries, keys)."""
-        window = self.window
-        length, offset = window.length - tile.k0, window.offset + tile.q0 - tile.k0
-        rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
-        here = SlidingWindow(rows, min(length, columns), offset, window.left, window.right)
-        visible = _window_pairs(here, columns)
+        visible = _window_pairs(self.window.of_tile(*tile[:4]), tile.k1 - tile.k0)
         if self.dense is not None:
             visible = visible & tile_of(self.dense, tile)
         h = np.arange(self.heads.start, self.heads.stop)[:, None, None]

@@ -13,6 +13,7 @@ from tileattn.distributed.arrays import is_on_gpu
 from tileattn.distributed.comm.protocol import Communicator
 from tileattn.distributed.layout import Segment
 from tileattn.distributed.rank_blocks import RankBlocks
+from tileattn.distributed.visibility import Visibility
 
 Array = NDArray[Any]
 
@@ -141,17 +142,16 @@ class Call:
     def _position_options(self, queries: Segment, keys: Segment) -> dict[str, Any]:
         """Return the window, lengths and offset of a block; they are the same for all heads."""
         x, given = self.operands, dict[str, Any]()
-        full = self.blocks.visibility.is_full(queries, keys)
+        visibility = Visibility(self.problem.window, x.kv_lengths, x.q_offset)
+        windows = visibility.windows(queries, keys)
+        full = all(w.full_key_range(0, w.Nq) == (0, w.length) for w in windows)
         if full:
             given["causal"], given["window"] = False, None
-        Nk = keys.stop - keys.start
-        lengths = np.clip(x.kv_lengths - keys.start, 0, Nk)
-        offset = x.q_offset + queries.start - keys.start
-        if (lengths != Nk).any():
-            given["kv_lengths"] = lengths
-        moved = (offset != lengths - (queries.stop - queries.start)).any()
+        if any(w.length < keys.stop - keys.start for w in windows):
+            given["kv_lengths"] = np.array([w.length for w in windows])
+        moved = any(w.offset != w.length - w.Nq for w in windows)
         if moved and (not full or x.alibi_slopes is not None):
-            given["q_offset"] = offset
+            given["q_offset"] = np.array([w.offset for w in windows])
         return given
 
     def wider(self, x: Array) -> Array:

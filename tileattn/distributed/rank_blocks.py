@@ -5,12 +5,13 @@ query attends to the first few keys, and the next query to as many or one more. 
 needs one call for the keys of each rank.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from tileattn.algorithm.mask import SlidingWindow
 from tileattn.distributed.layout import Layout, Segment
 from tileattn.distributed.visibility import Visibility, reach
 
@@ -75,12 +76,10 @@ class RankBlocks:
     def _joined(self, keys: list[Segment]) -> Blocks:
         """Return as few blocks as possible, joining segments."""
         step = None if self._rows is None or not self._end else _step(self._end, self._rows)
-        runs = runs_of(self.visibility, self._segments, keys)
-        return [
-            (c, [a])
-            for x in (piece for run in runs for piece in run.cut(step))
-            for c, a in [x.segments(self.visibility)]
-        ]
+        window, *_ = self.visibility.entries(self.q_layout.length)  # all entries have the same
+        runs = runs_of(window, self._segments, keys)
+        pairs = (piece.segments(window) for run in runs for piece in run.cut(step))
+        return [(c, [a]) for c, a in pairs]
 
     @cached_property
     def number(self) -> dict[int, int]:
@@ -173,22 +172,20 @@ class Run(NamedTuple):
             yield Run(at, end, first, last)
             at = end
 
-    def segments(self, visibility: Visibility) -> tuple[Segment, Segment]:
+    def segments(self, window: SlidingWindow) -> tuple[Segment, Segment]:
         """Return keys and queries as segments of a sequence without other tokens."""
-        right, offset = visibility.window[1], int(visibility.q_offset[0])
-        start = 0 if right is None else self.first - 1 - offset - right
-        stop = start + self.stop - self.start
-        return Segment(0, self.last, slice(0, self.last)), Segment(
-            start, stop, slice(self.start, self.stop)
-        )
+        start = 0 if window.right is None else self.first - 1 - window.offset - window.right
+        rows = slice(self.start, self.stop)
+        keys = Segment(0, self.last, slice(0, self.last))
+        return keys, Segment(start, start + self.stop - self.start, rows)
 
 
 def runs_of(
-    visibility: Visibility, queries: Sequence[Segment], keys: Sequence[Segment]
+    window: SlidingWindow, queries: Sequence[Segment], keys: Sequence[Segment]
 ) -> list[Run]:
     """List the runs of a rank's queries over the ascending key segments of a rank."""
     found: list[Run] = []
-    for x in _pieces(visibility, queries, keys):
+    for x in _pieces(window, queries, [c for c in keys if c.start < c.stop]):
         before = found[-1] if found else None
         if before is not None and before.last and before.stop == x.start:
             end = before.first + before.stop - before.start - 1  # as if keys went on
@@ -201,23 +198,22 @@ def runs_of(
 
 
 def _pieces(
-    visibility: Visibility, queries: Sequence[Segment], keys: Sequence[Segment]
+    window: SlidingWindow, queries: Sequence[Segment], keys: Sequence[Segment]
 ) -> Iterator[Run]:
     """Yield rows of each segment whose number of keys is constant, or grows by one per row."""
-    right, total = visibility.window[1], sum(x.stop - x.start for x in keys)
+    starts = [c.start for c in keys]
+    below = [0, *accumulate(c.stop - c.start for c in keys)]
+
+    def attended(query: int) -> int:
+        end = window.key_range(query, query + 1)[1]
+        n = bisect_left(starts, end)  # key segments that start below the end
+        return below[n - 1] + min(end, keys[n - 1].stop) - starts[n - 1] if n else 0
+
+    # The number grows from the first query that attends to a segment to the first of its last key.
+    first_of = [[window.query_range(j, j + 1)[0] for j in (c.start, c.stop - 1)] for c in keys]
+    changes = sorted({n for start, last in first_of for n in (start, last + 1)})
     for a in queries:
-        rows = a.rows.start - a.start
-        if right is None:
-            yield Run(a.rows.start, a.rows.stop, total, total)
-            continue
-        ahead, at, before = int(visibility.q_offset[0]) + right, a.start, 0
-        for c in keys:
-            start, stop = (min(max(x - ahead, at), a.stop) for x in (c.start, c.stop))
-            if at < start:
-                yield Run(rows + at, rows + start, before, before)
-            if start < stop:
-                first = before + start + ahead - c.start + 1
-                yield Run(rows + start, rows + stop, first, first + stop - start - 1)
-            at, before = stop, before + c.stop - c.start
-        if at < a.stop:
-            yield Run(rows + at, rows + a.stop, before, before)
+        inside = changes[bisect_right(changes, a.start) : bisect_left(changes, a.stop)]
+        for start, stop in pairwise((a.start, *inside, a.stop)):
+            row, end = (n - a.start + a.rows.start for n in (start, stop))
+            yield Run(row, end, attended(start), attended(stop - 1))

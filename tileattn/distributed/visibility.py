@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.algorithm.mask import SlidingWindow
-from tileattn.call.block_mask import EMPTY
 from tileattn.distributed.layout import Layout, Segment
 
 Array = NDArray[Any]
@@ -47,19 +46,14 @@ class Visibility(NamedTuple):
     kv_lengths: Array
     q_offset: Array
 
+    def windows(self, queries: Segment, keys: Segment) -> list[SlidingWindow]:
+        """Return the window of each batch entry, with queries and keys of a block from 0."""
+        ends = queries.start, queries.stop, keys.start, keys.stop
+        return [window.of_tile(*ends) for window in self.entries(queries.stop)]
+
     def block(self, queries: Segment, keys: Segment) -> bool:
         """Return True if some query may attend to some key."""
-        ends = queries.start, queries.stop, keys.start, keys.stop
-        return any(window.kind(*ends) != EMPTY for window in self._windows(queries.stop))
-
-    def is_full(self, queries: Segment, keys: Segment) -> bool:
-        """Return True if all queries attend to all keys below the length."""
-        for window in self._windows(queries.stop):
-            start, stop = window.full_key_range(queries.start, queries.stop)
-            end = min(keys.stop, window.length)
-            if keys.start < end and not (start <= keys.start and end <= stop):
-                return False
-        return True
+        return any(x.key_range(0, x.Nq) != (0, 0) for x in {*self.windows(queries, keys)})
 
     def attending(self, q_layout: Layout, k_layout: Layout) -> list[int]:
         """Return for each rank the set of ranks that attend to its keys: bit r is rank r.
@@ -69,7 +63,7 @@ class Visibility(NamedTuple):
         """
         queries = _segments(q_layout)
         unions, found = _Unions([1 << rank for *_, rank in queries]), [0] * k_layout.ranks
-        windows = self._windows(q_layout.length)
+        windows = {*self.entries(q_layout.length)}
         for rank in range(k_layout.ranks):
             for keys in k_layout.segments(rank):
                 for first, end in _attending_segments(queries, keys, windows):
@@ -86,7 +80,7 @@ class Visibility(NamedTuple):
         ranks = [rank for *_, rank in segments]
         ends = np.array([x[:2] for x in segments], np.int64).reshape(-1, 2)
         found = np.zeros(layout.ranks)
-        for window, entries in self._windows(layout.length).items():
+        for window, entries in Counter(self.entries(layout.length)).items():
             # Query i attends to the keys from clip(i + offset - left) to clip(i + offset + right).
             length, offset = window.length, window.offset
             keys = float(length) * (ends[:, 1] - ends[:, 0])
@@ -104,7 +98,7 @@ class Visibility(NamedTuple):
         """
         queries = _segments(q_layout)
         count, keys = np.zeros((2, len(queries) + 1))
-        windows = self._windows(q_layout.length)
+        windows = {*self.entries(q_layout.length)}
         for x in (x for rank in range(k_layout.ranks) for x in k_layout.segments(rank)):
             found = [*_attending_segments(queries, x, windows)]
             if found:
@@ -118,10 +112,10 @@ class Visibility(NamedTuple):
         counts = number, number * lengths, of_keys
         return BlockCounts(*(np.bincount(ranks, x, q_layout.ranks) for x in counts))
 
-    def _windows(self, Nq: int) -> Counter[SlidingWindow]:
-        """Count the batch entries with each window."""
+    def entries(self, Nq: int) -> list[SlidingWindow]:
+        """Return the window of Nq queries and all keys in each batch entry."""
         entries = zip(self.kv_lengths.tolist(), self.q_offset.tolist(), strict=True)
-        return Counter(SlidingWindow(Nq, *entry, *self.window) for entry in entries)
+        return [SlidingWindow(Nq, *entry, *self.window) for entry in entries]
 
 
 def _attending_segments(
