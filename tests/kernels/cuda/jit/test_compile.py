@@ -6,7 +6,6 @@ import re
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,7 +134,7 @@ def test_a_failure_says_what_where_and_why(folder: Path, place: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_999", "sm_9", "90a", "", "sm_90 -w"])
 def test_an_unknown_arch_is_named(folder: Path, arch: str) -> None:
-    with pytest.raises(ValueError, match=rf"arch was '{arch}'; NVRTC .* compiles for .*sm_90a"):
+    with pytest.raises(ValueError, match=rf"^arch must be .*NVRTC .*sm_90a.*; got '{arch}'$"):
         make(folder, arch=arch)
 
 
@@ -160,17 +159,6 @@ def test_the_second_time_nothing_is_compiled(folder: Path) -> None:
     assert len(cache.entries()) == 1
     assert make(folder, force=True).cached is False
     assert len(cache.entries()) == 1
-
-
-def test_a_hit_is_quick(folder: Path) -> None:
-    """Under 50 ms with the sources to be read; the smallest of several, as machines are busy."""
-    make(folder)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        assert make(folder).cached
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.05
 
 
 def test_an_edit_in_a_header_is_seen(folder: Path) -> None:
@@ -230,19 +218,6 @@ def test_builds_of_one_version_are_told_apart(
     assert build("libnvrtc.so.13", bytes(other)) != first
     assert build("libnvrtc.so.13", content[:100_000] + content[99_999:]) != first
     assert build("libnvrtc.so.13", content[:7]) != first
-
-
-@pytest.mark.usefixtures("folder")  # skips without NVRTC
-def test_the_build_of_the_compiler_is_found_quickly() -> None:
-    """Within 5 ms, once a process; the smallest of several, as machines are busy."""
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        size, digest = compiling._build.__wrapped__().split()
-        seconds.append(time.perf_counter() - start)
-    assert int(size) > 1 << 20
-    assert len(digest) == 64
-    assert min(seconds) < 0.005
 
 
 def test_no_text_moves_between_files_unseen(folder: Path) -> None:

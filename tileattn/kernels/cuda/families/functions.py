@@ -1,9 +1,9 @@
-"""The caller's own functions as CUDA: the text that takes the place of ``src/functions.cuh``.
+"""Translate the caller's ``score_mod`` and ``mask_mod`` to CUDA, as text for ``functions.cuh``.
 
-Each node of an expression is one statement, a call of the function of its name in ``numpy.cuh``.
-What depends on batch entry and head alone is computed once for a head; the rest for each pair. What
-is added to the score is rounded with the product that the score is (``Product``). A mask is written
-twice: for a pair, and for ranges of queries and keys, whose numbers are intervals.
+Each node of an expression becomes one statement that calls the function of that name in
+``numpy.cuh``. Values that depend only on the batch entry and the head are computed once per head,
+the others once per pair. A term added to the score goes into the score's ``fma`` (``Product``). A
+mask is written twice: for a pair, and in interval arithmetic for ranges of queries and keys.
 """
 
 import math
@@ -21,32 +21,32 @@ from tileattn.expressions.intervals import INDEX_RANGES, all_bounds
 from tileattn.expressions.nodes import Kind, Node, constant, ordered
 
 Aux = tuple[tuple[str, int], ...]
-"""Name of the dtype and number of axes of each array."""
+"""The dtype's name and the number of axes of each array."""
 
 Known = Sequence[RangeExtrema | None]
-"""Smallest and largest elements of each array of which something is known."""
+"""The bounds of the elements of each array; None if they are unknown."""
 
 
 class Learned(NamedTuple):
-    """An element of an array, as a place in ``score_mod`` reads it, and what it is indexed by."""
+    """A read of an array in ``score_mod`` whose gradient the call computes."""
 
     element: Node
-    own: str  # those of "b", "h" and "i" that are indices of the array themselves
-    arrays: tuple[int, ...]  # numbers of all arrays whose gradients the call computes
+    own: str  # the letters of "b", "h" and "i" that index the array directly
+    arrays: tuple[int, ...]  # all arrays whose gradients the call computes, by number
 
 
 _SCORE = Node("input", Kind.FLOAT, (), "s")
-_PLACES = {"b": "batch", "h": "head"}  # the other inputs have their own names
+_PLACES = {"b": "batch", "h": "head"}  # the other inputs keep their names
 _OF_PAIRS = ("s", "i", "j")
 
-_NAME = re.compile(r"(?<!\.)\bx\d+\b")  # of a value, not of an array
+_NAME = re.compile(r"(?<!\.)\bx\d+\b")  # the name of a value, not of an array
 
-# What jumps where its input passes a number: it tells a quotient from one that is nearly the same.
+# Discontinuous functions: they tell a quotient from one that differs in the last bit.
 _JUMPS = frozenset(
     {"floor", "floor_divide", "remainder", "sign", "less", "less_equal", "equal", "not_equal"}
 )
 
-# Differences of indices from a near origin have 32 bits: its query and key are below this.
+# An origin whose query and key are below this: positions counted from it fit in 32 bits.
 NEAR = 1 << 29
 _INT = np.iinfo(np.int32).max
 _NEAR_ORIGINS = RangeExtrema(np.array([[0] * 4, [_INT, _INT, NEAR - 1, NEAR - 1]]))
@@ -55,7 +55,7 @@ _ELEMENTS = {
     **{"bool": "bool", "int8": "signed char", "int16": "short", "int32": "int", "int64": "i64"},
     **{"uint8": "unsigned char", "uint16": "unsigned short", "uint32": "u32"},
 }
-"""C++ types of the elements of arrays; floating ones have the names of their dtypes."""
+"""C++ types of integer elements; floating-point types have the names of their dtypes."""
 
 _TEXT = """\
 #pragma once
@@ -106,11 +106,22 @@ def functions_text(
     learned: Learned | None = None,
     near: int | None = None,
 ) -> str:
-    """Write the text for the functions of a call; empty where it has none.
+    """Return the text for the functions of a call, or "" if it has none.
 
-    No length is part of it, nor are addresses and strides. For a kernel of the gradient of
-    ``learned`` the derivative by it takes the place of that by the score. ``near`` is the number of
-    the array that has a near origin.
+    The text contains no length, address or stride, so calls of all sizes share their kernels.
+
+    Parameters
+    ----------
+    score_mod, mask_mod : Node or None
+        Expressions of the caller's functions.
+    aux : tuple of (str, int)
+        Dtype and number of axes of each array that they read.
+    accum_dtype : numpy.dtype
+        Type of the scores.
+    learned : Learned, optional
+        For the kernel of the gradient of an array: differentiate by this element, not by the score.
+    near : int, optional
+        Number of the array that holds an origin below `NEAR`.
     """
     if score_mod is None and mask_mod is None:
         return ""
@@ -142,7 +153,7 @@ def functions_text(
 
 
 def _learned_structs(learned: Learned, aux: Aux, known: Known, dtype: np.dtype[Any]) -> list[str]:
-    """Write where an element lies, for a pair and for ranges of queries and keys."""
+    """Write the indices of an element, for a pair and for ranges of queries and keys."""
     indices, number = learned.element.inputs, int(learned.element.value or 0)
     own = {name: str(name in learned.own).lower() for name in "bhi"}
     distance = str(by_distance(indices)).lower()
@@ -168,9 +179,10 @@ def _learned_structs(learned: Learned, aux: Aux, known: Known, dtype: np.dtype[A
 
 
 class _Printer:
-    """Writes the statements of some expressions, whose floats have one type.
+    """Writes the statements of expressions.
 
-    ``number`` makes the type of a value of the type of a number.
+    ``floats`` is the C++ type of floating-point values. ``number`` is a format that turns the type
+    of a number into that of a value: "{}", or `_INTERVAL` for interval arithmetic.
     """
 
     def __init__(
@@ -196,7 +208,7 @@ class _Printer:
     def struct(
         self, name: str, method: str, ends: Sequence[str] = ("return {0};",), more: str = ""
     ) -> str:
-        """Write the struct of one function: ``ends`` are what its method does with the outputs."""
+        """Write the struct of one function; ``ends`` are the last statements of its method."""
         of_head = [node for node in self._nodes if node not in self._of_pairs]
         outputs = list(map(self._text, self._outputs))
         lines = [end.format(*outputs) for end in ends]
@@ -217,7 +229,7 @@ class _Printer:
         )
 
     def indices(self, element: Node) -> list[str]:
-        """Write the indices of an element; those that may be negative count from the end."""
+        """Write the indices of an element; an index that may be negative counts from the end."""
         texts = list(map(self._text, element.inputs))
         for axis, index in enumerate(element.inputs):
             if not self._bounds[index][0] >= 0:
@@ -238,7 +250,7 @@ class _Printer:
         return "bool" if node.kind == Kind.BOOLEAN else self._floats
 
     def _text(self, node: Node) -> str:
-        """Write the name of a value, or a constant."""
+        """Return the name of a value, or a constant."""
         if node.op != "constant":
             return self._names[node]
         number = self._number_text(node)
@@ -254,12 +266,12 @@ class _Printer:
             return f"{sign}{name}<{self._floats}>()"
         if node.kind == Kind.BOOLEAN:
             return str(node.value).lower()
-        least = -(2**63)  # which has no literal
+        least = -(2**63)  # C++ has no literal for it
         literal = "1ull << 63" if node.value == least else f"{node.value}ll"
         return f"{self._type_of_number(node)}({literal})"
 
     def _value(self, node: Node) -> str:
-        """Write the expression of a node, of the names of its inputs."""
+        """Return the C++ expression of a node, in terms of the names of its inputs."""
         if node.op == "input":
             return _PLACES.get(str(node.value), str(node.value))
         if node.op == "aux":
@@ -271,7 +283,7 @@ class _Printer:
             (x,) = node.inputs
             if self._plain and node.kind == Kind.FLOAT and x.op == "absolute":
                 (y,) = x.inputs
-                if self._type(x) == self._type(y) == "int":  # the sign of a float costs nothing
+                if self._type(x) == self._type(y) == "int":  # |x| is free for a float
                     return f"numpy::absolute({self._type(node)}({self._text(y)}))"
             name = "numpy::truncate" if _truncates(node) else self._type(node)
             return f"{name}({self._text(x)})"
@@ -279,7 +291,7 @@ class _Printer:
         if self._plain and node.op in ("remainder", "floor_divide") and self._is_unsigned(node):
             return f"int(numpy::{node.op}({', '.join(f'u32({x})' for x in inputs)}))"
         if self._plain and node.kind == Kind.FLOAT:
-            if node.op in ("add", "subtract"):  # of the score before it is scaled
+            if node.op in ("add", "subtract"):  # to the unscaled score, in its fma
                 pairs = zip(node.inputs, inputs, strict=True)
                 inputs = ["s" if x == _SCORE else y for x, y in pairs]
             if node.op == "divide" and node.inputs[1] not in self._of_pairs and not self._jumps:
@@ -287,13 +299,13 @@ class _Printer:
         return f"numpy::{node.op}({', '.join(inputs)})"
 
     def _is_unsigned(self, node: Node) -> bool:
-        """Whether the operation and its inputs are integers of 32 bits, the divisor above 0."""
+        """Return True for int32 operands, a dividend of 0 or more and a positive divisor."""
         of_int = all(self._type(x) == "int" for x in (node, *node.inputs))
         dividend, divisor = (self._bounds[x][0] for x in node.inputs)
         return of_int and bool(dividend >= 0 and divisor > 0)
 
     def _widened(self, node: Node) -> list[str]:
-        """Write the inputs of an operation: its integers have one type."""
+        """Return the inputs of an operation, with all integers cast to one type."""
         types = {self._type_of_number(x) for x in (node, *node.inputs)}
         wide = "i64" in types or node.op.endswith("_shift")
         return [
@@ -305,5 +317,5 @@ class _Printer:
 
 
 def _truncates(node: Node) -> bool:
-    """Whether a node makes an integer of a float."""
+    """Return True if a node casts a floating-point value to an integer."""
     return node.op == "cast" and node.kind == Kind.INTEGER and node.inputs[0].kind == Kind.FLOAT

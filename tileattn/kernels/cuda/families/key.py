@@ -1,4 +1,4 @@
-"""The identity of one compiled kernel."""
+"""`KernelKey`: everything that a kernel is specialised for."""
 
 import hashlib
 from dataclasses import dataclass, field, fields
@@ -6,21 +6,21 @@ from dataclasses import dataclass, field, fields
 
 @dataclass(frozen=True, slots=True)
 class KernelKey:
-    """What a kernel is specialised for: every field is one ``-D`` define."""
+    """The identity of a compiled kernel; every field is one ``-D`` define."""
 
-    kernel: str  # stem of src/<kernel>.cu and name of the function in it
-    dtype: str  # of q, k and v, by its NumPy name, which the sources use too
+    kernel: str  # the file src/<kernel>.cu and the function in it
+    dtype: str  # of q, k and v: its NumPy name, which the sources use too
     head_dim: int = 64  # bucket of q and k; the arrays may have fewer columns
     value_dim: int = 64  # bucket of v
     block_q: int = 64
     block_k: int = 64
     warps_m: int = 4  # warps of a thread block along the rows of its GEMMs
-    warps_n: int = 1  # and along their columns
-    stages: int = 1  # for the tiles of the inner loop: with 2, one is loaded ahead
-    min_blocks_per_sm: int = 1  # which bounds the registers of a thread
-    groups: int = 1  # of warps in a thread block, each with tiles of its own
-    alignment_bytes: int = 16  # of one copy to shared memory: every row is aligned to them
-    bias: str = ""  # its element type; empty where there is none
+    warps_n: int = 1  # warps along their columns
+    stages: int = 1  # buffers for the tiles of the inner loop; with 2, one is loaded ahead
+    min_blocks_per_sm: int = 1  # for __launch_bounds__: limits the registers of a thread
+    groups: int = 1  # groups of warps in a thread block, each with work tiles of its own
+    alignment_bytes: int = 16  # alignment of every row, and width of a copy to shared memory
+    bias: str = ""  # dtype of the bias; "" if there is none
     softcap: bool = False
     alibi: bool = False
     mask: bool = False
@@ -28,21 +28,21 @@ class KernelKey:
     score_mod: bool = False
     mask_mod: bool = False
     dropout: bool = False
-    origin: bool = False  # from which dropout counts
-    packed: bool = False  # sequences lie one behind the other in one batch entry
-    paged: bool = False  # keys are in pages, which a block table says
-    split_kv: bool = False  # of Hopper's forward kernel: as `forward_split`, of many rows
-    fold_scale: bool = False  # the exponential applies the scale, which no modifier follows
-    add_dq: bool = False  # the kernel over key blocks also adds its part of dq
-    head_major: bool = False  # and takes query heads that share keys one after the other
-    write_dbias: bool = False  # and writes dbias, where the bias is not broadcast
-    mask_vector_width: int = 1  # neighbouring keys of the mask that are read at once: 1, 2 or 16
-    bias_alignment_bytes: int = 0  # of one copy of the bias; 0 where elements are read one by one
-    producer_warps: int = 0  # of a thread block, which only copy
-    head_flags: int = 0  # of the heads that the kernel computes again; 0 where it computes all
-    smem_bytes: int = 0  # dynamic, of Hopper kernels: they compile with no other number
-    pair: bool = False  # two thread blocks, a cluster, have half of the columns each
-    functions: str = field(default="", repr=False)  # text in place of src/functions.cuh
+    origin: bool = False  # dropout counts positions from an origin
+    packed: bool = False  # packed sequences: one after another in one batch entry
+    paged: bool = False  # keys are in the pages of a block table
+    split_kv: bool = False  # the Hopper forward kernel takes splits of the keys
+    fold_scale: bool = False  # the exponential applies the scale: nothing modifies scores
+    add_dq: bool = False  # the kernel over key blocks also adds to dq
+    head_major: bool = False  # it takes query heads that share keys one after another
+    write_dbias: bool = False  # it also writes dbias, of a bias without broadcast axes
+    mask_vector_width: int = 1  # neighbouring mask elements read at once: 1, 2 or 16
+    bias_alignment_bytes: int = 0  # width of a copy of the bias; 0: read element by element
+    producer_warps: int = 0  # warps of a thread block that only copy
+    head_flags: int = 0  # recompute only heads with these flags; 0: compute all heads
+    smem_bytes: int = 0  # dynamic shared memory; a compile-time constant of Hopper kernels
+    pair: bool = False  # two thread blocks (a cluster) hold half of the columns each
+    functions: str = field(default="", repr=False)  # replaces the text of src/functions.cuh
 
     @property
     def threads(self) -> int:
@@ -54,9 +54,9 @@ class KernelKey:
         return self.block_q, self.block_k
 
     def defines(self) -> tuple[str, ...]:
-        """List the compiler's ``-D`` options, one for each field, in the order of the fields.
+        """Return the compiler's ``-D`` options, one per field and in their order.
 
-        Of the text of functions it is a digest.
+        The text of `functions` is represented by its digest.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["functions"] = _digest(self.functions)
@@ -64,11 +64,11 @@ class KernelKey:
 
 
 def _digest(text: str) -> str:
-    """Write a number that stands for a text, 0 for none."""
+    """Return a 64-bit digest of a text as C++ reads it, 0 for no text."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"0x{digest}ull" if text else "0"
 
 
 def _text(value: str | int) -> str:
-    """Write a value as C++ reads it: an absent type is ``void``, a truth value 0 or 1."""
+    """Write a value as C++ reads it: an absent type is ``void``, a bool 0 or 1."""
     return (value or "void") if isinstance(value, str) else str(int(value))

@@ -1,14 +1,14 @@
-"""Dynamic shared memory of every kernel, as its CUDA source lays it out: the one place."""
+"""Shared memory of every kernel, as its CUDA source lays it out."""
 
 from tileattn.kernels.cuda.tuning import TileSize
 
-RESERVED = 1024  # bytes that the system takes from an SM for each thread block
-HOPPER_LIMIT = 227 * 1024  # bytes that a thread block may have on compute capability 9.0
-HOPPER_STATIC = 2048  # bytes of static shared memory of a Hopper kernel, at most
-HOPPER_GROUP_ROWS = 64  # queries of a warpgroup
-_DQ_COPY_BYTES = 64 * 32 * 4  # what one bulk copy adds to dQ in device memory
-DAUX_WINDOW_BYTES = 64 * 1024  # of sums that threads have for themselves, at most
-_NARROW_DIM = 128  # of a tile with all that the Hopper backward kernels have
+RESERVED = 1024  # bytes of an SM that CUDA reserves for each thread block
+HOPPER_LIMIT = 227 * 1024  # bytes per thread block on compute capability 9.0
+HOPPER_STATIC = 2048  # upper bound of the static shared memory of a Hopper kernel, in bytes
+HOPPER_GROUP_ROWS = 64  # rows of a warpgroup's wgmma
+_DQ_COPY_BYTES = 64 * 32 * 4  # float32 sums that one bulk copy adds to dQ in device memory
+DAUX_WINDOW_BYTES = 64 * 1024  # upper bound of the private sums of all threads of a thread block
+_NARROW_DIM = 128  # largest head dimension at which dK and dV of a whole tile fit in registers
 
 
 def generic_bytes(
@@ -16,8 +16,8 @@ def generic_bytes(
 ) -> int:
     """Count the dynamic shared memory of a generic kernel.
 
-    ``size`` is bytes of an element, ``bias_size`` of one of the bias: 0 where it is not copied
-    there.
+    ``size`` is the bytes of an element of q; ``bias_size`` is that of the bias, 0 if the bias is
+    not copied to shared memory.
     """
 
     def tiled(rows: int, columns: int, size: int = size) -> int:
@@ -26,7 +26,7 @@ def generic_bytes(
     if tile.pair:
         dim, value = dim // 2, value // 2
     shares_scores = tile.warps_n > 1 or tile.pair
-    warps = {"backward_dkdv": tile.warps_m}.get(kernel, tile.warps_n)  # side by side along keys
+    warps = tile.warps_m if kernel == "backward_dkdv" else tile.warps_n  # side by side along keys
     bias = warps * tiled(tile.block_q, tile.block_k // warps, bias_size) if bias_size else 0
     q, out = tiled(tile.block_q, dim), tiled(tile.block_q, value)
     k, v = tiled(tile.block_k, dim), tiled(tile.block_k, value)
@@ -46,22 +46,23 @@ def generic_bytes(
 
 
 def generic_static_bytes(kernel: str, tile: TileSize, size: int) -> int:
-    """Bound the static shared memory of a generic kernel: statistics, and what warps exchange."""
+    """Bound the static shared memory of a generic kernel: row statistics and exchanged sums."""
     if kernel in ("backward_dbias", "backward_daux"):
         return 0
-    number, passes = max(size, 4), 2  # each of the passes has its own
+    number, passes = max(size, 4), 2  # the fast and the NaN-safe pass have their own
     used = 128
     if kernel == "backward_dkdv":
         used += passes * 2 * tile.stages * tile.block_q * number
     elif tile.warps_n > 1:
         used += 2 * tile.warps_n * tile.block_q * number
-    return -(-used // 1024) * 1024  # where the tiles begin
+    return -(-used // 1024) * 1024  # the alignment of the tiles after it
 
 
 def split_bytes(tile: TileSize, dim: int, value: int, size: int) -> int:
-    """Count the dynamic shared memory of the kernel over splits of the keys.
+    """Count the dynamic shared memory of the split-KV kernel.
 
-    It has the queries, and for each slice of warps its stages; in the end the sums of the slices.
+    It holds the queries and the stages of each slice of warps. The sums of the slices replace them
+    at the end.
     """
     stages = tile.warps_n * tile.stages
     tiles = _tiled(tile.block_q, dim, size)
@@ -70,15 +71,12 @@ def split_bytes(tile: TileSize, dim: int, value: int, size: int) -> int:
 
 
 def split_static_bytes(tile: TileSize, number: int) -> int:
-    """Count its static shared memory, up to where the tiles begin: two numbers of each row."""
+    """Count the static shared memory of the split-KV kernel: two numbers per row and slice."""
     return -(-tile.warps_n * tile.block_q * 2 * number // 1024) * 1024
 
 
 def latent_bytes(tile: TileSize, dim: int) -> int:
-    """Count the dynamic shared memory of the kernel for latent attention.
-
-    It has the queries, the stages of keys, and P.
-    """
+    """Count the dynamic shared memory of the latent kernel: queries, stages of keys, and P."""
     keys = tile.stages * _swizzled(tile.block_k, dim)
     return _swizzled(tile.block_q, dim) + keys + _swizzled(tile.block_q, tile.block_k)
 
@@ -86,9 +84,9 @@ def latent_bytes(tile: TileSize, dim: int) -> int:
 def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
     """Count the dynamic shared memory of the Hopper forward kernel.
 
-    It has the stages of keys and values, the queries, and a tile of the bias; as far as they fit,
-    also 64 columns of the output, and the next queries of some warpgroups. Each group has them for
-    itself. ``bias_size`` is as in `generic_bytes`.
+    Each group of warps holds the stages of keys and values, its queries and a tile of the bias.
+    If they fit, it also holds 64 columns of the output, and the next queries of some warpgroups.
+    ``bias_size`` is as in `generic_bytes`.
     """
     queries = _swizzled(HOPPER_GROUP_ROWS, dim)
     stages = tile.stages * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
@@ -107,13 +105,18 @@ def hopper_backward_bytes(
 ) -> int:
     """Count the dynamic shared memory of the Hopper backward kernels.
 
-    They have k and v; stages of dout, and one more of q; two tiles of dS; three dQ tiles for each
-    warpgroup, or two with a bias, and a tile of that. Where queries are no multiple of 64, dQ is
-    transposed: there is one tile of dS, and one of dQ. With three stages dQ is staged beside
-    dP: dout has one less, and there is one tile of dS. Where halves of a tile take turns there are
-    as many stages of q as of dout, and one tile of dS. Wide heads, of 64 keys, have as many stages
-    of q, too, and two tiles of P in place of dS and dQ. A kernel that repairs has k twice and two
-    tiles of dS; as many stages of q as of dout where dQ is transposed, and one dQ tile for halves.
+    All hold k, v, stages of q and of dout, and with a bias one tile of it. The rest differs:
+
+    * normally: one stage of q more than of dout, two tiles of dS, and per warpgroup three dQ tiles
+      (two with a bias);
+    * three stages: dQ is staged beside dP, so dout has one stage less and dS one tile;
+    * queries no multiple of 64: dQ is transposed, with one tile of dS and one of dQ;
+    * above 128 columns: halves of a tile take turns, with as many stages of q as of dout and one
+      tile of dS;
+    * 64 keys (wide heads): as many stages of q as of dout, and two tiles of P instead of dS and dQ.
+
+    A kernel that ``repairs`` holds k twice and two tiles of dS. If dQ is transposed it has as many
+    stages of q as of dout; for halves it has one dQ tile.
     """
     rows, keys, stages = tile.block_q, tile.block_k, tile.stages
     wide = keys == HOPPER_GROUP_ROWS
@@ -136,7 +139,7 @@ def hopper_backward_bytes(
 def hopper_wide_dq_bytes(tile: TileSize, dim: int, value: int) -> int:
     """Count the dynamic shared memory of the Hopper kernel for dq of wide heads.
 
-    It has its queries and dout, and stages that take keys and values in turn.
+    It holds its queries and dout, and stages that hold keys and values alternately.
     """
     rows = _swizzled(tile.block_q, dim) + _swizzled(tile.block_q, value)
     return rows + tile.stages * _swizzled(tile.block_k, max(dim, value))
@@ -145,7 +148,7 @@ def hopper_wide_dq_bytes(tile: TileSize, dim: int, value: int) -> int:
 def hopper_ds_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
     """Count the dynamic shared memory of the Hopper kernels that sum dS.
 
-    They have a tile of each operand and of the bias; and for each warp, a sum of every key.
+    They hold a tile of each operand and of the bias, and one sum per warp and key.
     """
     rows, keys = tile.block_q, tile.block_k
     tiles = _swizzled(rows, dim) + _swizzled(keys, dim)
@@ -154,11 +157,11 @@ def hopper_ds_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) ->
 
 
 def _tiled(rows: int, columns: int, size: int) -> int:
-    """Bytes of a tile whose rows have 64, or whole times 128; none where elements have none."""
+    """Return the bytes of a tile whose rows are padded to 64 or a multiple of 128 bytes."""
     used = columns * size
     return rows * (64 if used <= 64 else -(-used // 128) * 128) if used else 0
 
 
 def _swizzled(rows: int, columns: int) -> int:
-    """Bytes of a tile of 16-bit elements in columns of 128 bytes, as TMA swizzles them."""
+    """Return the bytes of a tile of 16-bit elements with TMA's 128-byte swizzle."""
     return rows * 128 * -(-columns // 64)

@@ -1,8 +1,7 @@
-"""From a key to machine code: NVRTC compiles it, and the disk cache keeps it.
+"""Compile the kernel of a key with NVRTC, or read it from the disk cache.
 
-NVRTC is called directly. CuPy's own way of compiling adds ``-ftz=true``, which would flush the
-subnormal numbers of float32 to zero, and keeps what it compiled under a name that an edit in an
-included header does not change.
+NVRTC is called directly. CuPy's ``RawModule`` adds ``-ftz=true``, which flushes float32 subnormals
+to zero, and its cache does not notice edits of included headers.
 """
 
 import functools
@@ -19,44 +18,57 @@ from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.cuda.families.key import KernelKey
 
 SOURCES = Path(__file__).parents[1] / "src"
-FUNCTIONS = "functions.cuh"  # whose text a key may replace
+FUNCTIONS = "functions.cuh"  # a key with `functions` brings its own text for this header
 
 OPTIONS = (
     "-std=c++17",
     "-default-device",
-    "-lineinfo",  # profilers and compute-sanitizer name the line; the code is the same
-    "--ptxas-options=-v",  # registers and spills go to the log
+    "-lineinfo",  # for profilers and compute-sanitizer; the machine code is the same
+    "--ptxas-options=-v",  # report registers and spills in the log
 )
 
 TROUBLE: tuple[str, ...] = ()
-"""Definitions that tools/stress_gpu.py adds before the first kernel is loaded."""
+"""Compiler options that tools/stress_gpu.py adds before the first kernel is loaded."""
 
 _INSTALL = (
     "pip install 'cupy-cuda13x[ctk]' brings CuPy and NVRTC for drivers from 580 on, "
     "'cupy-cuda12x[ctk]' for older ones"
 )
 
-_END = 1 << 16  # bytes that are read at either end of a library
+_END = 1 << 16  # bytes at either end of the NVRTC library that identify its build
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What the compiler made of a key; of PTX only the driver will know the resources."""
+    """A compiled kernel. The resources of PTX are None: only the driver knows them."""
 
-    image: bytes  # machine code (cubin), or PTX where that was asked for
-    log: str  # warnings and the use of resources
-    cached: bool  # whether it came from the disk cache
-    registers: int | None  # of a thread
-    spill_bytes: int | None  # for want of registers, outside of the functions that it calls
+    image: bytes  # machine code (cubin), or PTX
+    log: str  # warnings and resources
+    cached: bool  # True if it was read from the disk cache
+    registers: int | None  # per thread
+    spill_bytes: int | None  # per thread, without the functions that the kernel calls
 
 
 def compiled(
     key: KernelKey, arch: str, folders: tuple[Path, ...] = (SOURCES,), *, force: bool = False
 ) -> Compiled:
-    """Compile a kernel, or fetch it from the disk cache. No GPU is needed.
+    """Compile a kernel, or read it from the disk cache. No GPU is needed.
 
-    ``arch`` is ``sm_90a`` and the like for machine code, ``compute_90`` and the like for PTX;
-    ValueError where NVRTC does not know it. ``force`` compiles even what the cache has.
+    Parameters
+    ----------
+    key : KernelKey
+        The kernel.
+    arch : str
+        A name like ``sm_90a`` for machine code, or like ``compute_90`` for PTX.
+    folders : tuple of Path
+        Folders of the sources.
+    force : bool
+        Compile the kernel even if it is in the cache.
+
+    Raises
+    ------
+    ValueError
+        If NVRTC does not know ``arch``.
     """
     options, (texts, sources) = _options(key, checked_arch(arch)), sources_in(folders)
     made_from = sources, compiler_name(), _build(), options
@@ -64,7 +76,7 @@ def compiled(
     body = found = None if force else cache.read(inputs)
     if body is None:
         with cache.alone(inputs):
-            # Of processes that start together the first has made it by now.
+            # Another process may have compiled it while this one waited.
             body = found = None if force else cache.read(inputs)
             if body is None:
                 own = {FUNCTIONS: key.functions} if key.functions else {}
@@ -77,7 +89,7 @@ def compiled(
 
 @functools.cache
 def sources_in(folders: tuple[Path, ...]) -> tuple[dict[str, str], str]:
-    """Read the sources by name, and the digest of them all; a process does so once."""
+    """Read the sources by name, and the digest of all of them, once per process."""
     texts = {
         path.name: path.read_text(encoding="utf-8")
         for folder in folders
@@ -88,7 +100,7 @@ def sources_in(folders: tuple[Path, ...]) -> tuple[dict[str, str], str]:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Give the version of NVRTC, or raise BackendUnavailableError."""
+    """Return the version of NVRTC, or raise BackendUnavailableError."""
     version: tuple[int, int] = _nvrtc().getVersion()
     return version
 
@@ -100,10 +112,10 @@ def known_archs() -> tuple[int, ...]:
 
 
 def best_arch(capability: tuple[int, int], known: Iterable[int]) -> str:
-    """Choose the best that a compiler, which knows 75 for 7.5, can do for a GPU.
+    """Choose the target for a GPU among those that the compiler knows, as 75 for 7.5.
 
-    Machine code for the GPU or for an older one of its generation; PTX, which the driver
-    translates, where the compiler does not know the generation.
+    Prefer machine code for the GPU, or for an older one of its generation. If the compiler does not
+    know the generation, choose PTX, which the driver translates.
     """
     number = 10 * capability[0] + capability[1]
     best = max((arch for arch in known if arch <= number), default=0)
@@ -115,27 +127,29 @@ def best_arch(capability: tuple[int, int], known: Iterable[int]) -> str:
             )
         raise BackendUnavailableError(f"the GPU has compute capability {number / 10}: {needs}")
     if best == number == 90:
-        return "sm_90a"  # with wgmma and setmaxnreg, which sm_90 leaves out
+        return "sm_90a"  # sm_90 lacks wgmma and setmaxnreg
     return f"{'sm' if best // 10 == capability[0] else 'compute'}_{best}"
 
 
 def checked_arch(arch: str) -> str:
-    """Return a name that NVRTC knows as it is, or raise ValueError."""
+    """Return the name if NVRTC knows it, else raise ValueError."""
     number = re.fullmatch(r"(?:sm|compute)_(\d+)[a-z]?", arch)
     if number is None or int(number[1]) not in known_archs():
         names = ", ".join(f"sm_{known}" for known in known_archs())
-        raise ValueError(f"arch was {arch!r}; {compiler_name()} compiles for {names}, sm_90a")
+        raise ValueError(
+            f"arch must be a target of {compiler_name()} ({names}, sm_90a); got {arch!r}"
+        )
     return arch
 
 
 def resources(log: str, kernel: str) -> tuple[int | None, int | None]:
-    """Read registers and bytes spilled of a kernel from the compiler's log."""
+    """Read the registers and the spilled bytes of a kernel from the compiler's log."""
     _, found, rest = log.partition(f"Compiling entry function '{kernel}'")
     if not found:
         return None, None
     part = rest.partition("Compiling entry function")[0]
     registers = re.search(r"Used (\d+) registers", part)
-    # Lines of the same form follow for functions that it calls: those are off the fast path.
+    # Lines of the same form follow for the functions that it calls, which are off the fast path.
     own = rf"Function properties for {kernel}\n.* (\d+) bytes spill stores, (\d+) bytes spill loads"
     spills = re.search(own, part)
     return (
@@ -152,12 +166,13 @@ def compiler_name() -> str:
 
 @functools.cache
 def _build() -> str:
-    """Tell builds of one version of NVRTC apart: ptxas, which is part of it, changes between them.
+    """Identify the build of NVRTC: its ptxas changes between builds of one version.
 
-    The library's size, and a digest of its first and last bytes. An ELF file has its build ID
-    there, and a Windows one its time stamp and checksum; all of its 140 MB would take 80 ms.
+    The identity is the size of the library and a digest of its first and last bytes, where an ELF
+    file has its build ID and a Windows DLL its time stamp and checksum. A digest of all 140 MB
+    would take 80 ms.
     """
-    from cuda.pathfinder import load_nvidia_dynamic_lib  # finds it for CuPy, and remembers
+    from cuda.pathfinder import load_nvidia_dynamic_lib  # has found it for CuPy already
 
     with Path(load_nvidia_dynamic_lib("nvrtc").abs_path).open("rb") as library:
         size = library.seek(0, os.SEEK_END)
@@ -168,13 +183,13 @@ def _build() -> str:
 
 
 def _options(key: KernelKey, arch: str) -> tuple[str, ...]:
-    # From 12.9 on NVRTC has a cache too, whose answers need not repeat the log.
+    # NVRTC 12.9 and later have a cache of their own, which may omit the log.
     own_cache = () if nvrtc_version() < (12, 9) else ("--no-cache",)
     return (*OPTIONS, *own_cache, f"-arch={arch}", *TROUBLE, *key.defines())
 
 
 def _compile(key: KernelKey, arch: str, texts: dict[str, str], options: tuple[str, ...]) -> bytes:
-    """Make log, NUL and image; the headers are given as text, so no folder on disk matters."""
+    """Return the log, NUL and the image. Headers are passed as text: NVRTC reads no files."""
     nvrtc, file = _nvrtc(), f"{key.kernel}.cu"
     if file not in texts:
         names = ", ".join(name for name in texts if name.endswith(".cu"))
@@ -191,7 +206,7 @@ def _compile(key: KernelKey, arch: str, texts: dict[str, str], options: tuple[st
         if arch.startswith("compute"):
             image: bytes = nvrtc.getPTX(program)
         else:
-            # CuPy takes the last byte for the end of a text. It is the top of a 64-bit number.
+            # CuPy strips the last byte, as if it ended a string. It is the high byte of a number.
             image = nvrtc.getCUBIN(program) + b"\0"
         log: str = nvrtc.getProgramLog(program)
         return log.strip("\0\n ").encode() + b"\0" + image
@@ -204,7 +219,7 @@ def _compile(key: KernelKey, arch: str, texts: dict[str, str], options: tuple[st
 
 @functools.cache
 def _nvrtc() -> Any:
-    """Import CuPy's binding, and make it find the library, which it does at the first call."""
+    """Import CuPy's binding and make it load the library, which it does at the first call."""
     try:
         from cupy_backends.cuda.libs import nvrtc
 

@@ -1,4 +1,4 @@
-"""From compiled code to a kernel on a device: each is loaded once, those of a call together."""
+"""Load compiled kernels on a device: each one once, the kernels of a call in parallel."""
 
 import functools
 import threading
@@ -28,24 +28,24 @@ _locks: dict[tuple[object, ...], threading.Lock] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """A kernel that is loaded on a device."""
+    """A kernel loaded on a device."""
 
     key: KernelKey
-    arch: str  # what it was compiled for
+    arch: str  # the target that it was compiled for
     function: Any  # cupy.cuda.function.Function
-    registers: int  # of a thread, as the driver reports them
-    local_bytes: int  # of a thread
-    shared_bytes: int  # of fixed size
+    registers: int  # per thread, as the driver reports them
+    local_bytes: int  # per thread
+    shared_bytes: int  # static
 
     def allow_shared(self, nbytes: int) -> None:
-        """Let a launch ask for this much shared memory of variable size: over 48 KiB needs it."""
+        """Allow launches with this much dynamic shared memory; required above 48 KiB."""
         from cupy_backends.cuda.api import driver
 
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(self.function.ptr, attribute, nbytes)
 
     def occupancy(self, threads: int, shared: int) -> int:
-        """Count the thread blocks of this size that an SM of the device runs at a time."""
+        """Return the number of thread blocks of this size that one SM runs at a time."""
         from cupy_backends.cuda.api import driver
 
         blocks: int = driver.occupancyMaxActiveBlocksPerMultiprocessor(
@@ -60,18 +60,18 @@ def load(
     arch: str | None = None,
     folders: tuple[Path, ...] = (SOURCES,),
 ) -> Kernel:
-    """Find a kernel, compiling and loading it where this is its first use on the device.
+    """Return a kernel; compile and load it at its first use on the device.
 
-    All arguments equal, the object is the same, whichever thread asks. By default the device is
-    CuPy's current one, and ``arch`` the best for it. A ``compute_75`` runs on any newer GPU, which
-    is how the code for older ones is tried.
+    Equal arguments return the same object in all threads. By default the device is CuPy's current
+    one, and ``arch`` the best target for it. Tests pass ``compute_75``, which runs on any newer
+    GPU, to try the code for older ones.
     """
     if device is None:
         device = int(_runtime().getDevice())
     name = (key, device, arch, folders)
     kernel = _loaded.get(name)
     if kernel is None:
-        # A lock of its own for each kernel: several compile at the same time.
+        # One lock per kernel: several compile at the same time.
         with _locks.setdefault(name, threading.Lock()):
             kernel = _loaded.get(name)
             if kernel is None:
@@ -82,11 +82,11 @@ def load(
 
 
 def load_all(keys: Sequence[KernelKey], folders: tuple[Path, ...] = (SOURCES,)) -> list[Kernel]:
-    """Find the kernels of a call on CuPy's current device; those that are new are made together.
+    """Return the kernels of a call on CuPy's current device; compile new ones in parallel.
 
-    The compiler holds no lock while it works, so a thread for each makes the time of the first call
-    that of its slowest kernel. The error raised is that of the first key that fails; notes tell of
-    the others. No thread goes on behind it.
+    NVRTC releases the GIL, so with one thread per kernel the first call takes as long as its
+    slowest kernel. The error of the first key that fails is raised, with notes about the others.
+    All threads have ended by then.
     """
     device = int(_runtime().getDevice())
     new = [key for key in dict.fromkeys(keys) if (key, device, None, folders) not in _loaded]
@@ -102,16 +102,16 @@ def load_all(keys: Sequence[KernelKey], folders: tuple[Path, ...] = (SOURCES,)) 
 def _failures(
     keys: Sequence[KernelKey], device: int, folders: tuple[Path, ...]
 ) -> list[BaseException]:
-    """Load kernels in a thread each, and return what was raised.
+    """Load each kernel in a thread of its own, and return the errors.
 
-    Nothing is loaded where no thread can be started, as while the interpreter exits.
+    Load nothing if no thread can be started, for example while the interpreter exits.
     """
     try:
-        from concurrent.futures import ThreadPoolExecutor, wait  # which fails while it exits
+        from concurrent.futures import ThreadPoolExecutor, wait  # fails while Python exits
 
         with ThreadPoolExecutor(len(keys), "tileattn-compile") as pool:
             asked = [pool.submit(load, key, device, None, folders) for key in keys]
-            wait(asked)  # in here, so that an interrupt is raised when the threads have ended
+            wait(asked)  # inside `with`: an interrupt is raised after the threads have ended
     except RuntimeError:
         return []
     return [error for future in asked if (error := future.exception())]
@@ -119,8 +119,8 @@ def _failures(
 
 @functools.cache
 def arch_of(device: int) -> str:
-    """Choose what to compile for on a device; see `best_arch`."""
-    _runtime()  # where there is no GPU, this says so
+    """Choose the target to compile for on a device; see `best_arch`."""
+    _runtime()  # raises if there is no GPU
     import cupy
 
     digits = cupy.cuda.Device(device).compute_capability
@@ -129,8 +129,8 @@ def arch_of(device: int) -> str:
 
 @functools.cache
 def _runtime() -> Any:
-    """Give CuPy's runtime, once it has found a GPU: a loaded kernel is then found in a moment."""
-    nvrtc_version()  # where CuPy is missing, this says what to install
+    """Return CuPy's runtime, after one check that there is a GPU."""
+    nvrtc_version()  # raises if CuPy is missing, and says what to install
     import cupy
 
     try:
@@ -138,7 +138,7 @@ def _runtime() -> Any:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise BackendUnavailableError(
             f"the GPU cannot be used ({error}); nvidia-smi shows what the driver sees, and "
-            "backend='numpy' needs none"
+            "backend='numpy' needs no GPU"
         ) from error
     return cupy.cuda.runtime
 
@@ -156,8 +156,8 @@ def _placed(key: KernelKey, arch: str, made: Compiled, device: int) -> Kernel:
             if error.status not in _REFUSED:
                 raise
             raise BackendUnavailableError(
-                f"the driver of GPU {device} does not take what {compiler_name()} made for {arch} "
-                f"({error}); install a newer driver, or CuPy for the CUDA of this one: "
+                f"the driver of GPU {device} rejects what {compiler_name()} compiled for {arch} "
+                f"({error}); install a newer driver, or CuPy for the CUDA version of this one: "
                 "pip install 'cupy-cuda12x[ctk]'"
             ) from error
         function = module.get_function(key.kernel)
