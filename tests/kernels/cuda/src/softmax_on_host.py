@@ -134,7 +134,7 @@ constexpr int NT = BLOCK_K / 8, COLUMNS = 2 * NT;
 
 // Two rows of scores over `tiles` tiles of a lane's columns, in one of the ways of the forward
 // kernels: out, lse, and the largest P that was rounded.
-template <int THRESHOLD, RowMaxMode MODE, bool BY_SUMS, bool FIRST_PASS>
+template <int THRESHOLD, RowMaxMode MODE, bool SHIFT_FROM_SUMS, bool FIRST_PASS>
 void attend(const float* s, int tiles, int Dv, const float* v, float scale_log2, float scale,
             float sink, bool all_large, float* out, float* lse, float* most) {
     const int n_keys = tiles * COLUMNS;
@@ -153,7 +153,7 @@ void attend(const float* s, int tiles, int Dv, const float* v, float scale_log2,
             else
                 state.add_sums(sums);
         } else {
-            state.template update<THRESHOLD, MODE, BY_SUMS>(x, scale_log2, LoneWarp(), rescale);
+            state.template update<THRESHOLD, MODE, SHIFT_FROM_SUMS>(x, scale_log2, LoneWarp(), rescale);
         }
         for (int half = 0; half < 2; ++half) {
             for (int d = 0; d < Dv; ++d) out[half * Dv + d] *= rescale[0][half];

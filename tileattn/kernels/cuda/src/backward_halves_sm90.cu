@@ -35,16 +35,6 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if (partial) zero_past_end<HEAD_DIM>(p, q, work, tile * BLOCK_Q, warpgroup);
         gemm_async<Element, HEAD_DIM>(s, smem.k(), keys0, q);
     };
-    auto mask = [&] {
-        s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
-        const AttentionMask attn_mask(p, work.sequence(p), work.window, h);
-#pragma unroll
-        for (int n = 0; n < QT; n += CHUNK) {
-            begin_chunk<CHUNKED>(s);
-            s.masked_fill_positions(attn_mask, n, n + CHUNK);
-            end_chunk<true>(s, n + CHUNK, infinity<Accum>());
-        }
-    };
     // The half that begins with atom n.
     auto softmax = [&](int n) {
         exponentiate(ScoreMod(p, work.b, h), smem.storage.lse_log2[pipe.stage], s, n, n + HALF);
@@ -104,7 +94,16 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         issue_dp(0);
         warpgroup_wait<1>(s);
         s.apply(ScoreMod(p, work.b, h), inputs.bias, [](int, int, int, Accum, Accum) {});
-        if (partial) mask();
+        if (partial) {
+            s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
+            const AttentionMask attn_mask(p, work.sequence(p), work.window, h);
+#pragma unroll
+            for (int n = 0; n < QT; n += CHUNK) {
+                begin_chunk<CHUNKED>(s);
+                s.masked_fill_positions(attn_mask, n, n + CHUNK);
+                end_chunk<true>(s, n + CHUNK, infinity<Accum>());
+            }
+        }
         softmax(0);
         softmax(HALF);
         order_after(s.x[0][QT - 1][3] == infinity<Accum>());

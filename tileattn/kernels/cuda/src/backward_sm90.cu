@@ -97,11 +97,6 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         flag_non_finite(p, work, dv);
         store_gradient(p, smem, p.dv, p.dv_at, int(p.Dv), work, row0, dv, staging);
     };
-    auto store_dk = [&] {
-        dk.scale(Accum(p.scale));
-        flag_non_finite(p, work, dk);
-        store_gradient(p, smem, p.dk, p.dk_at, int(p.D), work, row0, dk, ds_pipe);
-    };
     auto load_inputs = [&] { inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q); };
     auto prologue = [&](bool partial) {
         load_inputs();
@@ -246,7 +241,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             smem.k_empty().arrive();  // safe: the branch depended on the work tile
             store_dv(ds_pipe);
         }
-        store_dk();
+        dk.scale(Accum(p.scale));
+        flag_non_finite(p, work, dk);
+        store_gradient(p, smem, p.dk, p.dk_at, int(p.D), work, row0, dk, ds_pipe);
         // All warps have read their staging memory.
         sync_warpgroup(warpgroup);
     }

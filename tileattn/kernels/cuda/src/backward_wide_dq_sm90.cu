@@ -24,6 +24,18 @@ using DoutTile = SmemTile<WARPGROUP_ROWS, VALUE_DIM>;
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
 using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
 
+// A tile of keys that the producer has found, for the consumers: they cannot tell the next one by its number.
+struct StagedTile {
+    int bits;
+
+    __device__ static StagedTile of(TileEntry entry, bool is_last) {
+        return {4 * entry.tile() + 2 * is_last + entry.bits % 2};
+    }
+    __device__ int tile() const { return bits / 4; }
+    __device__ int is_last() const { return bits & 2; }
+    __device__ int is_partial() const { return bits & 1; }
+};
+
 // Layout of dynamic shared memory: queries and dO of each warpgroup, then the stages.
 constexpr int STAGE_BYTES = KeyTile::BYTES > ValueTile::BYTES ? KeyTile::BYTES : ValueTile::BYTES;
 constexpr int ROWS_BYTES = QueryTile::BYTES + DoutTile::BYTES;
@@ -33,7 +45,7 @@ static_assert(CONSUMERS * ROWS_BYTES + STAGES * STAGE_BYTES == SHARED_BYTES, "wh
 struct SharedStorage {
     u64 q_full[CONSUMERS], q_empty[CONSUMERS], full[STAGES], empty[STAGES];
     WorkTile work_tiles[CONSUMERS];
-    int entries[STAGES];  // with tile lists, the entry of each tile of v (KeyTiles)
+    StagedTile tiles[STAGES];  // if masks leave out tiles, the tile of each stage of v
 };
 
 struct Smem {
@@ -67,19 +79,20 @@ struct Smem {
     }
 };
 
-// The key tiles that masks leave to a block of queries, ascending. An entry is four times the tile,
-// plus two for the last, plus one where it is partial. All lanes of the producer warp call.
+// The key tiles that masks leave to a block of queries, ascending, 32 at a time. All lanes of the producer
+// warp call.
+constexpr int NO_TILE = -1;
 struct KeyTiles {
     int base;
     u32 listed = 0, partial = 0;
 
     __device__ explicit KeyTiles(const WorkTile& work) : base(work.begin - WARP) {}
 
-    // The next tile, twice its number, plus one where it is partial; -1 behind the last.
+    // Return the TileEntry of the next tile, or NO_TILE after the last.
     __device__ int find(const Params& p, const WorkTile& work) {
         while (!listed) {
             base += WARP;
-            if (base >= work.end) return -1;
+            if (base >= work.end) return NO_TILE;
             const AttentionMask attn_mask(p, work.sequence(p), work.h);
             const int q0 = work.q0, own = base + int(threadIdx.x) % WARP, k0 = own * BLOCK_K;
             const int kind =
@@ -88,7 +101,7 @@ struct KeyTiles {
         }
         const int bit = __ffs(int(listed)) - 1;
         listed &= listed - 1;
-        return 2 * (base + bit) + int(partial >> bit & 1);
+        return TileEntry::of(base + bit, partial >> bit & 1);
     }
 };
 
@@ -102,14 +115,12 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
     PipelineState<1> work_pipe;
     PipelineState<STAGES> pipe;
     WorkTile work{};
-    // Claim the next work tile: long ones first.
-    auto claim = [&] {
-        const u32 index = leads() ? atomicAdd(p.tile_counter + 1, 1) : 0;
-        return int(uniform(index, PRODUCER_LANES));
-    };
+    // Claim the next work tile, longest first.
     auto find = [&] {
 #pragma unroll 1
-        while (get_work(p, claim(), work)) {
+        for (;;) {
+            const u32 index = leads() ? atomicAdd(p.tile_counter + 1, 1) : 0;
+            if (!get_work(p, int(uniform(index, PRODUCER_LANES)), work)) break;
             if (PACKED && work.q0 >= work.Nq(p)) continue;
             const u32 kv = u32(work.h) / u32(p.group);
             wait_for_rows(p, i64(work.b) * p.Hkv + kv);
@@ -144,18 +155,20 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
     };
     WorkTile own = work;
     KeyTiles tiles(own);
-    int kv = 0, entry = -1;  // the next tile of keys that is loaded, or none
-    bool looks = true;  // the next work tile has not been found
+    int kv = 0, entry = NO_TILE;  // the TileEntry to load next
+    bool looks = true;            // the next work tile has not been found
     // Each load appears once in the code: the instruction cache is small.
 #pragma unroll 1
     for (;;) {
         if (entry >= 0) {
-            const int tile = entry / 2, row = own.k_start + tile * BLOCK_K;
-            const int next = HAS_TILE_LIST ? tiles.find(p, own) : tile + 1 < own.end ? entry + 2 : -1;
+            const int tile = TileEntry{entry}.tile(), row = own.k_start + tile * BLOCK_K;
+            const int next = HAS_TILE_LIST        ? tiles.find(p, own)
+                             : tile + 1 < own.end ? entry + 2  // not partial: the window decides
+                                                  : NO_TILE;
             smem.empty(pipe.stage).wait(pipe.phase ^ 1);
             if (leads()) {
                 if (HAS_TILE_LIST)
-                    smem.storage.entries[pipe.stage] = 4 * tile + 2 * (next < 0) + entry % 2;
+                    smem.storage.tiles[pipe.stage] = StagedTile::of({entry}, next < 0);
                 smem.v(pipe.stage).load<LOAD_UNROLL>(maps.v, row, kv, own.entry(),
                                                      smem.full(pipe.stage));
             }
@@ -182,7 +195,9 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
         if (entry < 0) {
             if (work.is_end) break;
             own = work, tiles = KeyTiles(own), kv = u32(own.h) / u32(p.group);
-            entry = HAS_TILE_LIST ? tiles.find(p, own) : own.begin < own.end ? 2 * own.begin : -1;
+            entry = HAS_TILE_LIST         ? tiles.find(p, own)
+                    : own.begin < own.end ? TileEntry::of(own.begin, false)
+                                          : NO_TILE;
             if (entry < 0) work.tiles.end = work.tiles.begin = work.begin = work.end = 0;
             publish_work();
             looks = true;
@@ -202,7 +217,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     WorkTile work{};
     int tile = 0;
     Range attended{};  // keys that some query attends to
-    int entry = 0;   // as in `KeyTiles`
+    StagedTile staged{};
     Scores<false, 1, NT> s(0, 0);
     Fragment<Accum, 1, NT> dp;
     Fragment<Accum, 1, DT> dq;
@@ -234,7 +249,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         v_stage = pipe.stage;
         smem.full(v_stage).wait(pipe.phase);
         pipe.advance();
-        if constexpr (HAS_TILE_LIST) entry = smem.storage.entries[v_stage], tile = entry / 4;
+        if constexpr (HAS_TILE_LIST) staged = smem.storage.tiles[v_stage], tile = staged.tile();
         zero_unattended(smem.v(v_stage), VALUE_DIM);
         gemm_async<Element, VALUE_DIM>(dp, smem.dout(warpgroup), 0, smem.v(v_stage));
         k_stage = pipe.stage;
@@ -243,13 +258,12 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         zero_unattended(smem.k(k_stage), HEAD_DIM);
         gemm_async<Element, HEAD_DIM>(s, smem.q(warpgroup), 0, smem.k(k_stage));
     };
-    auto more = [&] { return HAS_TILE_LIST ? !(entry & 2) : tile + 1 < work.tiles.end; };
     // From S and dP to dS, as an operand of dQ.
     auto compute_ds = [&] {
         const ScoreMod score_mod(p, work.b, work.h);
         const AttentionMask attn_mask(p, work.sequence(p), work.h);
         const Dropout dropout(p, work.b, work.h);
-        const bool partial = HAS_TILE_LIST ? entry & 1 : work.tiles.is_partial(tile);
+        const bool partial = HAS_TILE_LIST ? staged.is_partial() : work.tiles.is_partial(tile);
         const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
         Fragment<Accum, 1, HAS_SCORE_GRAD ? NT : 1> slopes;
         s.row = work.q0 + row0, s.column = tile * BLOCK_K;
@@ -359,7 +373,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             //     issue dP, S of j + 1         dQ, dP, S            k(j), v(j + 1), k(j + 1)
             //     wait dQ, dP, S in turn       -                    k(j + 1)
 #pragma unroll 1
-            while (more()) {
+            while (HAS_TILE_LIST ? !staged.is_last() : tile + 1 < work.tiles.end) {
                 const int held = k_stage;
                 compute_ds();
                 wait_turn();

@@ -14,13 +14,13 @@ struct Maps {
 };
 
 // The split of this CTA, and its rows. Blocks of rows that share a split run side by side.
-struct Piece {
+struct WorkTile {
     int b, kv, row0, row_end, split, first_query, query_end, end;
     Sequence sequence;
     SlidingWindow window;
     Range keys;  // that any of the rows attends to
 
-    __device__ explicit Piece(const Params& p)
+    __device__ explicit WorkTile(const Params& p)
         : b(head(p) % int(p.B * p.Hkv) / int(p.Hkv)),
           kv(head(p) % int(p.Hkv)),
           row0(int(blockIdx.x) % blocks(p) * BLOCK_Q),
@@ -49,7 +49,7 @@ struct Piece {
 // The producer warp: load the tiles, each half once it is released. A lane for each box: keys of
 // one page.
 __device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem,
-                               const Piece& work) {
+                               const WorkTile& work) {
     const int lane = threadIdx.x % WARP, box = PAGED ? min(int(p.page), BLOCK_K) : BLOCK_K;
     const bool loads = lane * box < BLOCK_K;
     KeyRows rows(p, work.b, work.window.length);
@@ -132,7 +132,7 @@ __device__ inline void mark_bad(const Smem& smem, const Fragment<Accum, 1, VT>& 
 
 // The score warpgroup: softmax of tile j overlaps PV of tile j - 1.
 __device__ __forceinline__ void compute_scores(const Params& p, const Smem& smem,
-                                               const Piece& work, Fragment<Accum, 1, VT>& acc) {
+                                               const WorkTile& work, Fragment<Accum, 1, VT>& acc) {
     const int rows = int(p.group * p.Nq);
     auto shared_row = [&](int half) {
         return SharedRow(p, work.kv, min(work.row0 + row_of(half), rows - 1));
@@ -230,7 +230,7 @@ __device__ __forceinline__ void compute_scores(const Params& p, const Smem& smem
 }
 
 // The value warpgroup.
-__device__ __forceinline__ void multiply_values(const Smem& smem, const Piece& work,
+__device__ __forceinline__ void multiply_values(const Smem& smem, const WorkTile& work,
                                                 Fragment<Accum, 1, VT>& acc) {
     PipelineState<STAGES> pipe;
     u32 p_phase = 0;
@@ -264,7 +264,7 @@ struct RowTarget {
     int columns;
 
     // One thread of a row `writes` its statistics.
-    __device__ RowTarget(const Params& p, const Piece& work, int r, const RowSum& sum, bool writes)
+    __device__ RowTarget(const Params& p, const WorkTile& work, int r, const RowSum& sum, bool writes)
         : columns(int(p.Dv)) {
         const SharedRow row(p, work.kv, work.row0 + r);
         if (p.splits > 1) {
@@ -309,7 +309,7 @@ __device__ inline bool needs_repair(const Smem& smem, int r) {
 
 // Store this warpgroup's columns of all rows that need no repair. There is one address for each row of a
 // thread: one for each pair would be more code than the instruction cache holds.
-__device__ inline void store_columns(const Params& p, const Smem& smem, const Piece& work,
+__device__ inline void store_columns(const Params& p, const Smem& smem, const WorkTile& work,
                                      int column0, const Fragment<Accum, 1, VT>& acc) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -325,7 +325,7 @@ __device__ inline void store_columns(const Params& p, const Smem& smem, const Pi
 
 // Sum one row over some keys, by one warp and without wgmma. Masked-out keys are skipped, and so are keys
 // with a score of -infinity. sums[n] holds columns 64 * n + 2 * lane and the next.
-__device__ inline RowSum sum_row(const Params& p, const Piece& work, const SharedRow& row,
+__device__ inline RowSum sum_row(const Params& p, const WorkTile& work, const SharedRow& row,
                                  Accum (&sums)[VALUE_DIM / (2 * WARP)][2]) {
     const int lane = threadIdx.x % WARP;
     Range keys = work.window.key_range(row.i, row.i + 1);
@@ -371,7 +371,7 @@ __device__ inline RowSum sum_row(const Params& p, const Piece& work, const Share
     return sum;
 }
 
-__device__ inline void repair_rows(const Params& p, const Smem& smem, const Piece& work) {
+__device__ inline void repair_rows(const Params& p, const Smem& smem, const WorkTile& work) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll 1
     for (int r = threadIdx.x / WARP; r < work.row_end - work.row0; r += THREADS / WARP) {
@@ -385,7 +385,7 @@ __device__ inline void repair_rows(const Params& p, const Smem& smem, const Piec
 }
 
 // Load the queries, with zeros for missing rows and columns. Each warp loads a row at a time.
-__device__ inline void load_queries(const Params& p, const Smem& smem, const Piece& work) {
+__device__ inline void load_queries(const Params& p, const Smem& smem, const WorkTile& work) {
     const int rows = work.row_end - work.row0, bytes = int(p.D) * int(sizeof(Element));
 #pragma unroll 1
     for (int r = threadIdx.x / WARP; r < BLOCK_Q; r += THREADS / WARP) {
@@ -412,7 +412,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     const Smem smem{shared_address(tensors), storage};
     const int warpgroup = warpgroup_index();
     wait_for_prerequisites();
-    const Piece work(p);
+    const WorkTile work(p);
     if (work.is_empty() && p.splits > 1) return;  // forward_combine does not read the sums of an empty split
     if (threadIdx.x == 0) smem.init();
     if (threadIdx.x < BLOCK_Q) {

@@ -48,10 +48,10 @@ __device__ inline void zero_non_finite(const ValueTile& v, int slice_thread) {
     }
 }
 
-struct Piece {
+struct WorkTile {
     int b, kv, row0, split;
 
-    __device__ explicit Piece(const Params& p) {
+    __device__ explicit WorkTile(const Params& p) {
         const int blocks = block_count<BLOCK_Q>(p, p.group * p.Nq), heads = int(p.B * p.Hkv);
         const int head = int(blockIdx.x) / blocks;
         const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hkv), head % heads,
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     overlap_launches();
     extern __shared__ __align__(1024) char memory[];
     __shared__ Accum row_sums[WARPS_N][BLOCK_Q][2];
-    const Piece work(p);
+    const WorkTile work(p);
     const Sequence sequence(p, work.b);
     const int rows = int(p.group * sequence.Nq), row_end = min(work.row0 + BLOCK_Q, rows);
     // No block, or another kernel's.
@@ -120,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const SlidingWindow window(p, sequence);
     const int first_query = SharedRow(p, work.kv, work.row0).i;
     const int query_end = SharedRow(p, work.kv, row_end - 1).i + 1;
-    const int piece_start = work.split * int(p.split_keys);
+    const int split_start = work.split * int(p.split_keys);
     Range keys = window.key_range(first_query, query_end);
-    keys.lo = max(keys.lo, piece_start), keys.hi = min(keys.hi, piece_start + int(p.split_keys));
+    keys.lo = max(keys.lo, split_start), keys.hi = min(keys.hi, split_start + int(p.split_keys));
     if (keys.lo >= keys.hi && p.splits > 1) return;  // nobody reads these sums
 
     const int warp = threadIdx.x / WARP, warp_m = warp % WARPS_M, slice = warp / WARPS_M;

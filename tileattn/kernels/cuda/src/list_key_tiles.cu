@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const int column = first + lane;
         const int kind = column < columns ? kinds[column] : EMPTY;
         const int n = listed.before(kind != EMPTY);
-        if (kind != EMPTY) entries[n] = 2 * column + (kind != FULL);
+        if (kind != EMPTY) entries[n] = TileEntry::of(column, kind != FULL);
     }
-    for (int n = listed.count + lane; n <= columns; n += WARP) entries[n] = END_OF_LIST - listed.count;
+    for (int n = listed.count + lane; n <= columns; n += WARP) entries[n] = TileEntry::end(listed.count);
 }

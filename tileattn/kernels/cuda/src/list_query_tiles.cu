@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const int row = first + lane;
         const int2 tile = row < rows ? ranks[i64(row) * columns] : int2{EMPTY, 0};
         const int n = listed.before(tile.x != EMPTY);
-        if (tile.x != EMPTY) entries[n] = {2 * row + (tile.x != FULL), tile.y};
+        if (tile.x != EMPTY) entries[n] = {TileEntry::of(row, tile.x != FULL), tile.y};
     }
-    for (int n = listed.count + lane; n <= rows; n += WARP) entries[n] = {END_OF_LIST - listed.count, 0};
+    for (int n = listed.count + lane; n <= rows; n += WARP) entries[n] = {TileEntry::end(listed.count), 0};
 }

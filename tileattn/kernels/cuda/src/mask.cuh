@@ -5,8 +5,28 @@
 
 constexpr int EMPTY = 0, PARTIAL = 1, FULL = 2;
 
-// Less the number of entries, it stands behind the last of a list of tiles.
-constexpr int END_OF_LIST = 0x7fffffff;
+// An entry of a list of tiles that are not empty: 2 * tile + partial. A list has one entry more than there
+// are tiles; each unused entry holds END minus the number of used ones. As in tile_lists.py.
+struct TileEntry {
+    static constexpr int END = 0x7fffffff;
+    int bits = 0;
+
+    __device__ static int of(int tile, int partial) { return 2 * tile + partial; }
+    __device__ static int end(int used) { return END - used; }
+    __device__ int tile() const { return bits / 2; }
+    __device__ bool is_partial() const { return bits % 2; }
+    __device__ int used() const { return END - bits; }  // of an unused entry
+};
+
+// A block of a block mask. The host writes -1 for an empty block, -FULL for a full one, and for a partial
+// one the index of its bits.
+struct MaskBlock {
+    int entry;
+
+    __device__ bool is_empty() const { return entry == EMPTY - 1; }
+    __device__ bool is_full() const { return entry == -FULL; }
+    __device__ bool is_partial() const { return entry >= 0; }
+};
 
 constexpr int FAR = 1 << 30;  // beyond every key and query that the host accepts, by some tiles
 
@@ -130,10 +150,10 @@ struct AttentionMask {
     // Whether the block mask lets query i attend to key j. Queries past the end count as the last.
     __device__ bool in_blocks(int i, int j) const {
         const int row = min(i, Nq - 1), key = min(j, Nk - 1);
-        const int entry = kinds[row / block_q * kinds_i + key / block_k];
-        return entry == -FULL ||
-               (entry >= 0 &&
-                bits[(i64(entry) * block_q + row % block_q) * block_k + key % block_k]);
+        const MaskBlock block{kinds[row / block_q * kinds_i + key / block_k]};
+        return block.is_full() ||
+               (block.is_partial() &&
+                bits[(i64(block.entry) * block_q + row % block_q) * block_k + key % block_k]);
     }
 
     // Kind of a tile, as far as those of the caller's own function decide, which may have other sizes.
@@ -147,7 +167,7 @@ struct AttentionMask {
         return most == EMPTY ? EMPTY : least == FULL ? FULL : PARTIAL;
     }
 
-    // Kind of a tile. Entries of a block mask are -FULL, EMPTY - 1, or the index of their bits.
+    // Kind of a tile: EMPTY, PARTIAL or FULL.
     __device__ int kind(int q0, int q1, int k0, int k1) const {
         int kind = window.kind(q0, min(q1, Nq), k0, k1);
         if (HAS_MASK && kind == FULL) kind = PARTIAL;
@@ -161,9 +181,9 @@ struct AttentionMask {
             const int last_q = (min(q1, Nq) - 1) / block_q, last_k = (min(k1, Nk) - 1) / block_k;
             for (int r = q0 / block_q; r <= last_q; ++r)
                 for (int c = k0 / block_k; c <= last_k; ++c) {
-                    const int entry = kinds[r * kinds_i + c];
-                    some = some || entry != EMPTY - 1;
-                    all = all && entry == -FULL;
+                    const MaskBlock block{kinds[r * kinds_i + c]};
+                    some = some || !block.is_empty();
+                    all = all && block.is_full();
                 }
             return !some ? EMPTY : all ? kind : PARTIAL;
         }

@@ -279,13 +279,14 @@ struct RowState {
     // goes away when the maximum rises.
     template <int RESCALE_THRESHOLD = 0,
               RowMaxMode MODE = ALL_ROWS_MAX_FIRST ? RowMaxMode::MAX_FIRST : RowMaxMode::DETECT,
-              bool BY_SUMS = false, int NT, class Group>
+              bool SHIFT_FROM_SUMS = false, int NT, class Group>
     __device__ void update(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2, const Group& group,
                            Accum (&rescale)[MT][2]) {
         Accum largest[MT][2], begin[MT][2], most[MT][2], shift[MT][2], factor[MT][2];
         row_maxima<RESCALE_THRESHOLD == 0 ? 1 : 4>(s, group, largest);
-        if constexpr (BY_SUMS) {
-            // A row begins with the maximum of its first tile, whose sums may raise it at once.
+        if constexpr (SHIFT_FROM_SUMS) {
+            // The shift of a row starts as the maximum of its first tile. The sums of the same tile may
+            // raise it at once.
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -314,7 +315,7 @@ struct RowState {
                 m[i][half] =
                     fmin(running_max<RESCALE_THRESHOLD>(m[i][half], candidate), ::largest<Accum>());
                 bool by_sum = false;
-                if constexpr (BY_SUMS) {
+                if constexpr (SHIFT_FROM_SUMS) {
                     const Accum to = raised<RESCALE_THRESHOLD>(begin[i][half], most[i][half]);
                     by_sum = begin[i][half] != -infinity<Accum>() && to != ::largest<Accum>();
                     if (by_sum) m[i][half] = to;
@@ -368,10 +369,10 @@ struct RowState {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 Accum total = exponentiate(s, i, half, softmax_scale_log2, shift[i][half]);
-                if constexpr (BY_SUMS) total *= factor[i][half];
+                if constexpr (SHIFT_FROM_SUMS) total *= factor[i][half];
                 l[i][half] = fma(l[i][half], rescale[i][half], total);
             }
-        if constexpr (BY_SUMS) s.scale_rows(factor);
+        if constexpr (SHIFT_FROM_SUMS) s.scale_rows(factor);
     }
 
     // Whether no row is large, of those that are not taken as large.

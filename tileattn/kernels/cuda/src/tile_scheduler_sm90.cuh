@@ -14,18 +14,8 @@ struct TileRange {
     __device__ bool is_partial(int tile) const { return tile < full_begin || tile >= full_end; }
 };
 
-// A tile in a list, and whether it is partial: 2 * tile + partial, as tile_lists.py on the host writes it.
-struct TileEntry {
-    int bits = 0;
-
-    __device__ int tile() const { return bits / 2; }
-    __device__ bool is_partial() const { return bits % 2; }
-};
-
-// The tiles of a block that are not empty, ascending. An entry begins with a TileEntry. A list
-// has one entry more than there are tiles; each unused entry holds END_OF_LIST minus the number of used ones.
-// Without a list, every tile is in the list at its own index, and counts as partial if the kernel evaluates
-// a mask.
+// The tiles of a block that are not empty, ascending. An entry begins with a TileEntry. Without a list, every
+// tile is in the list at its own index, and counts as partial if the kernel evaluates a mask.
 template <class Entry>
 struct TileList {
     const Entry* entries = nullptr;
@@ -40,7 +30,7 @@ struct TileList {
 
     __device__ TileEntry entry(int index) const {
         return {HAS_TILE_LIST && entries ? *reinterpret_cast<const int*>(entries + index)
-                                         : 2 * index + HAS_TILE_LIST};
+                                         : TileEntry::of(index, HAS_TILE_LIST)};
     }
     __device__ int tile(int index) const { return entry(index).tile(); }
     __device__ bool is_partial(int index) const { return entry(index).is_partial(); }
@@ -50,10 +40,10 @@ struct TileList {
     __device__ int lower_bound(int tile, int tiles) const {
         if (!HAS_TILE_LIST || !entries) return tile;
         int lo = 0, hi = tile;
-        if (tile == tiles) lo = hi = END_OF_LIST - entry(tiles).bits;
+        if (tile == tiles) lo = hi = entry(tiles).used();
         while (lo < hi) {
             const int middle = (lo + hi) / 2;
-            if (entry(middle).bits < 2 * tile)
+            if (entry(middle).bits < TileEntry::of(tile, false))
                 lo = middle + 1;
             else
                 hi = middle;
