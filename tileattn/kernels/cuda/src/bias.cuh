@@ -1,32 +1,31 @@
-// Layer 3. The bias of a warp's scores. Where its rows are contiguous and aligned, the warp copies
-// its share asynchronously to its own shared memory, and reads it back as an accumulator fragment;
-// in Hopper's backward kernel, one warp copies the shares of all, side by side in one tile. Else
-// each lane reads its elements one by one.
+// Layer 3. The bias of a warp's scores. If its rows are contiguous and aligned, it is staged: the warp copies
+// its part asynchronously to shared memory, and reads it as an accumulator fragment. In Hopper's backward
+// kernel one warp copies the parts of all warps into one tile. Otherwise each lane reads single elements.
 #pragma once
 
 #include "score_mod.cuh"
 
-// Of MT x NT atoms. Rows in memory are queries, which are columns of transposed scores.
+// The bias of MT x NT atoms of scores. Its rows in memory are queries: the columns of TRANSPOSED scores.
 template <bool TRANSPOSED, int MT, int NT>
 struct WarpBias {
     static constexpr bool STAGED = BIAS_ALIGNMENT_BYTES > 0;
-    static constexpr bool ONE_TILE = TRANSPOSED && PRODUCER_WARPS > 0;  // of all warps
+    static constexpr bool ONE_TILE = TRANSPOSED && PRODUCER_WARPS > 0;  // shared by all warps
     using Share = Tile<BiasElement, TRANSPOSED ? 8 * NT : 16 * MT,
                        (TRANSPOSED ? 16 * MT : 8 * NT) * (ONE_TILE ? WARPS_M : 1)>;
     static constexpr int BYTES =
-        STAGED ? Share::BYTES * (ONE_TILE ? 1 : WARPS_M * WARPS_N) : 0;  // of a group
+        STAGED ? Share::BYTES * (ONE_TILE ? 1 : WARPS_M * WARPS_N) : 0;  // for a group
 
     Share share;
 
     __device__ explicit WarpBias(char* memory)
         : share(memory + (STAGED && !ONE_TILE ? warp_of_group() * Share::BYTES : 0)) {}
 
-    // Start to copy the bias of scores from query i and key j on. It has landed once each thread
-    // has waited for its copies and the warp has converged.
+    // Start to copy the bias from query i and key j on. It has landed when each lane has waited for its copies
+    // and the warp has synchronised.
     __device__ void load(const ScoreMod& score_mod, int i, int j) const {
         static_assert(!ONE_TILE);
         if constexpr (STAGED) {
-            __syncwarp();  // all lanes have read the last share
+            __syncwarp();  // all lanes have read the previous bias
             share.template load<WARP, BIAS_ALIGNMENT_BYTES>(
                 score_mod.bias + i * score_mod.bias_i + j, score_mod.bias_i, score_mod.Nq - i,
                 score_mod.Nk - j, threadIdx.x % WARP);
@@ -34,8 +33,7 @@ struct WarpBias {
         }
     }
 
-    // The same of the one tile, by one warp with few registers. It has landed once each thread's
-    // copies have.
+    // Copy the tile of all warps, by one warp that has few registers.
     __device__ void load_tile(const ScoreMod& score_mod, int i, int j) const {
         static_assert(ONE_TILE);
         share.template load<WARP, BIAS_ALIGNMENT_BYTES, 2>(
@@ -43,12 +41,12 @@ struct WarpBias {
             score_mod.Nk - j, threadIdx.x % WARP);
     }
 
-    // Atoms n and n + 1 of row m of atoms, of scores that begin at (row, column).
+    // Read the bias of atoms (m, n) and (m, n + 1) of scores that begin at (row, column).
     __device__ void read(Accum (&x)[2][4], const ScoreMod& score_mod, int row, int column, int m,
                          int n) const {
         const Lane lane;
         BiasElement own[2][4];
-        const int first = ONE_TILE ? threadIdx.x / WARP * 16 * MT : 0;  // column of the share
+        const int first = ONE_TILE ? threadIdx.x / WARP * 16 * MT : 0;  // this warp's first column
         if constexpr (STAGED) share.template read<TRANSPOSED, 16 * MT>(own, first, 16 * m, 8 * n);
 #pragma unroll
         for (int a = 0; a < 2; ++a)
@@ -67,8 +65,8 @@ struct WarpBias {
             }
     }
 
-    // Store dbias of a bias that is not broadcast, and so contiguous, for transposed scores from
-    // query i and key j on. Overwrites the share.
+    // Store dbias from query i and key j on, if the bias is not broadcast: then dbias is contiguous. Overwrites
+    // the staged bias.
     __device__ void write(BiasElement* dbias, const ScoreMod& score_mod, int i, int j,
                           const Fragment<Accum, MT, NT>& ds) const {
         static_assert(TRANSPOSED);

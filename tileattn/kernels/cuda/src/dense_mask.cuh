@@ -1,24 +1,22 @@
-// Layer 3. The dense mask of a tile of scores, as bits in registers of the lanes that hold the
-// scores.
+// Layer 3. The dense mask of a tile of scores: bits in the registers of the lanes that hold the scores.
 #pragma once
 
 #include "mask.cuh"
 
-// Transpose the 4 x 4 bytes of four lanes that are STEP apart: byte s of lane `at` becomes byte
-// `at` of lane s.
+// Transpose the 4 x 4 bytes of four lanes, whose numbers differ by STEP: byte s of lane `at` becomes byte `at`
+// of lane s.
 template <int STEP>
 __device__ inline u32 transpose_bytes(u32 x, int at) {
     x = __byte_perm(x, __shfl_xor_sync(~0u, x, STEP), at & 1 ? 0x3715 : 0x6240);
     return __byte_perm(x, __shfl_xor_sync(~0u, x, 2 * STEP), at & 2 ? 0x3276 : 0x5410);
 }
 
-// A vector has the bytes of sixteen neighbouring keys of one query. The lanes that share a row of
-// the scores (TRANSPOSED: a column) share its loads and shuffle the bits: loads are few and wide,
-// and there is little to shuffle.
+// A vector holds the mask bytes of sixteen consecutive keys of one query. The lanes that hold a row of the
+// scores (TRANSPOSED: a column) divide its loads, and then exchange bits by shuffles. So loads are few and wide.
 template <bool TRANSPOSED, int MT, int NT>
 struct DenseMask {
     static constexpr int SHARERS = TRANSPOSED ? 8 : 4;
-    static constexpr int VECTORS = TRANSPOSED ? 2 * NT * MT : 2 * MT * (NT / 2);  // of all sharers
+    static constexpr int VECTORS = TRANSPOSED ? 2 * NT * MT : 2 * MT * (NT / 2);  // of all SHARERS
     static constexpr int LOADS = (VECTORS + SHARERS - 1) / SHARERS;
     struct alignas(16) Vector {
         u32 words[4];
@@ -35,14 +33,14 @@ struct DenseMask {
             const int i = TRANSPOSED ? column + n / (2 * MT) * 8 + lane.column(n / MT)
                                      : row + n / (NT / 2) * 8 + lane.g;
             const int j = TRANSPOSED ? row + n % MT * 16 : column + n % (NT / 2) * 16;
-            // Beyond the mask anything will do.
+            // Past the end of the mask any value will do.
             const char* const from = reinterpret_cast<const char*>(attn_mask.mask) +
                                      min(i, attn_mask.Nq - 1) * attn_mask.mask_i;
             vectors[k] = load_vector(from, attn_mask.mask_j, j, attn_mask.Nk);
         }
     }
 
-    // Keys j to j + 15 of a row. One load of MASK_VECTOR_WIDTH keys does not cross its end.
+    // Load keys j to j + 15 of a row. No load of MASK_VECTOR_WIDTH keys crosses the end of the row.
     __device__ static Vector load_vector(const char* from, i64 step, int j, int Nk) {
         if constexpr (MASK_VECTOR_WIDTH == 16) {
             return *reinterpret_cast<const Vector*>(from + min(j, Nk - 16));
@@ -61,13 +59,14 @@ struct DenseMask {
         }
     }
 
-    // Shuffle to every lane the bits of its scores. All lanes call.
+    // Shuffle the bits to the lanes that hold the scores. All lanes call.
     __device__ void share() {
         const Lane lane;
         make_ones();
 #pragma unroll
         for (int k = 0; k < LOADS; k += 4) {
-            // Bytes of the first and of the last four of eight keys: two bits of each load.
+            // `low` gets the bytes of the first four of eight keys, `high` those of the last four: two bits of
+            // each load.
             u32 low = 0, high = 0;
 #pragma unroll
             for (int i = 0; i < 4 && k + i < LOADS; ++i) {
@@ -88,7 +87,7 @@ struct DenseMask {
         }
     }
 
-    // Every byte that is not 0 stands for true; nearly always it is 1.
+    // Any byte other than 0 means true. Make it 1, which it nearly always is already.
     __device__ void make_ones() {
         u32 all = 0;
 #pragma unroll
@@ -103,8 +102,8 @@ struct DenseMask {
                 word = (((word & 0x7f7f7f7f) + 0x7f7f7f7f) | word) >> 7 & 0x01010101;
     }
 
-    // Call visit(m, half, n, e, visible) for every score of this lane, in the order of the bits,
-    // which are cheapest to test that way.
+    // Call visit(m, half, n, e, visible) for every score of this lane, in the order of the bits, which is the
+    // cheapest to test.
     template <class Visit>
     __device__ void for_each(Visit visit) const {
 #pragma unroll

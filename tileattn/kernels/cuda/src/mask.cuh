@@ -1,4 +1,4 @@
-// Layer 3. The attention mask, by elements, by ranges and by tiles: as mask.py.
+// Layer 3. The attention mask: of elements, ranges and tiles. As mask.py.
 #pragma once
 
 #include "sequence.cuh"
@@ -28,14 +28,13 @@ struct MaskBlock {
     __device__ bool is_partial() const { return entry >= 0; }
 };
 
-constexpr int FAR = 1 << 30;  // beyond every key and query that the host accepts, by some tiles
+constexpr int FAR = 1 << 30;  // larger than every index of a query or key, by some tiles
 
 struct Range {
     int lo, hi;
 };
 
-// The sliding window and the length of the keys. Query i attends to keys i + begin to i + end - 1,
-// those of them from 0 to length - 1.
+// The sliding window: query i attends to keys i + begin to i + end - 1, as far as they are in 0 to length - 1.
 struct SlidingWindow {
     int Nq, length, begin, end;
 
@@ -52,15 +51,15 @@ struct SlidingWindow {
     __device__ static int clamp(i64 x) { return int(min(max(x, i64(-FAR)), i64(FAR))); }
 
     __device__ bool visible(int i, int j) const {
-        // One comparison for both sides, in arithmetic that wraps around.
+        // Unsigned arithmetic: one comparison checks both bounds.
         return u32(j - i) - u32(begin) < u32(end) - u32(begin) && u32(j) < u32(length);
     }
-    // Smallest range of all keys that queries q0 to q1 - 1 attend to.
+    // The smallest range with all keys that queries q0 to q1 - 1 attend to.
     __device__ Range key_range(int q0, int q1) const {
         const int lo = max(0, q0 + begin), hi = min(length, q1 - 1 + end);
         return q0 < q1 && lo < hi ? Range{lo, hi} : Range{0, 0};
     }
-    // Smallest range of all queries that attend to one of keys k0 to k1 - 1.
+    // The smallest range with all queries that attend to one of the keys k0 to k1 - 1.
     __device__ Range query_range(int k0, int k1) const {
         const int k_end = min(k1, length);
         const int lo = max(0, k0 - end + 1), hi = min(Nq, k_end - begin);
@@ -82,14 +81,14 @@ struct SlidingWindow {
         if (k1 > length) return {0, 0};
         return {(lo + BLOCK_Q - 1) / BLOCK_Q, (hi < Nq ? hi : Nq + BLOCK_Q - 1) / BLOCK_Q};
     }
-    // Whether each of the queries q0 to q1 - 1 attends to each of the keys k0 to k1 - 1.
+    // True if each of the queries q0 to q1 - 1 attends to each of the keys k0 to k1 - 1.
     __device__ bool is_full(int q0, int q1, int k0, int k1) const {
         const int lo = max(0, q1 - 1 + begin), hi = min(length, q0 + end);
         return k0 >= lo && k1 <= hi;
     }
 };
 
-// The attention mask of one head: window, dense mask, block mask and the caller's own function.
+// The attention mask of one head: window, dense mask, block mask and mask_mod.
 struct AttentionMask {
     SlidingWindow window;
     const bool* mask;
@@ -133,21 +132,21 @@ struct AttentionMask {
           tile_k(int(p.kinds_tile_k)),
           group(int(p.group)) {}
 
-    // The query of a row of a tile.
+    // The query of a row of a tile. With SPLIT_KV a row is a query of one head.
     __device__ int query(int row) const { return SPLIT_KV ? row / group : row; }
 
-    // Whether query i < Nq attends to key j.
+    // True if query i < Nq attends to key j.
     __device__ bool visible(int i, int j) const {
         return window.visible(i, j) && (!HAS_MASK || mask[i * mask_i + j * mask_j]) &&
                (!HAS_BLOCK_MASK || in_blocks(i, j)) && (!HAS_MASK_MOD || by_function(i, j));
     }
 
-    // Whether the caller's own function lets query i attend to key j; past an end as at it.
+    // True if mask_mod lets query i attend to key j. Indices past the end count as the last.
     __device__ bool by_function(int i, int j) const {
         return function.visible(min(i, Nq - 1), min(j, Nk - 1));
     }
 
-    // Whether the block mask lets query i attend to key j. Queries past the end count as the last.
+    // True if the block mask lets query i attend to key j. Indices past the end count as the last.
     __device__ bool in_blocks(int i, int j) const {
         const int row = min(i, Nq - 1), key = min(j, Nk - 1);
         const MaskBlock block{kinds[row / block_q * kinds_i + key / block_k]};
@@ -156,7 +155,7 @@ struct AttentionMask {
                 bits[(i64(block.entry) * block_q + row % block_q) * block_k + key % block_k]);
     }
 
-    // Kind of a tile, as far as those of the caller's own function decide, which may have other sizes.
+    // The kind of a tile according to mask_mod. tile_kinds may have tiles of another size.
     __device__ int kind_by_function(int q0, int q1, int k0, int k1) const {
         int least = FULL, most = EMPTY;
         for (int r = q0 / tile_q; r <= (q1 - 1) / tile_q; ++r)
@@ -167,7 +166,7 @@ struct AttentionMask {
         return most == EMPTY ? EMPTY : least == FULL ? FULL : PARTIAL;
     }
 
-    // Kind of a tile: EMPTY, PARTIAL or FULL.
+    // The kind of a tile.
     __device__ int kind(int q0, int q1, int k0, int k1) const {
         int kind = window.kind(q0, min(q1, Nq), k0, k1);
         if (HAS_MASK && kind == FULL) kind = PARTIAL;

@@ -1,18 +1,17 @@
-// Layer 1. Functions of float32 for calls of 16-bit elements: to a few ulp, without branches.
+// Layer 1. Branch-free float32 functions for calls with 16-bit elements, accurate to a few ulp.
 #pragma once
 
 #include "types.cuh"
 
-// Exact where the quotient is representable, so that it can be rounded down.
+// Division. Exact if the quotient is representable, so that floor(x / y) is right.
 __device__ inline float quick_quotient(float x, float y) {
-    const float up = fabs(y) < 0x1p-100f ? 0x1p24f : 1.0f;  // whose reciprocal is finite
+    const float up = fabs(y) < 0x1p-100f ? 0x1p24f : 1.0f;  // keeps the reciprocal finite
     const float divisor = y * up, inverse = reciprocal_of(divisor), first = x * up * inverse;
     const float better = fma(fma(-first, divisor, x * up), inverse, first);
     return is_finite(better) ? better : first;
 }
 
-// Below this a polynomial does, which is odd and fitted to the relative error: small arguments keep
-// their digits.
+// Below this argument an odd polynomial, fitted for relative error: small arguments keep their digits.
 constexpr float TANH_NEAR = 0.55f;
 __device__ inline float quick_tanh_near(float x) {
     const float square = x * x;

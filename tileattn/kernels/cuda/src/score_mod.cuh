@@ -1,11 +1,11 @@
-// Layer 3. Score modifiers between Q K^T and the softmax, with their slopes: as scores.py.
+// Layer 3. Score modifiers between Q K^T and the softmax, with their derivatives. As scores.py.
 #pragma once
 
 #include "quick.cuh"
 #include "sequence.cuh"
 
-// Of relative error 2 ulp: small scores keep their digits, so no difference from 1 will do. The
-// caller may know that x is below TANH_NEAR.
+// tanh, with a relative error of 2 ulp: small scores keep their digits, which 1 - 2 / (exp(2x) + 1) would lose.
+// IS_NEAR: the caller knows that |x| < TANH_NEAR.
 template <bool IS_NEAR = false>
 __device__ inline float tanh_of(float x) {
     return !IS_16_BIT ? tanhf(x) : IS_NEAR ? quick_tanh_near(x) : quick_tanh(x);
@@ -15,7 +15,7 @@ __device__ inline double tanh_of(double x) {
     return tanh(x);
 }
 
-// Of one head.
+// The score modifiers of one head.
 struct ScoreMod {
     Accum scale, softcap, scale_over_cap, slope, offset;
     const BiasElement* bias;
@@ -39,16 +39,16 @@ struct ScoreMod {
         if constexpr (HAS_BIAS) bias += b * p.bias_at.b + h * p.bias_at.h;
     }
 
-    // What multiplies a score in the exponent of 2.
+    // The factor of a score in the exponent of 2.
     __device__ Accum softmax_scale_log2() const { return FOLD ? scale * LOG2_E : LOG2_E; }
 
     __device__ Accum bias_of(int i, int j) const {
         return HAS_BIAS ? Accum(widen(bias[i * bias_i + j * bias_j])) : Accum(0);
     }
 
-    // Score of query i and key j from their dot product and bias, and the slopes of the softcap and
-    // of the caller's own function. Every operation is spelled out: kernels that compare large
-    // scores need the same bits.
+    // The score of query i and key j from their dot product x and the bias `added`; and the derivatives of the
+    // softcap and of score_mod. Every rounding is explicit, because kernels that subtract the maximum of large
+    // scores must recompute the same bits.
     template <bool IS_NEAR = false>
     __device__ Accum score(Accum x, int i, int j, Accum added, Accum& dsoftcap,
                            Accum& dfunction) const {
@@ -66,7 +66,7 @@ struct ScoreMod {
         }
         if constexpr (HAS_BIAS) x = fma(factor, x, added);
         auto finish = [&](auto s) -> Accum {
-            // Pairs past an end have scores that do not matter, of elements that are there.
+            // The score of a pair past the end does not matter, but it must read existing elements.
             if constexpr (HAS_SCORE_MOD)
                 return function.score(s, min(i, Nq - 1), min(j, Nk - 1), dfunction);
             return s;

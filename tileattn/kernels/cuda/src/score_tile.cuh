@@ -1,5 +1,4 @@
-// Layer 3. Accumulator fragments of scores: the index of each element, score modifiers, masks and
-// dropout.
+// Layer 3. Fragments of scores: the query and key of each element, score modifiers, masks and dropout.
 #pragma once
 
 #include "bias.cuh"
@@ -7,15 +6,15 @@
 #include "philox.cuh"
 #include "score_mod.cuh"
 
-// The scores of MT x NT atoms. Rows are queries; in transposed ones they are keys.
+// MT x NT atoms of scores. Rows are queries, or keys if TRANSPOSED.
 template <bool TRANSPOSED, int MT, int NT>
 struct Scores : Fragment<Accum, MT, NT> {
-    int row, column;  // of the first element of all lanes
+    int row, column;  // of the fragment's first element
 
     __device__ Scores(int row, int column) : row(row), column(column) { this->clear(); }
 
-    // Call visit(element, i, j, m, n, e) for every element of this lane, of all columns of atoms or
-    // of some.
+    // Call visit(element, i, j, m, n, e) for every element of this lane, in the columns of atoms begin to
+    // end - 1. The element belongs to query i and key j.
     template <class Visit>
     __device__ void for_each(Visit visit, int begin = 0, int end = NT) {
         const Lane lane;
@@ -30,7 +29,7 @@ struct Scores : Fragment<Accum, MT, NT> {
                 }
     }
 
-    // From Q K^T to scores. record(m, n, e, dsoftcap, dfunction) gets the slopes of the modifiers.
+    // Apply the score modifiers to Q K^T. record(m, n, e, dsoftcap, dfunction) gets their derivatives.
     template <class Record>
     __device__ void apply(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
                           Record record, int begin = 0, int end = NT) {
@@ -55,8 +54,8 @@ struct Scores : Fragment<Accum, MT, NT> {
         for (int n = begin; n < end; n += 2) for_each(visit, n, n + 2);
     }
 
-    // Whether the polynomial does for the tanh of all of a warp's elements: one vote, since each
-    // waits for its own. Several partial maxima: one alone would be a long dependency chain.
+    // True if all arguments of tanh in a warp are small enough for the polynomial. One vote for all elements,
+    // since each vote has latency. Four maxima, since a single one would be a long dependency chain.
     __device__ bool all_near(const ScoreMod& score_mod, int begin, int end) {
         Accum farthest[4] = {};
         auto visit = [&](Accum& s, int, int, int, int, int e) {
@@ -70,7 +69,7 @@ struct Scores : Fragment<Accum, MT, NT> {
 
     __device__ void masked_fill(const AttentionMask& attn_mask,
                                 const DenseMask<TRANSPOSED, MT, NT>& dense) {
-        // Most tiles that are partial for a dense mask lie wholly inside the window.
+        // With a dense mask most partial tiles lie inside the window, which then masks nothing.
         const bool inside =
             HAS_MASK && !HAS_BLOCK_MASK && !HAS_MASK_MOD &&
             (TRANSPOSED ? attn_mask.window.is_full(column, column + 8 * NT, row, row + 16 * MT)
@@ -84,8 +83,8 @@ struct Scores : Fragment<Accum, MT, NT> {
         });
     }
 
-    // A lane has two neighbouring columns of each atom: a bit for each of 16 atoms' that is below a
-    // limit, counted from the lane's first column.
+    // A lane has two neighbouring columns of each atom. Return a bit for each column of 16 atoms: it is below
+    // the limit, which counts from the lane's first column.
     __device__ static u32 columns_below(int limit) {
         const int count = max(2 * (limit >> 3) + min(limit & 7, 2), 0);
         u32 beyond;
@@ -93,8 +92,8 @@ struct Scores : Fragment<Accum, MT, NT> {
         return ~beyond;
     }
 
-    // By the window, the block mask and the caller's own function. Bits of 16 atoms become
-    // predicates, seven with an instruction: comparing each column takes twice as many.
+    // Apply the window, the block mask and mask_mod. The bits of 16 atoms become predicates, seven with one
+    // instruction (R2P). Comparing each column would take twice as many instructions.
     __device__ void masked_fill_positions(const AttentionMask& attn_mask, int begin = 0,
                                           int end = NT) {
         const Lane lane;
@@ -128,7 +127,7 @@ struct Scores : Fragment<Accum, MT, NT> {
                         if (first + bit / 2 >= end) break;
                         const int c = c1 + 8 * (bit / 2) + bit % 2;
                         bool attends = visible >> bit & 1;
-                        // Without a branch: what elements share is computed once.
+                        // No branch, so that the compiler shares work between elements.
                         if constexpr (HAS_MASK_MOD)
                             attends = attends & (TRANSPOSED ? attn_mask.by_function(c, r)
                                                             : attn_mask.by_function(r, c));
@@ -139,8 +138,7 @@ struct Scores : Fragment<Accum, MT, NT> {
             }
     }
 
-    // Zero the dropped elements of 16 columns, the atoms n and n + 1, and call record(m, n, e) for
-    // each.
+    // Zero the dropped elements of atoms n and n + 1 (16 columns), and call record(m, n, e) for each.
     template <class Record>
     __device__ void drop(const Dropout& dropout, int n, Record record) {
         if constexpr (HAS_DROPOUT)

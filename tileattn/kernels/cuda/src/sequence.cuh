@@ -1,12 +1,13 @@
-// Layer 3. Where sequences are: batch entries, or packed one behind the other. As sequences.py.
+// Layer 3. Where the rows of sequences are: in batch entries, or packed. As sequences.py.
 #pragma once
 
 #include "config.cuh"
 #include "params.cuh"
 
-constexpr i64 ALIGNED = -(1ll << 62);  // an offset: the last query is aligned with the last key
+constexpr i64 ALIGNED = -(1ll << 62);  // an offset that means: align the last query with the last key
 
-constexpr int ROW_PAD = 128;  // rows that heads, or packed sequences, are padded to in statistics
+// In lse_log2, delta and row_max, the rows of a head, or of a packed sequence, are padded to a multiple of this.
+constexpr int ROW_PAD = 128;
 
 template <class T>
 __device__ inline const T* rows_of(const void* data, const Rows& at, i64 b, i64 h) {
@@ -17,11 +18,11 @@ __device__ inline T* rows_of(void* data, const Rows& at, i64 b, i64 h) {
     return static_cast<T*>(data) + b * at.b + h * at.h;
 }
 
-// One sequence. Nobody has seen offsets that are on the device: whatever they say, it lies within
-// the arrays.
+// One sequence. The host has not checked lengths and offsets on the device. They are clamped, so that the
+// sequence lies within the arrays.
 struct Sequence {
-    i64 b;                         // its number: what has a batch axis has an entry of it
-    i64 q_start = 0, k_start = 0;  // its first rows among those of a head
+    i64 b;                         // its index; arrays with a batch axis have an entry for it
+    i64 q_start = 0, k_start = 0;  // its first rows in the rows of a head
     i64 Nq, Nk;
 
     __device__ Sequence(const Params& p, i64 b) : b(b), Nq(p.Nq), Nk(p.Nk) {
@@ -37,7 +38,7 @@ struct Sequence {
         rows = min(max(ends[b + 1], start), rows) - start;
     }
 
-    // Keys that exist, and the position of query 0.
+    // The number of valid keys, and the position of query 0.
     __device__ i64 length(const Params& p) const {
         const i64 given =
             p.kv_lengths ? integer_at(p.kv_lengths, p.kv_lengths_bytes, b) : p.length;
@@ -48,7 +49,7 @@ struct Sequence {
         return p.offset == ALIGNED ? length(p) - Nq : p.offset;
     }
 
-    // Entry of arrays whose rows are those of the sequence.
+    // The batch entry of q, k, v and arrays with the same rows.
     __device__ i64 entry() const { return PACKED ? 0 : b; }
 
     template <class T, class Data>
@@ -59,31 +60,31 @@ struct Sequence {
     __device__ auto keys(Data* data, const Rows& at, i64 kv) const {
         return rows_of<T>(data, at, entry(), kv) + k_start * at.n;
     }
-    // Row of the first query among those of all heads.
+    // The row of the first query in an array with the rows of all heads.
     __device__ i64 row(const Params& p, i64 h) const {
         return (entry() * p.Hq + h) * p.Nq + q_start;
     }
-    // The same in statistics, where its rows are padded, and so begin at a multiple of ROW_PAD.
+    // The same in lse_log2, delta and row_max, whose rows are padded: a multiple of ROW_PAD.
     __device__ i64 padded_row(const Params& p, i64 h) const {
         const i64 start = PACKED ? (q_start / ROW_PAD + b) * ROW_PAD : 0;
         return (entry() * p.Hq + h) * p.rows + start;
     }
 };
 
-// The blocks of a head have numbers. Block n of packed sequence b has start / BLOCK + b + n: that
-// takes no sum over sequences, and leaves few numbers without a block. `rows` are those of a head.
+// The number of blocks of a head with `rows` rows. Blocks are numbered. Block n of packed sequence b has the
+// number start / BLOCK + b + n: this needs no sum over sequences, and only few numbers have no block.
 template <int BLOCK>
 __device__ inline int block_count(const Params& p, i64 rows) {
     return int(PACKED ? rows / BLOCK + p.entries : (rows + BLOCK - 1) / BLOCK);
 }
 
-// A block of a head, by its number and that of the head among `heads` of each batch entry. Of packed
-// sequences it may lie past the end of its sequence, and is nothing then.
+// A block of a head, from its number and the index of the head, with `heads` heads in each batch entry. If
+// packed, it may lie past the end of its sequence: then there is no block.
 template <int BLOCK>
 struct HeadBlock {
     int b, h, block;
 
-    // A token has `rows` rows.
+    // Each token has `rows` rows.
     __device__ HeadBlock(const Params& p, const Integers& ends, int heads, int head, int number,
                          int rows = 1)
         : b(head / heads), h(head % heads), block(number) {
@@ -101,11 +102,12 @@ struct HeadBlock {
     }
 };
 
-// The same in the order of work, as order_query_blocks and order_key_blocks write it.
+// A block of a packed sequence in the order of work, as order_query_blocks and order_key_blocks write it.
 struct alignas(16) PackedBlock {
     int b, block, q_start, k_start, Nq, Nk;
-    int count;  // of all blocks of a head
-    // Of those that take turns: where they begin, how many they are, and of how many key heads.
+    int count;  // blocks of a head
+    // L2 swizzle: the first block of the section that this block belongs to, the number of blocks in the
+    // section, and the number of interleaved key heads.
     int first, together, heads;
     int unused[2];
 };

@@ -1,5 +1,11 @@
-// Layer 3. Online softmax: the state of some rows, updated tile by tile, as in softmax.py.
-// Exponents are of base 2. Milakov and Gimelshein, arXiv:1805.02867.
+// Layer 3. Online softmax of the rows of a warp, updated tile by tile, as in softmax.py. All exponentials have
+// base 2. Milakov and Gimelshein, arXiv:1805.02867.
+//
+// exp2(fma(score, softmax_scale_log2, -shift)) is one FFMA and one MUFU, and rounds alike for all scores of a
+// row. If the row maximum is large, that fma loses the low bits of the score, or overflows. So LARGE rows
+// (|maximum| > LARGE_ROW_MAX in units of log 2) subtract the maximum from the scores first, which is exact
+// where it matters, and then use a shift of 0. Generic kernels treat all rows as large with a bias or a
+// score_mod, which may have values such as -1e9 for masked-out keys. Hopper's kernels never do from the start.
 #pragma once
 
 #include "config.cuh"
@@ -16,7 +22,7 @@ __device__ inline void reduce_lanes(Accum (&x)[MT][2], Combine combine) {
                 x[i][half] = combine(x[i][half], __shfl_xor_sync(~0u, x[i][half], step));
 }
 
-// A warp that has all columns of its rows.
+// Reductions of a warp that has all columns of its rows.
 struct LoneWarp {
     template <int MT, class Combine>
     __device__ void all_reduce(Accum (&x)[MT][2], Combine combine) const {
@@ -24,9 +30,9 @@ struct LoneWarp {
     }
 };
 
-// The warps that share rows, each with some of the columns. They have a named barrier of their own.
+// Reductions of the warps that share rows, each with some of the columns. They use a named barrier.
 struct RowGroup {
-    int warp_m, warp_n, row0;  // this warp among rows and columns of warps, and its first row
+    int warp_m, warp_n, row0;  // this warp's place among the warps, and its first row
 
     __device__ explicit RowGroup(int rows)
         : warp_m(threadIdx.x / WARP / WARPS_N),
@@ -39,14 +45,14 @@ struct RowGroup {
                      : "memory");
     }
 
-    // One array for all reductions: each instance of a template would have its own.
+    // One array for all reductions. In all_reduce each instance of the template would have its own.
     __device__ static auto& parts() {
         __shared__ Accum parts[WARPS_N][WARPS_N > 1 ? BLOCK_Q : 1];
         return parts;
     }
 
-    // All-reduce over the four lanes of each row, then over the warps. All threads meet between two
-    // calls.
+    // All-reduce over the four lanes of each row, then over the warps. The caller synchronises all threads
+    // between two calls.
     template <int MT, class Combine>
     __device__ void all_reduce(Accum (&x)[MT][2], Combine combine) const {
         reduce_lanes(x, combine);
@@ -70,26 +76,26 @@ struct RowGroup {
     }
 };
 
-// Rows whose maximum is beyond this, in units of log 2, are large. The rounding of a smaller shift
-// changes P by no more than that to 16 bits.
+// A row is large if the absolute value of its maximum exceeds this, in units of log 2. The rounding of a
+// smaller shift changes P by no more than the rounding of P to 16 bits.
 constexpr Accum LARGE_ROW_MAX = Accum(1 << 12);
 
-// Infinity cannot be subtracted from itself: rows that have attended to nothing are shifted by 0,
-// and a maximum of infinity counts as the largest number.
+// The shift for a running maximum: 0 for a row that has attended to nothing yet, since -inf - -inf is NaN.
+// For the same reason a maximum of +infinity is stored as the largest finite number.
 __device__ inline Accum shift_of(Accum m) { return m == -infinity<Accum>() ? Accum(0) : m; }
 
-// Which rows are taken as large, as told at `RowState`. BOUNDED: none. DETECT: a row from its first
-// tile on whose maximum is beyond LARGE_ROW_MAX, with either sign. DETECT_LATE: a row once its
-// running maximum is above LARGE_ROW_MAX; one far below zero may still rise. LARGE_SCORES: all.
+// Which rows are treated as large. BOUNDED: none. DETECT: rows with |maximum of a tile| > LARGE_ROW_MAX, from
+// that tile on. DETECT_LATE: rows with a running maximum above LARGE_ROW_MAX; one far below zero may still
+// rise. MAX_FIRST: all.
 enum class RowMaxMode { BOUNDED, DETECT, DETECT_LATE, MAX_FIRST };
 
-// The exponent of 2 in all kernels: spelled out as an fma, so that all have the same bits.
+// The exponent of 2. An explicit fma, so that all kernels compute the same bits.
 __device__ inline Accum exponent(Accum s, Accum softmax_scale_log2, Accum shift) {
     return fma(s, softmax_scale_log2, -shift);
 }
 
-// The new running maximum. RESCALE_THRESHOLD is in units of log 2, as maxima times
-// softmax_scale_log2 are.
+// The new running maximum: the old one, unless the candidate exceeds it by more than RESCALE_THRESHOLD, in
+// units of log 2. Maxima have these units after multiplication by softmax_scale_log2.
 template <int RESCALE_THRESHOLD>
 __device__ inline Accum running_max(Accum m, Accum candidate, Accum softmax_scale_log2 = 1) {
     return RESCALE_THRESHOLD == 0                                     ? fmax(m, candidate)
@@ -97,18 +103,18 @@ __device__ inline Accum running_max(Accum m, Accum candidate, Accum softmax_scal
                                                                       : m;
 }
 
-// The shift of exponents for a row with a maximum, both in units of log 2: P has a power of two.
+// The shift that gives P its power of two (config.cuh), in units of log 2.
 __device__ inline Accum exponent_shift(Accum m) {
     return FORWARD_P_LOG2 == 0 ? m : m - Accum(FORWARD_P_LOG2);
 }
 
-// The largest sum of exponentials of a lane that leaves a shift as it is.
+// A lane's sum of exponentials up to this does not raise the shift.
 template <int RESCALE_THRESHOLD>
 constexpr Accum MAX_SUM = Accum(1 << (RESCALE_THRESHOLD + FORWARD_P_LOG2));
 
-// The shift of a row behind a tile, one of whose lanes has `most` as its sum of exponentials with
-// the shift before: it rises by the exponent of the sum. Where that is huge, or not finite, only
-// scores can tell by how much; a factor below 2**-126 would be lost.
+// The shift of a row after a tile. `most` is the largest sum of exponentials of a lane, with the old shift; the
+// shift rises by the binary exponent of that sum. If the sum is huge or not finite, a factor for it would
+// underflow (2**-126), and only the scores tell the right shift: return the largest number as a mark.
 template <int RESCALE_THRESHOLD>
 __device__ inline Accum raised(Accum shift, Accum most) {
     if (most <= MAX_SUM<RESCALE_THRESHOLD>) return shift;
@@ -116,15 +122,16 @@ __device__ inline Accum raised(Accum shift, Accum most) {
     return exponent < 120 ? shift + Accum(exponent - FORWARD_P_LOG2) : largest<Accum>();
 }
 
-// By how much a sink exceeds a score, held as `m`, in units of log 2: finite where the sink is.
+// By how much a sink exceeds a maximum `m`, which is in units of scores. The result is in units of log 2, and
+// finite if the sink is.
 __device__ inline Accum sink_above(Accum sink, Accum m, Accum softmax_scale) {
     const Accum above = rounded_product(fma(-m, softmax_scale, sink), LOG2_E);
     return is_finite(sink) ? clip_finite(above) : above;
 }
 
-// The softmax denominator with a sink. `shifted` is by how many units of log 2 the sink exceeds the
-// shift of the sum l. Where l is 0, nothing was attended to, and nothing was shifted. Every fma is
-// spelled out: the passes of one kernel have the same bits.
+// The softmax denominator of a row with a sink. The sink exceeds the shift of the sum l by `shifted` units of
+// log 2. If l is 0 the row attends to nothing, and only the sink counts. Every fma is explicit, so that the
+// passes of a kernel compute the same bits.
 struct Denominator {
     Accum sink, above, rescale, total;
 
@@ -134,29 +141,23 @@ struct Denominator {
           rescale(above > 0 ? exp2_of(-above) : Accum(1)),
           total(fma(l, rescale, above > 0 ? Accum(1) : exp2_of(above))) {}
 
-    // Its logarithm of base 2, less the shift. The sum itself may overflow with a large sink.
+    // log2 of the denominator, minus the shift. The denominator itself may overflow with a large sink.
     __device__ Accum log2() const { return fmax(above, Accum(0)) + log2_of(total); }
 
-    // shift and sink are in natural units.
+    // The logsumexp; shift and sink are natural logarithms.
     __device__ Accum lse(Accum shift) const {
         return fma(log2_of(total), LN_2, above > 0 ? sink : shift);
     }
 };
 
-// An exponent is fma(score, softmax_scale_log2, -shift): one instruction, with the same rounding of
-// the shift in all of a row. Where shifts are large this is too coarse, or overflows. So large rows
-// subtract the maximum from their scores first, which is exact where it matters, and have no shift.
-// A bias makes scores of any size, as -1e9 or the lowest number stand for what is masked out: with
-// a bias all rows are large, and with a function of the caller's own, but for Hopper's kernels.
+// The softmax state of 16 * MT rows.
 template <int MT>
 struct RowState {
-    // Running maximum, or less by up to the threshold: in units of log 2, or of scores in large
-    // rows.
+    // The running maximum, or up to RESCALE_THRESHOLD less. In units of log 2; in large rows, of scores.
     Accum m[MT][2];
-    Accum l[MT][2];  // this lane's share of the sum of exp2(score - m + FORWARD_P_LOG2)
-    u32 max_first;       // a bit for each row
+    Accum l[MT][2];  // this lane's part of the sum of exp2(score - m + FORWARD_P_LOG2)
+    u32 max_first;   // a bit for each row: it is large
 
-    // Where all rows are large from the beginning, maxima are exact at a threshold of 0.
     __device__ explicit RowState(bool all_max_first = ALL_ROWS_MAX_FIRST) : max_first(all_max_first ? ~0u : 0) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
@@ -168,8 +169,7 @@ struct RowState {
         return ALL_ROWS_MAX_FIRST || (max_first >> (2 * i + half) & 1);
     }
 
-    // Turn the scores of a row into exponentials, with the power of two of P, and return this lane's
-    // share of their sum.
+    // Replace the scores of a row by P, and return this lane's part of the sum.
     template <int NT>
     __device__ static Accum exponentiate(Fragment<Accum, MT, NT>& s, int i, int half,
                                          Accum softmax_scale_log2, Accum shift) {
@@ -185,7 +185,7 @@ struct RowState {
         return total;
     }
 
-    // The maximum of each row. Several partial maxima: one alone would be a long dependency chain.
+    // The maximum of each row of a tile. With PARTS > 1 there are several dependency chains.
     template <int PARTS, int NT, class Group>
     __device__ static void row_maxima(const Fragment<Accum, MT, NT>& s, const Group& group,
                                       Accum (&largest)[MT][2]) {
@@ -208,10 +208,9 @@ struct RowState {
         group.all_reduce(largest, [](Accum x, Accum y) { return fmax(x, y); });
     }
 
-    // Online softmax of a tile without maxima in most tiles, where no row is taken as large: the
-    // shift of a row is the maximum of the first tile to which it attends, and from then on follows
-    // sums, which are needed anyway. Returns whether one is to rise: then `raise_shifts` comes next,
-    // else `add_sums`.
+    // Online softmax of a tile that skips the row maximum, for bounded rows. The shift of a row starts as the
+    // maximum of the first tile to which it attends, and then follows the sums, which are needed anyway.
+    // Returns true if a shift must rise: call `raise_shifts` then, otherwise `add_sums`.
     template <int RESCALE_THRESHOLD, int NT, class Group>
     __device__ bool update_by_sums(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2,
                                    const Group& group, Accum (&sums)[MT][2]) {
@@ -247,8 +246,8 @@ struct RowState {
 #pragma unroll
             for (int half = 0; half < 2; ++half) l[i][half] += sums[i][half];
     }
-    // Rescale P, too, and return by what. Rows whose sums are huge get a shift that `all_bounded`
-    // refuses.
+    // Raise the shifts, rescale P, and return the factors for O. Rows with huge sums get the largest number as
+    // their shift, for which `all_bounded` is false.
     template <int RESCALE_THRESHOLD, int NT, class Group>
     __device__ void raise_shifts(Fragment<Accum, MT, NT>& p, const Group& group,
                                  Accum (&sums)[MT][2], Accum (&rescale)[MT][2]) {
@@ -270,13 +269,13 @@ struct RowState {
         p.scale_rows(rescale);
     }
 
-    // Online softmax of a tile: turn scores, as yet without softmax_scale_log2, into unnormalised
-    // P, and return by what O and the sums so far are rescaled. A maximum that exceeds the shift by
-    // no more than RESCALE_THRESHOLD leaves it as it is. BY_SUMS: rows that are not large have the
-    // bits of `update_by_sums`.
+    // Online softmax of a tile: replace the scores, before softmax_scale_log2, by unnormalised P, and return
+    // the factors for O. A shift rises only if the maximum exceeds it by more than RESCALE_THRESHOLD. With
+    // SHIFT_FROM_SUMS, bounded rows get the bits of `update_by_sums`.
     //
-    // Maxima are rounded up: P of rows wrongly not taken as large is too small, never infinite, and
-    // goes away when the maximum rises.
+    // The shift is rounded up, so that exp2(score - shift) <= 1 even if the shift is too coarse for the row: a
+    // large row that is not yet recognised. Its P may be too small but never infinite, and rescaling erases it
+    // once the row is treated as large.
     template <int RESCALE_THRESHOLD = 0,
               RowMaxMode MODE = ALL_ROWS_MAX_FIRST ? RowMaxMode::MAX_FIRST : RowMaxMode::DETECT,
               bool SHIFT_FROM_SUMS = false, int NT, class Group>
@@ -309,7 +308,7 @@ struct RowState {
                 old[i][half] = m[i][half];
                 if constexpr (MODE == RowMaxMode::MAX_FIRST) continue;
                 Accum candidate = product_up(largest[i][half], softmax_scale_log2);
-                // The lowest numbers are scores, too.
+                // A product that overflows to -infinity is a score, not a masked-out pair.
                 if (HAS_ANY_SCORES && largest[i][half] != -infinity<Accum>())
                     candidate = fmax(candidate, -::largest<Accum>());
                 m[i][half] =
@@ -329,8 +328,8 @@ struct RowState {
                 if constexpr (MODE == RowMaxMode::DETECT_LATE)
                     farthest = fmax(farthest, m[i][half]);
             }
-        // Large rows start over. What was summed before a row became large is shifted by its old
-        // maximum.
+        // Recompute the state of a large row. If it `was` not large before this tile, its old sum has the old
+        // shift, in units of log 2.
         auto subtract_max = [&](int i, int half, bool was) {
             const Accum from =
                 was ? old[i][half] : quotient_to_2_ulp(old[i][half], softmax_scale_log2);
@@ -348,7 +347,7 @@ struct RowState {
         };
         if (MODE != RowMaxMode::BOUNDED &&
             (MODE == RowMaxMode::MAX_FIRST || __any_sync(~0u, farthest > LARGE_ROW_MAX || max_first))) {
-            // By now m of a row that was not large is updated as of one that stays so.
+            // m of a row that was not large is already updated, as if it stayed bounded.
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -375,7 +374,7 @@ struct RowState {
         if constexpr (SHIFT_FROM_SUMS) s.scale_rows(factor);
     }
 
-    // Whether no row is large, of those that are not taken as large.
+    // True if no row that is treated as bounded is large. Marked shifts of `raised` count as large.
     __device__ bool all_bounded() const {
         bool bounded = true;
 #pragma unroll
@@ -387,8 +386,7 @@ struct RowState {
         return bounded;
     }
 
-    // A bit for each row that attends to something and whose maximum, times softmax_scale_log2, is
-    // below a limit.
+    // A bit for each row that attends to something and has a maximum, times softmax_scale_log2, below a limit.
     __device__ u32 below(Accum limit, Accum softmax_scale_log2 = 1) const {
         u32 found = 0;
 #pragma unroll
@@ -400,14 +398,13 @@ struct RowState {
         return found;
     }
 
-    // Reduce the sums over all lanes of a row, before `finalize`.
+    // Add up the sums of all lanes of a row, before `finalize`.
     template <class Group>
     __device__ void reduce_sums(const Group& group) {
         group.all_reduce(l, [](Accum x, Accum y) { return x + y; });
     }
 
-    // The first of a lane's two rows, or the second, with its whole sum. Neighbouring lanes ask for
-    // different ones.
+    // One of a lane's two rows, with its whole sum. Neighbouring lanes ask for different rows.
     __device__ RowState own_row(bool second) const {
         static_assert(MT == 1);
         RowState own = *this;
@@ -419,16 +416,15 @@ struct RowState {
         return own;
     }
 
-    // With the sink in the denominator: the factor that normalises O, dropout scale included, and
-    // the logsumexp. Scores lack softmax_scale as yet. 2 ulp are enough where O is rounded to 16
-    // bits.
+    // Return the factor that normalises O, with the dropout scale, and the logsumexp. The sink is part of the
+    // denominator. A quotient within 2 ulp is enough if O is rounded to 16 bits.
     template <bool TO_2_ULP = false>
     __device__ Accum finalize(int i, int half, Accum sink, Accum dropout_scale, Accum softmax_scale,
                               Accum& lse) {
         const Accum shift = clip_finite(m[i][half]);
         const bool in_scores = needs_max_first(i, half);
-        // A sum is 1 at least, but for the rounding of exponents, which is coarser with the power of
-        // two of P: in the logsumexp of one key near 0 it would show.
+        // A sum is at least 1, up to the rounding of the exponents, which the power of two of P makes coarser.
+        // Without this, the logsumexp of a single key with a score near 0 would show that rounding.
         Accum sum = l[i][half] * FORWARD_P_UNIT;
         if (FORWARD_P_LOG2 > 0 && sum > 0 && sum < 1) sum = 1;
         const Denominator all(
@@ -437,8 +433,8 @@ struct RowState {
         const Accum scale = dropout_scale * FORWARD_P_UNIT;
         const Accum quotient =
             TO_2_ULP ? quotient_to_2_ulp(scale, all.total) : scale / all.total;
-        // In a row with a score of infinity what is dropped is NaN, too. Without a branch: what
-        // does not depend on the quotient goes on beside it.
+        // If a row has a score of infinity, all its outputs are NaN, also with dropout: total - total is NaN
+        // then, and 0 otherwise. There is no branch, so other work overlaps with the division.
         const Accum weight = fma(quotient, all.rescale, difference(all.total, all.total));
         return all.total == 0 ? Accum(0) : weight;
     }

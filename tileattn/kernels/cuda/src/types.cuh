@@ -16,7 +16,7 @@ struct bfloat16 {
 using float32 = float;
 using float64 = double;
 
-// Accumulators are float, for float64 double.
+// The accumulator type is float; double for float64.
 template <class T>
 struct AccumOf {
     using type = float;
@@ -26,7 +26,7 @@ struct AccumOf<double> {
     using type = double;
 };
 
-// Whether float holds any sum of finite elements that fit in memory.
+// True if no sum of finite elements that fit in memory overflows float.
 template <class T>
 constexpr bool HAS_FINITE_SUMS = false;
 template <>
@@ -58,7 +58,7 @@ __device__ inline bfloat16 narrow<bfloat16>(float x) {
 #if __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
 #else
-    // To the nearest, ties to even; a NaN stays one.
+    // Round to nearest, ties to even; NaN stays NaN.
     const u32 bits = __float_as_uint(x);
     y.bits = x != x ? 0x7fff : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 #endif
@@ -89,7 +89,7 @@ __device__ inline bfloat16 narrow<bfloat16>(double x) {
     return narrow<bfloat16>(float(x));
 }
 
-// Two numbers in one register, the first in the lower half.
+// Pack two numbers into one register, the first in the lower half.
 template <class T>
 __device__ inline u32 pack(float low, float high) {
     return u32(narrow<T>(low).bits) | u32(narrow<T>(high).bits) << 16;
@@ -129,11 +129,11 @@ __device__ inline float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// To 1 ulp, of x below 1024; below -1022 it is 0. There is no branch, as exp2 has: so the compiler
-// computes several at a time, and beside an mma. The polynomial interpolates (2**f - 1) / f for f
-// from -1/2 to 1/2 at Chebyshev nodes.
+// exp2 in float64, within 1 ulp. Results below 2**-1022 are 0. Unlike exp2 it has no branch, so the compiler
+// interleaves several of them, also with an mma. The polynomial interpolates (2**f - 1) / f for f from -1/2 to
+// 1/2 at Chebyshev nodes.
 __device__ inline double exp2_of(double x) {
-    constexpr double ROUNDS = 6755399441055744.0;  // 1.5 x 2**52: a sum with it is an integer
+    constexpr double ROUNDS = 6755399441055744.0;  // 1.5 x 2**52: adding it rounds to an integer
     constexpr double FACTORS[] = {
         0x1.e9d3fe3952179p-32, 0x1.e6063f7217bc6p-28, 0x1.b524fae627834p-24, 0x1.62bfd47773353p-20,
         0x1.ffcbfc670dcd4p-17, 0x1.430913096fd9fp-13, 0x1.5d87fe78a5276p-10, 0x1.3b2ab6fba1ddap-7,
@@ -143,8 +143,8 @@ __device__ inline double exp2_of(double x) {
 #pragma unroll
     for (int n = 1; n < 12; ++n) power = fma(power, f, FACTORS[n]);
     const u32 high = u32(__double2hiint(x)), size = high & 0x7fffffff;
-    const bool small = high - 0xc08ff000 <= 0xfff00000 - 0xc08ff000;  // down to -infinity
-    const bool large = size >= 0x40900000;                            // up to infinity, and NaN
+    const bool small = high - 0xc08ff000 <= 0xfff00000 - 0xc08ff000;  // x <= -1022, or -infinity
+    const bool large = size >= 0x40900000;                            // |x| >= 1024, infinity or NaN
     const u32 own = u32(__double2hiint(power)) + (u32(__double2loint(sum)) << 20);
     const u32 limit = max(size, 0x7ff00000u);
     return __hiloint2double(int(small ? 0 : large ? limit : own),
@@ -154,7 +154,7 @@ __device__ inline double exp2_of(double x) {
 __device__ inline float log2_of(float x) { return log2f(x); }
 __device__ inline double log2_of(double x) { return log2(x); }
 
-// Each rounded by itself: the compiler may not take a product and a difference together.
+// Operations that the compiler must not contract to an fma.
 __device__ inline float difference(float x, float y) { return __fsub_rn(x, y); }
 __device__ inline double difference(double x, double y) { return __dsub_rn(x, y); }
 __device__ inline float product_up(float x, float y) { return __fmul_ru(x, y); }
@@ -162,14 +162,14 @@ __device__ inline double product_up(double x, double y) { return __dmul_ru(x, y)
 __device__ inline float rounded_product(float x, float y) { return __fmul_rn(x, y); }
 __device__ inline double rounded_product(double x, double y) { return __dmul_rn(x, y); }
 
-// To 1 ulp.
+// Within 1 ulp.
 __device__ inline float reciprocal_of(float x) {
     float y;
     asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// To 2 ulp, of divisors below 2**126.
+// Within 2 ulp, for divisors below 2**126.
 __device__ inline float quotient_to_2_ulp(float x, float y) { return __fdividef(x, y); }
 __device__ inline double quotient_to_2_ulp(double x, double y) { return x / y; }
 

@@ -1,4 +1,4 @@
-// Layer 3. The warpgroups of Hopper's kernels: consumers, and one that produces.
+// Layer 3. The warpgroups of Hopper's kernels: consumer warpgroups, and one producer warpgroup.
 #pragma once
 
 #include "config.cuh"
@@ -6,14 +6,14 @@
 #include "tma_sm90.cuh"
 
 constexpr int WARPGROUP = 4 * WARP;  // threads
-constexpr int WARPGROUP_ROWS = 64;   // rows of each in a GEMM
-constexpr int CONSUMERS = WARPS_M * WARPS_N / 4;  // consumer warpgroups; of a group, if there are several
+constexpr int WARPGROUP_ROWS = 64;   // rows of a wgmma
+constexpr int CONSUMERS = WARPS_M * WARPS_N / 4;  // consumer warpgroups of a group
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS;  // consumer warpgroups of the CTA
 static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
-// Registers of a thread, in units of 8. The producer warpgroup keeps what it needs, which is more if it
-// counts splits of the keys, and gives the rest to the consumers.
+// Registers of a thread, in units of 8 (setmaxnreg). The producer warpgroup keeps what it needs, which is more
+// if it counts splits of the keys, and gives the rest to the consumers.
 constexpr int ALL_REGISTERS = 65536 / WARPGROUP / (WARPGROUPS + 1) / 8 * 8 * (WARPGROUPS + 1);
 constexpr int NEEDED_REGISTERS = SPLIT_KV ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - NEEDED_REGISTERS) / WARPGROUPS / 8 * 8;
@@ -27,10 +27,10 @@ struct BackwardMaps {
     TensorMap q, k, v, dout;
 };
 
-// The warpgroup of this thread. Its number is CONSUMERS for the producer, if there is one group.
+// The index of this thread's warpgroup. With one group the producer warpgroup is number CONSUMERS.
 __device__ inline int warpgroup_index() { return uniform(threadIdx.x / WARPGROUP); }
 
-// Wait for all threads of a consumer warpgroup, or of all of them.
+// Wait for all threads of one consumer warpgroup, or of all consumer warpgroups.
 __device__ inline void sync_warpgroup(int warpgroup) {
     named_barrier_sync<WARPGROUP>(barrier_id(NamedBarrier::WARPGROUP, warpgroup));
 }
