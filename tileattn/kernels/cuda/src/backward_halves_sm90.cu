@@ -27,7 +27,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     Fragment<Accum, 1, VT> dv;
     Fragment<Accum, 1, DQ_COLUMNS / 8> dq;
     Operands probs, ds;
-    TileInputs inputs(smem);  // none, but the scores ask for a bias
+    TileInputs inputs(smem);  // has no mask and no bias, but Scores::apply takes one
 
     auto issue_s = [&](bool partial) {
         const QueryTile q = smem.q(pipe.stage);
@@ -35,7 +35,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if (partial) zero_past_end<HEAD_DIM>(p, q, work, tile * BLOCK_Q, warpgroup);
         gemm_async<Element, HEAD_DIM>(s, smem.k(), keys0, q);
     };
-    // The half that begins with atom n.
+    // From S to P, for the half that begins with atom n.
     auto softmax = [&](int n) {
         exponentiate(ScoreMod(p, work.b, h), smem.storage.lse_log2[pipe.stage], s, n, n + HALF);
     };

@@ -12,8 +12,7 @@ static_assert(STAGES >= 3, "the next k is read before this one is released");
 
 constexpr int TURN_BARRIER = CONSUMER_BARRIER + 1;  // one for each warpgroup
 constexpr int NT = BLOCK_K / 8, DT = HEAD_DIM / 8;
-// Columns of atoms whose scores are recomputed at a time. The caller's own functions, derivatives and
-// dropout need registers.
+// Columns of atoms whose scores are recomputed at a time. Derivatives, mask_mod and dropout need registers.
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
 constexpr bool CHUNKED = CHUNK < NT;
 static_assert(!HAS_BIAS, "there is no room for the bias");
@@ -24,7 +23,7 @@ using DoutTile = SmemTile<WARPGROUP_ROWS, VALUE_DIM>;
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
 using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
 
-// A tile of keys that the producer has found, for the consumers: they cannot tell the next one by its number.
+// What consumers must know of a tile of keys that the producer has found: only it evaluates the mask by tiles.
 struct StagedTile {
     int bits;
 
@@ -105,8 +104,8 @@ struct KeyTiles {
     }
 };
 
-// One thread produces. If the mask leaves out tiles, its whole warp does, to find the others. Electing a
-// thread for each load would then need more registers than there are.
+// One thread produces. If masks leave out tiles, its whole warp does, to search for the others; electing a
+// thread for each load would then need too many registers.
 constexpr bool PRODUCES_ALONE = !HAS_TILE_LIST;
 constexpr u32 PRODUCER_LANES = PRODUCES_ALONE ? 1 : ~0u;
 __device__ inline bool leads() { return PRODUCES_ALONE || threadIdx.x % WARP == 0; }
@@ -299,6 +298,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             s.apply(score_mod, bias, record, n, n + CHUNK);
             if (partial) s.masked_fill_positions(attn_mask, n, n + CHUNK);
             if constexpr (!HAS_MASK) finish(n, n + CHUNK);
+            // Scores are -infinity where masked out: then the warp sleeps for a nanosecond.
             end_chunk<CHUNKED>(s, n + CHUNK, -infinity<Accum>());
         }
         if constexpr (HAS_MASK) {

@@ -282,7 +282,7 @@ __device__ inline void zero_past_end(const Params& p, const Tile& tile, const Wo
     }
 }
 
-// True if the mask hides some pair of the query tile with this index.
+// True if the mask masks out some pair of the query tile with this index.
 __device__ inline bool is_partial(const WorkTile& work, const QueryTileList& list, int index) {
     return list.is_partial(index) || work.tiles.is_partial(list.tile(index));
 }

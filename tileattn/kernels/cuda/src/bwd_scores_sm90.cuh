@@ -8,11 +8,10 @@
 constexpr int QT = BLOCK_Q / 8, DT = HEAD_DIM / 8, VT = VALUE_DIM / 8;
 
 using TileScores = Scores<true, 1, QT>;
-// Columns of atoms whose scores are recomputed at a time. The caller's own functions and dropout need
-// registers.
+// Columns of atoms whose scores are recomputed at a time. score_mod, mask_mod and dropout need registers.
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT || HAS_BIAS ? 2 : QT;
 constexpr bool CHUNKED = CHUNK < QT;
-using Operands = Atom<Element>::A[BLOCK_Q / 16];            // P or dS as an operand of dV or dK
+using Operands = Atom<Element>::A[BLOCK_Q / 16];  // P or dS as an operand of dV or dK
 
 // True if dS uses the rounded P of dV, to save registers.
 constexpr bool P_IS_ROUNDED = DQ_IS_TRANSPOSED || DQ_BESIDE_DP;
@@ -62,7 +61,7 @@ __device__ inline void exponentiate(const ScoreMod& score_mod, const TileLse& ls
     }
 }
 
-// Derivatives of the softcap and of the caller's own function at the scores.
+// Derivatives of the softcap and of score_mod at the scores.
 using ScoreSlopes = Fragment<Accum, 1, HAS_SCORE_GRAD ? QT : 1>;
 
 // Dropped elements of P are marked for dS: by the sign, which is cheapest. If P is multiplied by derivatives,

@@ -1,12 +1,12 @@
-// Join the sums that forward_split left of the splits of each row. Of the splits, by their index, a
-// share takes every eighth: the order of the sums depends on nothing else. A row has WARPS_N warps:
-// one that takes all shares, or one for each.
+// Combine the sums of forward_split over the splits of each row. Share s adds up splits s, s + 8, s + 16 and so on,
+// so the order of the sums depends only on the indices of the splits. A row has WARPS_N warps: one for all shares,
+// or one for each share.
 #include "splits.cuh"
 
-constexpr int SHARES = 8, OWN = SHARES / WARPS_N;  // shares of a warp
-constexpr int COLUMNS = VALUE_DIM / WARP;          // of a lane, some of which are neighbours
+constexpr int SHARES = 8, OWN = SHARES / WARPS_N;  // OWN: shares of a warp
+constexpr int COLUMNS = VALUE_DIM / WARP;          // columns of a lane, in vectors of VECTOR
 constexpr int VECTOR = COLUMNS % 4 == 0 && sizeof(Accum) == 4 ? 4 : COLUMNS % 2 == 0 ? 2 : 1;
-static_assert(WARPS_N == 1 || (WARPS_N == SHARES && WARPS_M == 1), "warps of one row meet");
+static_assert(WARPS_N == 1 || (WARPS_N == SHARES && WARPS_M == 1), "__syncthreads joins the warps of a row");
 
 struct alignas(VECTOR * sizeof(Accum)) Neighbours {
     Accum values[VECTOR];
@@ -23,7 +23,7 @@ __device__ inline int column_of(int n, int lane) {
     return (n / VECTOR * WARP + lane) * VECTOR + n % VECTOR;
 }
 
-// Columns of one split, and what its shift and its denominator are.
+// The statistics of a row over one split, and this lane's columns of its output.
 struct Part {
     RowSum sum;
     Neighbours columns[COLUMNS / VECTOR];
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         RowSum other;
         other.m = __shfl_xor_sync(~0u, total.m, step), other.l = __shfl_xor_sync(~0u, total.l, step);
         other.max_first = __shfl_xor_sync(~0u, int(total.max_first), step);
-        // Both lanes are to keep the same one, where shifts are equal, too.
+        // Both lanes must keep the same one, also if the shifts are equal.
         if (lane & step) {
             const RowSum mine = total;
             total = other, other = mine;
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     Accum acc[OWN][COLUMNS] = {}, l[OWN] = {};
 #pragma unroll(OWN == 1 ? 4 : 1)
     for (int next = begin / SHARES * SHARES + share; next < end; next += SHARES) {
-        // All are loaded before the first is waited for.
+        // Issue the loads of all shares before the first wait.
         Part parts[OWN];
         auto is_there = [&](int s) { return next + s >= begin && next + s < end; };
 #pragma unroll

@@ -1,24 +1,23 @@
-// Forward pass of latent attention (MLA) on Hopper, absorbed: values are the first columns of the
-// keys, so that each key is loaded once. A CTA computes 64 of the rows that share the keys of a key head,
-// over one split of the keys; a row is a query of one head. A producer warp loads keys. The score warpgroup
-// computes S and P of all rows and the first half of the columns of O. The value warpgroup gets P through
-// shared memory, and computes the second half of O.
+// Forward pass of latent attention (MLA) on Hopper, absorbed: values are the first columns of the keys, so each
+// key is loaded once. A CTA computes 64 rows over one split of the keys; a row is a query of one of the heads
+// that share a key head. A producer warp loads keys. The score warpgroup computes S and P of all rows, and the
+// first half of the columns of O. The value warpgroup reads P from shared memory, and computes the second half.
 #include "latent_smem_sm90.cuh"
 
 constexpr int NT = BLOCK_K / 8, VT = HALF / 8;
 
-constexpr int SCORE_BARRIER = 1, BOTH_BARRIER = 2;  // named barriers: of a warpgroup, of both
+constexpr int SCORE_BARRIER = 1, BOTH_BARRIER = 2;  // named barriers: the score warpgroup, both consumers
 
 struct Maps {
     TensorMap k;
 };
 
-// The split of this CTA, and its rows. Blocks of rows that share a split run side by side.
+// The rows and the split of this CTA. Consecutive CTAs have the blocks of rows of the same split.
 struct WorkTile {
     int b, kv, row0, row_end, split, first_query, query_end, end;
     Sequence sequence;
     SlidingWindow window;
-    Range keys;  // that any of the rows attends to
+    Range keys;  // the keys of the split that some row attends to
 
     __device__ explicit WorkTile(const Params& p)
         : b(head(p) % int(p.B * p.Hkv) / int(p.Hkv)),
@@ -46,8 +45,7 @@ struct WorkTile {
     __device__ int begin() const { return keys.lo / BLOCK_K; }  // first tile
 };
 
-// The producer warp: load the tiles, each half once it is released. A lane for each box: keys of
-// one page.
+// The producer warp: load each half of a tile once it is released. A lane loads a box: the keys of one page.
 __device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem,
                                const WorkTile& work) {
     const int lane = threadIdx.x % WARP, box = PAGED ? min(int(p.page), BLOCK_K) : BLOCK_K;
@@ -79,7 +77,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 }
 
 // Zero the keys of a tile that no row attends to: NaN or infinity there would spoil all rows, though P is 0.
-// The score warpgroup does this; its named barrier comes before the GEMM.
+// The score warpgroup calls this; its named barrier orders the zeros before the GEMM.
 __device__ inline void zero_outside(const KeyTile& tile, int k0, Range keys) {
     constexpr int CHUNKS = VALUE_DIM / 8;
     const u32 zeros[4] = {};
@@ -91,7 +89,7 @@ __device__ inline void zero_outside(const KeyTile& tile, int k0, Range keys) {
     named_barrier_sync<WARPGROUP>(SCORE_BARRIER);
 }
 
-// S = Q K^T, as its parts land: the second half first.
+// Issue S = Q K^T, each half once its part of k has landed: the second half first.
 __device__ inline void issue_qk(Fragment<Accum, 1, NT>& s, const Smem& smem,
                                 const PipelineState<STAGES>& pipe) {
     QueryTile q = smem.q();
@@ -255,15 +253,15 @@ __device__ __forceinline__ void multiply_values(const Smem& smem, const WorkTile
     }
 }
 
-// Where the sums of a row go: where there are other splits, to partial_out as they are; else, what
-// normalises them applied, to out.
+// Where the sums of a row are stored: with several splits unnormalised in partial_out, otherwise normalised in
+// out.
 struct RowTarget {
     Accum* partial = nullptr;
     Element* out = nullptr;
     Accum inverse = 1;
     int columns;
 
-    // One thread of a row `writes` its statistics.
+    // One thread of each row `writes` its sum or its lse.
     __device__ RowTarget(const Params& p, const WorkTile& work, int r, const RowSum& sum, bool writes)
         : columns(int(p.Dv)) {
         const SharedRow row(p, work.kv, work.row0 + r);
@@ -277,7 +275,7 @@ struct RowTarget {
         }
     }
 
-    // N pairs of neighbouring columns, the first of each in steps of STEP.
+    // Store N pairs of neighbouring columns: pair(n) at column + STEP * n.
     template <int STEP, int N, class Pair>
     __device__ void store(int column, Pair pair) const {
         if (partial) {
@@ -301,14 +299,14 @@ struct RowTarget {
     }
 };
 
-// True if a row must be computed again: its sums are not finite although its denominator is. It attends to
-// an infinity with weight 0, or its tile has values that are not finite and that only other rows attend to.
+// True if a row must be recomputed: its output is not finite although its denominator is. Then it attends to an
+// infinity with P = 0, or its tile has a non-finite value to which only other rows attend.
 __device__ inline bool needs_repair(const Smem& smem, int r) {
     return smem.storage.bad[r] && is_finite(smem.storage.row_sums[r][1]);
 }
 
-// Store this warpgroup's columns of all rows that need no repair. There is one address for each row of a
-// thread: one for each pair would be more code than the instruction cache holds.
+// Store this warpgroup's columns of all rows that need no repair. Addresses are computed once for each row: one
+// for each pair of columns would be more code than the instruction cache holds.
 __device__ inline void store_columns(const Params& p, const Smem& smem, const WorkTile& work,
                                      int column0, const Fragment<Accum, 1, VT>& acc) {
 #pragma unroll
@@ -323,8 +321,8 @@ __device__ inline void store_columns(const Params& p, const Smem& smem, const Wo
     }
 }
 
-// Sum one row over some keys, by one warp and without wgmma. Masked-out keys are skipped, and so are keys
-// with a score of -infinity. sums[n] holds columns 64 * n + 2 * lane and the next.
+// Compute one row over the keys of the split, by one warp and without wgmma. Keys that are masked out or have a
+// score of -infinity are skipped. sums[n] has columns 64 * n + 2 * lane and the next one.
 __device__ inline RowSum sum_row(const Params& p, const WorkTile& work, const SharedRow& row,
                                  Accum (&sums)[VALUE_DIM / (2 * WARP)][2]) {
     const int lane = threadIdx.x % WARP;
@@ -384,7 +382,7 @@ __device__ inline void repair_rows(const Params& p, const Smem& smem, const Work
     }
 }
 
-// Load the queries, with zeros for missing rows and columns. Each warp loads a row at a time.
+// Load the queries, and zeros for missing rows and columns. Each warp loads a row at a time.
 __device__ inline void load_queries(const Params& p, const Smem& smem, const WorkTile& work) {
     const int rows = work.row_end - work.row0, bytes = int(p.D) * int(sizeof(Element));
 #pragma unroll 1
@@ -437,7 +435,7 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
             multiply_values(smem, work, acc);
         mark_bad(smem, acc);
     }
-    named_barrier_sync<THREADS>(BOTH_BARRIER);  // row sums are there, and which rows are bad
+    named_barrier_sync<THREADS>(BOTH_BARRIER);  // row_sums and bad are stored
     store_columns(p, smem, work, warpgroup * HALF, acc);
     repair_rows(p, smem, work);
 }

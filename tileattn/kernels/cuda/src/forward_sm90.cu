@@ -35,8 +35,7 @@ constexpr bool SHIFT_FROM_SUMS = FOLD;
 // for its stage.
 constexpr bool RELEASES_Q_EARLY = Q_STAGES < 2 * CONSUMERS;
 
-// Columns of atoms whose scores are modified and masked at a time. The caller's own functions need
-// registers.
+// Columns of atoms whose scores are modified and masked at a time. score_mod and mask_mod need registers.
 constexpr int CHUNK = HAS_SCORE_MOD || HAS_MASK_MOD ? 8 : NT;
 constexpr bool CHUNKED = CHUNK < NT;
 
@@ -157,7 +156,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         entry = next_entry, next_entry = list.entry(tile + 1);
         return entry.is_partial() || work.tiles.is_partial(entry.tile());
     };
-    // Start to load the mask and bias of a tile. The last tile's have been read.
+    // Start to load the mask and bias of a tile. Those of the previous tile have been read.
     auto load_mask_and_bias = [&](int column) {
         const int row = work.q0 + row0;
         if constexpr (HAS_MASK) dense.load(AttentionMask(p, work.sequence(p), work.h), row, column);
@@ -218,6 +217,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
                                                                     rescale);
         }
     };
+    // Called once, but inlining it by hand makes other machine code with NVRTC 13.5.
     auto softmax = [&](auto columns, bool partial) {
         release_k();
         if (RELEASES_Q_EARLY && tile + 1 == work.tiles.end) release_q();

@@ -1,18 +1,18 @@
-// Forward pass of few queries: a CTA for a split of the keys of a key head, and for a block of the
-// rows that share them. A row is a query of one head. Each slice of warps takes every WARPS_N-th tile
-// of keys, with stages and sums of its own: slices meet in the end. Which keys a slice takes depends
-// on their indices alone, and so do the bits of a row.
+// Forward pass for few queries (split-KV). A CTA computes a block of rows over one split of the keys of a key
+// head; a row is a query of one of the heads that share the keys. The warps form WARPS_N slices. Slice n computes
+// every WARPS_N-th key tile, with its own stages and sums, and the sums are added up at the end. Which keys a
+// slice computes depends only on their indices, so the bits of a row do not depend on the batch.
 #include "splits.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M), NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 constexpr int SLICE_THREADS = WARP * WARPS_M;
-static_assert(STAGES > 1 && BLOCK_K <= WARP, "tiles are loaded ahead; a lane finds one key");
+static_assert(STAGES > 1 && BLOCK_K <= WARP, "tiles are loaded ahead; a lane looks up one key");
 
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
 using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
 using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
 
-// The sums of slices, which overlay the tiles in the end.
+// At the end the sums of the slices overlay the tiles.
 constexpr int SUM_PITCH = VALUE_DIM + 8;
 
 // Call visit(element, m, half, column) for all elements of a lane.
@@ -30,7 +30,7 @@ __device__ inline void for_each(Fragment<Accum, MT, N>& c, Visit visit) {
                     visit(c.x[m][n][e], m, half, 8 * n + lane.column(e));
 }
 
-// A bit for each key whose values are not all finite. Each warp looks at all.
+// Return a bit for each key of a tile that has a non-finite value. Each warp checks the whole tile.
 __device__ inline u32 non_finite_rows(const ValueTile& v) {
     u32 bad = 0;
     for (int row = 0; row < BLOCK_K; ++row) {
@@ -48,6 +48,7 @@ __device__ inline void zero_non_finite(const ValueTile& v, int slice_thread) {
     }
 }
 
+// The rows and the split of a CTA.
 struct WorkTile {
     int b, kv, row0, split;
 
@@ -60,8 +61,8 @@ struct WorkTile {
     }
 };
 
-// The sums of one row over keys of a split, by one warp and without mma: what is masked out is left
-// out, whatever it is. Each lane has a column of 32, and the sums of all columns are stored.
+// Compute one row over the keys of a split, by one warp and without mma, and store its unnormalised output in
+// `sums`. Masked-out keys are skipped, whatever they hold. Each lane has one of 32 columns at a time.
 __device__ __noinline__ RowSum sum_row(const Params& p, int b, int kv, const SharedRow& row,
                                        Range keys, int length, Accum* sums) {
     const int lane = threadIdx.x % WARP;
@@ -115,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const WorkTile work(p);
     const Sequence sequence(p, work.b);
     const int rows = int(p.group * sequence.Nq), row_end = min(work.row0 + BLOCK_Q, rows);
-    // No block, or another kernel's.
+    // There is no such block, or forward_sm90 computes this sequence.
     if (PACKED && (work.row0 >= rows || rows > int(p.max_split_rows))) return;
     const SlidingWindow window(p, sequence);
     const int first_query = SharedRow(p, work.kv, work.row0).i;
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const int split_start = work.split * int(p.split_keys);
     Range keys = window.key_range(first_query, query_end);
     keys.lo = max(keys.lo, split_start), keys.hi = min(keys.hi, split_start + int(p.split_keys));
-    if (keys.lo >= keys.hi && p.splits > 1) return;  // nobody reads these sums
+    if (keys.lo >= keys.hi && p.splits > 1) return;  // forward_combine does not read the sums of an empty split
 
     const int warp = threadIdx.x / WARP, warp_m = warp % WARPS_M, slice = warp / WARPS_M;
     const Lane lane;
@@ -140,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             asm volatile("bar.sync %0, %1;" ::"r"(1 + slice), "n"(SLICE_THREADS) : "memory");
     };
 
-    // The rows of this lane, of each atom two.
+    // The rows of this lane: two of each atom.
     const int row0 = 16 * MT * warp_m;
     auto row_of = [&](int m, int half) {
         const int row = work.row0 + row0 + 16 * m + lane.row(2 * half);
@@ -171,9 +172,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
                 from(v, p.v_at), keys.hi - k0, int(p.Dv), slice_thread);
         }
         copy_commit();
-        key_rows.find(k0 + WARPS_N * BLOCK_K + int(threadIdx.x) % WARP);  // of the next tile
+        key_rows.find(k0 + WARPS_N * BLOCK_K + int(threadIdx.x) % WARP);  // for the next tile
     };
-    // The first tile of this slice, the next WARPS_N tiles on.
+    // The first tile of this slice. Its next one is WARPS_N tiles further.
     const int begin = keys.lo / BLOCK_K;
     const int first_tile = begin + (slice + WARPS_N - begin % WARPS_N) % WARPS_N;
 
@@ -185,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         row_end - work.row0, int(p.D));
     copy_commit();
 
-    // Score modifiers and masks.
+    // Apply score modifiers and masks.
     auto finish_scores = [&](Fragment<Accum, MT, NT>& s, int k0) {
         const bool full = !HAS_MASK && !HAS_MASK_MOD &&
                           window.is_full(first_query, query_end, k0, k0 + BLOCK_K) &&
@@ -211,8 +212,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     Fragment<Accum, MT, VT> acc;
     const Accum softmax_scale_log2 = ScoreMod(p, work.b, 0).softmax_scale_log2();
 
-    // Go through the tiles. What is not finite in v spoils rows that do not attend to it: then again,
-    // with zeros in its place. Returns a bit for each row that is as it should be by now.
+    // Go through the tiles. A non-finite value in v spoils rows that do not attend to it. If that happens, the
+    // second call, with `clean`, puts zeros in its place. Returns a bit for each row that is right.
     auto attend = [&](bool clean) {
         state = RowState<MT>(), acc.clear();
         u32 good = ~0u;
@@ -225,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
 #pragma unroll 1
         for (; tile * BLOCK_K < keys.hi; tile += WARPS_N) {
             copy_wait<STAGES - 2>();
-            sync_slice();  // the tile has landed, and all are done with the stage that is loaded next
+            sync_slice();  // the tile has landed, and all warps are done with the stage that is loaded next
             load_tile(tile + (STAGES - 1) * WARPS_N, stage == 0 ? STAGES - 1 : stage - 1);
             const int k0 = tile * BLOCK_K;
             Fragment<Accum, MT, NT> s;
@@ -234,9 +235,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             finish_scores(s, k0);
             if (clean) {
                 const u32 bad = non_finite_rows(v_tile(stage));
-                sync_slice();  // all have seen them
+                sync_slice();  // all warps have checked the tile
                 if (bad) zero_non_finite(v_tile(stage), slice_thread);
-                sync_slice();  // zeros are there
+                sync_slice();  // the zeros are stored
                 for_each(s, [&](Accum x, int m, int half, int column) {
                     if (bad >> column & 1 && x != -infinity<Accum>()) good &= ~(1u << (2 * m + half));
                 });
@@ -260,8 +261,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     u32 good = attend(false);
     if (__syncthreads_or((good & ALL) != ALL)) good = attend(true);
 
-    // The sums of all slices, row by row. A sum of infinity says that the row attends to something
-    // that is not finite, or has a sum that is not.
+    // Add up the sums of the slices, row by row. A denominator of infinity marks a row that is not right: sum_row
+    // recomputes it.
     Accum* const sums = reinterpret_cast<Accum*>(memory);
     auto sums_of = [&](int n, int row) { return sums + (n * BLOCK_Q + row) * SUM_PITCH; };
     for_each(acc, [&](Accum x, int m, int half, int column) {
@@ -276,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             own.l = good >> (2 * m + half) & 1 ? state.l[m][half] : infinity<Accum>();
             if (lane.t == 0) own.store(row_sums[slice][row0 + 16 * m + lane.row(2 * half)]);
         }
-    __syncthreads();  // sums are there
+    __syncthreads();  // all sums are stored
 #pragma unroll 1
     for (int r = warp; r < row_end - work.row0; r += WARPS_M * WARPS_N) {
         const SharedRow row(p, work.kv, work.row0 + r);

@@ -1,5 +1,5 @@
-// Layer 3. Shared memory of Hopper's latent-attention kernel: queries, two stages of keys, P, and
-// their barriers. Values are the first columns of the keys.
+// Layer 3. Shared memory of Hopper's latent-attention kernel: queries, two stages of keys, P, and their
+// barriers. Values are the first columns of the keys.
 #pragma once
 
 #include "gemm_sm90.cuh"
@@ -13,9 +13,9 @@ using QueryTile = SmemTile<BLOCK_Q, HEAD_DIM>;
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
 using ProbTile = SmemTile<BLOCK_Q, BLOCK_K>;
 
-// Each consumer warpgroup has half of the columns of O, and releases that half of a stage. The
-// score warpgroup has the first half, and multiplies by it last; so the second half is loaded and
-// multiplied first. It has the columns past the values, too.
+// A stage has two parts. Each consumer warpgroup computes half of the columns of O, and releases the part that
+// holds these columns. The score warpgroup has the first part, and uses it last, in PV. So the second part, which
+// also has the columns past the values, is loaded first, and comes first in QK.
 constexpr int HALF = VALUE_DIM / 2, HALF_SLICES = HALF / KeyTile::WIDTH;
 enum Part { FIRST = 0, SECOND = 1 };
 __device__ constexpr int slices_begin(int part) { return part == FIRST ? 0 : HALF_SLICES; }
@@ -34,9 +34,9 @@ static_assert(int(sizeof(Tensors)) == SHARED_BYTES, "what a launch brings");
 // Static shared memory.
 struct SharedStorage {
     u64 full[STAGES][2], empty[STAGES][2], p_full, p_empty;
-    Accum rescale[BLOCK_Q];      // of O, by the tile whose P is published
+    Accum rescale[BLOCK_Q];      // factors for O from the tile whose P is published
     Accum row_sums[BLOCK_Q][2];  // a RowSum each
-    int bad[BLOCK_Q];            // whether a sum of the row is not finite
+    int bad[BLOCK_Q];            // 1 if an output of the row is not finite
 };
 static_assert(sizeof(SharedStorage) <= 2048, "what the tensors leave");
 
@@ -69,7 +69,7 @@ struct Smem {
     }
 };
 
-// A warp releases a stage: its part of the GEMMs that read it is complete.
+// A warp releases a stage. Its part of the GEMMs that read the stage is complete.
 __device__ inline void release(const Barrier& empty) {
     __syncwarp();
     if (threadIdx.x % WARP == 0) empty.arrive();

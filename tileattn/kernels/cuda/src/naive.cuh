@@ -1,10 +1,10 @@
-// Layer 3. Attention unfused, one row at a time by one warp, for head dimensions that no tiled
-// kernel supports. What is masked out is not multiplied by zero but left out.
+// Layer 3. Unfused attention: one warp for each row, for head dimensions that no tiled kernel supports.
+// Masked-out pairs are skipped, not multiplied by zero, so every pass is NaN-safe.
 #pragma once
 
 #include "gradient.cuh"
 
-// The row of this warp: a query or a key of a head of a sequence; whether there is one.
+// The row of this warp: a query or a key of a head. The last warps may have none.
 struct NaiveRow {
     int b, h, i;
     bool is_there;
@@ -23,10 +23,12 @@ struct NaiveRow {
     }
 };
 
-// What the backward pass computes of one score.
+// P and dS of one pair.
 struct PairGradient {
     bool attended;
-    Accum p, ds, capped;  // P with dropout, dS before the caller's own function and before the softcap
+    Accum p;       // with dropout
+    Accum ds;      // the gradient of the bias: before score_mod
+    Accum capped;  // the gradient of scale * Q K^T: also before the softcap
 };
 
 __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
@@ -47,7 +49,7 @@ __device__ inline PairGradient pair_gradient(const Head& head, int i, int j) {
     return {true, own * keep * BACKWARD_P_UNIT, ds, ds * dsoftcap};
 }
 
-// Call add(lane, weight) in every lane for the lanes of the warp that are attended to, one by one.
+// Call add(lane, weight) in every lane, once for each lane of the warp whose pair is attended.
 template <class Row>
 __device__ inline void for_each_attended(bool attended, Accum weight, Row add) {
     for (u32 left = __ballot_sync(~0u, attended); left; left &= left - 1) {
@@ -56,7 +58,7 @@ __device__ inline void for_each_attended(bool attended, Accum weight, Row add) {
     }
 }
 
-// The maximum of the scores of query i, clipped to be finite, and the sum of exp2(score - maximum).
+// Compute the maximum of the scores of query i, clipped to be finite, and the sum of exp2 of scores minus it.
 __device__ inline void sum_of_row(const Head& head, int i, Accum& m, Accum& l) {
     const int lane = threadIdx.x % WARP;
     const Range keys = head.attn_mask.window.key_range(i, i + 1);
@@ -69,7 +71,7 @@ __device__ inline void sum_of_row(const Head& head, int i, Accum& m, Accum& l) {
     l = warp_sum(l);
 }
 
-// out and lse of query i. 32 columns at a time, each over all keys.
+// Compute out and lse of query i, 32 columns at a time, each over all keys.
 __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
     const Head head(p, b, h);
     const Accum sink = head.sink();
@@ -102,7 +104,7 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
     }
 }
 
-// dq of query i.
+// Compute dq of query i.
 __device__ inline void query_row(const Params& p, i64 b, i64 h, int i) {
     const Head head(p, b, h);
     const int lane = threadIdx.x % WARP;
@@ -124,7 +126,7 @@ __device__ inline void query_row(const Params& p, i64 b, i64 h, int i) {
     }
 }
 
-// dk and dv of key j of key head `kv`.
+// Compute dk and dv of key j of key head `kv`.
 __device__ inline void key_row(const Params& p, i64 b, i64 kv, int j) {
     const int lane = threadIdx.x % WARP, group = int(p.group);
     const Sequence sequence(p, b);

@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const i64 j = element % p.bias_Nk, i = element / p.bias_Nk % p.bias_Nq;
     const i64 h = element / (p.bias_Nk * p.bias_Nq) % p.bias_H;
     const i64 b = element / (p.bias_Nk * p.bias_Nq * p.bias_H);
-    // As many pairs as the axes of length 1 have, the last axis fastest.
+    // The pairs along the axes of length 1, last axis fastest.
     const i64 keys = p.bias_Nk == 1 ? p.Nk : 1, queries = p.bias_Nq == 1 ? p.Nq : 1;
     const i64 heads = p.bias_H == 1 ? p.Hq : 1, entries = p.bias_B == 1 ? p.B : 1;
     Accum total = 0;

@@ -1,5 +1,4 @@
-// Forward pass, unfused: one warp for each query. For head dimensions, or devices, that no tiled
-// kernel supports.
+// Forward pass, unfused: one warp for each query.
 #include "naive.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

@@ -1,4 +1,4 @@
-// backward_large_scores, unfused: one warp for each query.
+// As backward_large_scores.cu, unfused: one warp for each query.
 #include "naive.cuh"
 #include "renormalise.cuh"
 

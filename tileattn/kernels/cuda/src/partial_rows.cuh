@@ -1,12 +1,12 @@
-// Layer 3. Rows of results over some of the keys, joined with those over others: `RowState.merge` of
-// states whose denominators are 1. And sums of 32 bits in two halves.
+// Layer 3. Results of rows over parts of the keys, merged: `RowState.merge` of states whose denominators are 1.
+// Running sums in 32 bits can be stored in two 16-bit halves.
 #pragma once
 
 #include "config.cuh"
 
 __device__ inline bool has_keys(Accum lse) { return !(lse < clip_finite(lse)); }
 
-// What both parts of a row weigh, and the logsumexp of the whole; -infinity is a part without keys.
+// The weights of two parts of a row, and the logsumexp of both. A part without keys has the logsumexp -infinity.
 struct Joined {
     Accum first, second, lse;
 
@@ -19,13 +19,14 @@ struct Joined {
     }
 };
 
-// A part without keys has no values, whatever stands there.
+// An output times its weight. The output of a part without keys counts as 0, whatever is stored there.
 __device__ inline Accum weighted(Accum weight, Accum x, Accum lse) {
     return has_keys(lse) ? weight * x : Accum(0);
 }
 
-// Some rows of all heads of B entries: of a part, whose heads begin `apart` rows apart, and where
-// these are in a result of `rows` for each head, whose entries begin `entry_rows` rows apart.
+// Indices of the rows of a part in the part itself, in the result, and in the array of lower halves. The heads of
+// the part are `apart` rows apart. The result has `rows` rows for each head, of which the part has those from
+// row0 on, and its batch entries are `entry_rows` rows apart.
 struct PartRows {
     i64 heads, apart, rows, row0, entry_rows;
 
@@ -38,8 +39,8 @@ struct PartRows {
 
 constexpr int TOGETHER = 4;  // elements of a thread that are loaded before the first is stored
 
-// Sums in the accumulator type where the result will be. Of a result of 16 bits that has the upper
-// half of a sum, and `low` has the lower one; a sum that is not split is a number of the result.
+// Running sums in the accumulator type, stored in place of the result. If the result has 16 bits, it holds the
+// upper half of a sum, and `low` the lower half. A sum that is not split is an ordinary element of the result.
 template <class T>
 struct Sums {
     T* result;

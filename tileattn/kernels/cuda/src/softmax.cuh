@@ -4,8 +4,8 @@
 // exp2(fma(score, softmax_scale_log2, -shift)) is one FFMA and one MUFU, and rounds alike for all scores of a
 // row. If the row maximum is large, that fma loses the low bits of the score, or overflows. So LARGE rows
 // (|maximum| > LARGE_ROW_MAX in units of log 2) subtract the maximum from the scores first, which is exact
-// where it matters, and then use a shift of 0. Generic kernels treat all rows as large with a bias or a
-// score_mod, which may have values such as -1e9 for masked-out keys. Hopper's kernels never do from the start.
+// where it matters, and then use a shift of 0. With a bias or a score_mod, which may add values such as -1e9 for
+// masked-out keys, generic kernels treat all rows as large. Hopper's kernels find large rows in further passes.
 #pragma once
 
 #include "config.cuh"

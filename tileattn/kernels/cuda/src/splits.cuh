@@ -1,11 +1,10 @@
-// Layer 3. Few queries over many keys: the rows that share keys, the splits that keys are cut into,
-// where keys lie, and how the sums over splits are joined. Dao et al., Flash-Decoding, 2023.
+// Layer 3. Split-KV: the rows that share a key head, rows of keys in pages, and the sums of a row over a split and
+// how they are combined. Dao et al., Flash-Decoding, 2023.
 #pragma once
 
 #include "head.cuh"
 
-// The rows that share the keys of a key head: those of a query are neighbours, one for each query
-// head of the group.
+// A row that shares the keys of a key head: query i of query head h. The heads of a query are consecutive rows.
 struct SharedRow {
     int i, h;
 
@@ -13,16 +12,16 @@ struct SharedRow {
         : i(row / int(p.group)), h(kv * int(p.group) + row % int(p.group)) {}
 };
 
-// Where the sums of a row over a split lie among those of all. Packed sequences are not cut.
+// The index of a row and a split in partial_out and partial_sums. Packed sequences are not split.
 __device__ inline i64 partial_index(const Params& p, i64 b, i64 kv, int row, int split) {
     return ((b * p.Hkv + kv) * p.group * p.Nq + row) * p.splits + split;
 }
 
-// Keys of a sequence: in the pages that its table has, or in one batch entry. Of the next keys each
-// lane finds one.
+// The rows of the keys of a sequence, in pages or in one batch entry. Each lane looks up the page of one key, a
+// tile ahead, since that is slow; the lanes then share what they have found.
 struct KeyRows {
-    Integers table;  // of the pages of all
-    i64 first;       // of its own
+    Integers table;  // the block table
+    i64 first;       // the sequence's first entry
     int b, last, page, pages;
     int found_page = 0, found_row = 0;
 
@@ -34,8 +33,7 @@ struct KeyRows {
           page(int(p.page)),
           pages(int(p.pages_total)) {}
 
-    // Nobody has seen entries that are on the device: whatever they say, the page is one of those
-    // that there are.
+    // Look up the page of key j. The host has not checked the block table: entries are clamped to existing pages.
     __device__ void find(int j) {
         if constexpr (PAGED) {
             const int key = min(j, last);
@@ -43,7 +41,7 @@ struct KeyRows {
             found_row = key % page;
         }
     }
-    // The row of a key, which is that of another lane. All lanes of a warp call.
+    // The row of key j, which `lane` has looked up. All lanes of a warp call.
     __device__ const Element* row(const Element* first, const Rows& at, int j, int lane) const {
         const i64 entry = PAGED ? __shfl_sync(~0u, found_page, lane) : b;
         const i64 within = PAGED ? __shfl_sync(~0u, found_row, lane) : j;
@@ -51,32 +49,32 @@ struct KeyRows {
     }
 };
 
-// The softmax of one row over some keys, but for its division: the shift, in units of log 2 or, of a
-// large row, of scores, and the sum. As in RowState.
+// The softmax statistics of one row over some keys, as in RowState: the shift, in units of log 2 (of scores if the
+// row is large), and the sum of exponentials.
 struct RowSum {
     Accum m = -infinity<Accum>(), l = 0;
     bool max_first = ALL_ROWS_MAX_FIRST;
 
     __device__ bool is_empty() const { return l == 0; }
 
-    // By how many units of log 2 its shift exceeds another.
+    // By how many units of log 2 this shift exceeds another.
     __device__ Accum above(const RowSum& other, Accum softmax_scale_log2) const {
         if (max_first != other.max_first)
             return max_first ? fma(m, softmax_scale_log2, -other.m)
                          : -fma(other.m, softmax_scale_log2, -m);
         return max_first ? difference(m, other.m) * softmax_scale_log2 : difference(m, other.m);
     }
-    // The one with the larger shift.
+    // Become the one with the larger shift.
     __device__ void raise(const RowSum& other, Accum softmax_scale_log2) {
         if (other.is_empty()) return;
         if (is_empty() || other.above(*this, softmax_scale_log2) > 0) *this = other;
     }
-    // What sums of this shift are multiplied by, where they join those of a larger one.
+    // The factor of sums with this shift when they are added to sums with the largest shift.
     __device__ Accum factor(const RowSum& largest, Accum softmax_scale_log2) const {
         return is_empty() ? Accum(0) : exp2_of(above(largest, softmax_scale_log2));
     }
 
-    // As two numbers: the sum of a large row is negative.
+    // Stored as two numbers; the sign of the second marks a large row.
     __device__ void store(Accum* to) const { to[0] = m, to[1] = max_first ? -l : l; }
     __device__ static RowSum load(const Accum* from) {
         RowSum sum;
@@ -84,7 +82,7 @@ struct RowSum {
         return sum;
     }
 
-    // What normalises the row, with its sink; one thread of the row writes lse.
+    // Return the factor that normalises the row, with its sink. One thread `writes` the lse.
     __device__ Accum finish(const Params& p, i64 lse_index, i64 h,
                             bool writes = threadIdx.x % WARP == 0) const {
         RowState<1> state;
