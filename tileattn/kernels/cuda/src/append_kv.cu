@@ -1,6 +1,5 @@
-// Write new keys and values behind those of a cache, and rotate the keys at their positions: a CTA
-// takes some tokens and heads, of keys or of values. What integers on the device say is not trusted:
-// a token that has no row is not written.
+// Append new keys and values to a cache, and apply RoPE to the keys. A CTA takes some tokens and heads, of keys or of
+// values. Integer arrays on the device are not trusted: a token whose row is outside the cache is not written.
 #include "token_rows.cuh"
 
 __device__ inline i64 length_of(const TokenParams& p, i64 b) {
@@ -10,7 +9,7 @@ __device__ inline i64 start_of(const TokenParams& p, i64 b) {
     return p.cu_seqlens ? p.cu_seqlens_at.of(p.cu_seqlens, b) : b * p.N;
 }
 
-// The last sequence that starts at or before a token of packed ones.
+// The sequence of a packed token: the last one that starts at or before it.
 __device__ inline i64 packed_sequence(const TokenParams& p, i64 t) {
     i64 low = 0, high = p.B;
     while (low < high) {

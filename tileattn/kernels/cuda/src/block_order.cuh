@@ -1,37 +1,37 @@
-// Layer 3. The order in which persistent kernels work on the blocks of packed sequences, made on the
-// device: nobody else may know the lengths. Those of the longest sequences go first, for all heads, so
-// that short ones are left for the end. As many heads, and sequences of a length, as the L2 cache holds
-// take turns: first the first block of each, then the second one.
+// Layer 3. The order of the blocks of packed sequences in persistent kernels. It is computed on the device, since
+// only the device knows the lengths. Blocks of the longest sequences come first, for all heads, so that short
+// ones fill the end. L2 swizzle: as many heads, and sequences of similar length, as the L2 cache holds are
+// interleaved: the first block of each, then the second one, and so on.
 #pragma once
 
 #include "mask.cuh"
 
-// Threads that compare one block with all others; a CTA finds the places of so many blocks.
+// Threads that compare one block with all others, and blocks that a CTA orders.
 constexpr int TOGETHER = THREADS < WARP ? THREADS : WARP;
 constexpr int ORDERED = THREADS / TOGETHER;
 
-constexpr int NEAR_ENDS = 1024;  // of sequences, that shared memory has room for
+constexpr int NEAR_ENDS = 1024;  // ends of sequences that fit in shared memory
 
-// Each number is compared with all of its chunk, so that the time grows with the numbers, not with
-// their square. Up to WHOLE numbers are one chunk. Of more, a chunk is several times what runs at a
-// time: chunks follow each other, and each begins with its longest sequences. As in block_order.py.
+// Each block is compared with all blocks of its chunk, so that the time grows linearly with their number. Up to
+// WHOLE blocks are one chunk. Otherwise chunks of CHUNK blocks, several times what runs at a time, follow each
+// other, and each is ordered by itself. As in block_order.py.
 constexpr int WHOLE = 4096, CHUNK = 1024;
 static_assert(CHUNK % ORDERED == 0, "a CTA has numbers of one chunk");
 __device__ inline int chunk_of(int numbers) { return numbers <= WHOLE ? numbers : CHUNK; }
 
-// How many blocks each chunk has, where there are several: count_blocks writes it behind the order.
+// The number of blocks of each chunk, if there are several. count_blocks writes it after the order.
 __device__ inline int* chunk_counts(const Params& p, int numbers) {
     return reinterpret_cast<int*>(p.block_order + numbers);
 }
 
-// What decides about the place of a block: the longest go first. Its sequence takes turns with others
-// of the same `turn`, those of the lowest rank first.
+// The sort key of a block. Blocks with the highest `turn` come first. Blocks with the same turn are interleaved, by
+// ascending rank.
 struct BlockRank {
     i64 turn;
     int rank, heads;
 
-    // `rows` are those that the longest blocks of the sequence go through, in whole tiles: sequences that
-    // are about as long have as many. What is no block comes last.
+    // `rows` is the number of rows that the longest block of the sequence visits, in whole tiles, so that
+    // sequences of similar length have the same number. Numbers without a block get turn 0, the last.
     __device__ BlockRank(const Params& p, const Sequence& sequence, int rows, int rank, bool exists)
         : rank(rank) {
         const int fit = max(1, min(int(p.swizzle_rows) / max(rows, 1), int(p.swizzle_heads)));
@@ -41,7 +41,7 @@ struct BlockRank {
     }
 };
 
-// Of a block of queries: those of a sequence with most keys go first.
+// The sort key of a block of queries: blocks with most keys come first within a sequence.
 struct QueryRanks {
     const Params& p;
 
@@ -57,7 +57,7 @@ struct QueryRanks {
         return BlockRank(p, sequence, rows, -keys(q0), q0 < window.Nq && !few);
     }
 };
-// Of a block of keys: those of a sequence stay in their order, in which they may wait for each other.
+// The sort key of a block of keys: blocks of a sequence stay in order, since they may wait for each other.
 struct KeyRanks {
     const Params& p;
 
@@ -67,7 +67,7 @@ struct KeyRanks {
     }
 };
 
-// Count the blocks of a chunk, one for each CTA.
+// Count the blocks of the chunk of this CTA.
 template <int BLOCK, class Rank>
 __device__ inline void count_blocks(const Params& p, const Integers& ends, i64 rows, Rank rank) {
     const int numbers = block_count<BLOCK>(p, rows), begin = int(blockIdx.x) * CHUNK;
@@ -84,8 +84,8 @@ __device__ inline void count_blocks(const Params& p, const Integers& ends, i64 r
     if (threadIdx.x == 0) chunk_counts(p, numbers)[blockIdx.x] = count;
 }
 
-// Write blocks to their places in the order. rank(sequence, first row) is that of a block. Of two that
-// are alike the first goes first.
+// Write the blocks of this CTA to their places in the order. rank(sequence, first row) is the sort key of a block.
+// Blocks with equal keys keep their order.
 template <int BLOCK, class Rank>
 __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 rows, Rank rank) {
     __shared__ int near_ends[NEAR_ENDS];
@@ -94,14 +94,14 @@ __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 r
     __shared__ PackedBlock blocks[ORDERED];
     const int numbers = block_count<BLOCK>(p, rows), entries = int(p.entries);
     if (numbers == 0) return;
-    // A search takes one end after the other: they are near, if there is room.
+    // Binary searches read the ends one after another: keep them in shared memory if they fit.
     const bool fit = entries < NEAR_ENDS;
     for (int b = int(threadIdx.x); fit && b <= entries; b += THREADS)
         near_ends[b] = int(min(max(ends[b], i64(0)), i64(FAR)));
     __syncthreads();
     const Integers searched = fit ? Integers{near_ends, sizeof(int)} : ends;
 
-    // All numbers of the chunk in a circle, from the first that is this CTA's own.
+    // Visit the blocks of the chunk cyclically, starting with this CTA's own.
     const int first_own = int(blockIdx.x) * ORDERED, chunk = chunk_of(numbers);
     const int chunk_begin = first_own / chunk * chunk, chunk_end = min(chunk_begin + chunk, numbers);
     const int end = first_own + chunk_end - chunk_begin;
@@ -114,7 +114,7 @@ __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 r
         const HeadBlock<BLOCK> at(p, searched, 1, 0, number);
         const Sequence sequence(p, at.b);
         const BlockRank its = rank(sequence, at.block * BLOCK);
-        __syncthreads();  // all threads have read the last ranks
+        __syncthreads();  // all threads have read the previous ranks
         turns[threadIdx.x] = its.turn, ranks[threadIdx.x] = its.rank;
         if (given < first_own + ORDERED)
             blocks[threadIdx.x] = {at.b,
@@ -158,6 +158,6 @@ __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 r
     if (own >= numbers || threadIdx.x % TOGETHER) return;
     PackedBlock block = blocks[slot];
     block.count = count, block.first = base + first, block.together = together;
-    // What is no block comes after all that are.
+    // Numbers without a block come after all blocks.
     p.block_order[turn > 0 ? base + first + before : count + chunk_begin - base + before] = block;
 }

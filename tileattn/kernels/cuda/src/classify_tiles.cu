@@ -1,6 +1,5 @@
-// Before a pass whose mask_mod reads arrays: the kinds of its tiles, as far as bounds of the function
-// decide. A CTA takes a row of tiles, a warp one tile at a time. Mirrors kinds_by_intervals in
-// quadtree.py.
+// Before a pass with a mask_mod that reads arrays: find the kinds of its tiles from bounds of the function. A CTA
+// takes a row of tiles, a warp one tile at a time. Mirrors kinds_by_intervals in quadtree.py.
 #include "params.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
@@ -18,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const int k0 = column * BLOCK_K;
         const Interval<int> keys(double(k0), double(min(k0 + BLOCK_K, int(p.Nk)) - 1));
         const Interval<bool> visible = mask.visible(queries, keys);
-        // EMPTY, PARTIAL and FULL are how many of the two bounds are true.
+        // The number of bounds that are true: 0 is EMPTY, 1 PARTIAL, 2 FULL.
         if (threadIdx.x % WARP == 0) kinds[column] = (signed char)(visible.low + visible.high);
     }
 }

@@ -1,5 +1,4 @@
-// Layer 1. Asynchronous copies to shared memory, loads and stores of shared memory, ldmatrix and
-// stmatrix.
+// Layer 1. Asynchronous copies to shared memory (cp.async), loads and stores of shared memory, ldmatrix, stmatrix.
 #pragma once
 
 #include "types.cuh"
@@ -8,7 +7,7 @@ __device__ inline u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// Start to copy `valid` bytes, and zeros up to SIZE. Both addresses are multiples of SIZE.
+// Start to copy `valid` bytes, and write zeros up to SIZE. Both addresses are multiples of SIZE.
 template <int SIZE>
 __device__ inline void copy_async(u32 target, const char* source, int valid) {
 #if __CUDA_ARCH__ >= 800
@@ -49,7 +48,7 @@ __device__ inline void copy_async(u32 target, const char* source) {
 #endif
 }
 
-// Close the group of copies started so far.
+// Make the copies started so far a group.
 __device__ inline void copy_commit() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -83,7 +82,7 @@ __device__ inline void store_shared(u32 address, u32 x) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
+// Load four 8 x 8 matrices of 16-bit elements. Lane i passes the address of row i % 8 of matrix i / 8.
 __device__ inline void load_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -95,7 +94,7 @@ __device__ inline void load_matrices_transposed(u32 (&r)[4], u32 address) {
                  : "r"(address));
 }
 
-// Store four matrices, transposed.
+// Store four matrices transposed.
 __device__ inline void store_matrices_transposed(u32 address, const u32 (&r)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -114,7 +113,7 @@ __device__ inline void store_matrices_transposed(u32 address, const u32 (&r)[4])
 #endif
 }
 
-// Add four neighbours to global memory, without a return value.
+// Add four consecutive numbers to global memory.
 __device__ inline void add_global(float* target, float x, float y, float z, float w) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x), "f"(y),

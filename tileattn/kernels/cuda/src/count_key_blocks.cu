@@ -1,4 +1,4 @@
-// Before order_key_blocks, where blocks are many: how many of them each chunk has.
+// Before order_key_blocks, if there are several chunks: count the blocks of each chunk.
 #include "block_order.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

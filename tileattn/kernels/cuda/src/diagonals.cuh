@@ -1,12 +1,12 @@
-// Layer 3. Sums of dS along the diagonals of a tile, where the distance of a query and a key decides
-// which element they read: one number in place of a pair's for each.
+// Layer 3. Sums of dS along the diagonals of a tile, for arrays whose element depends only on the distance of query
+// and key: then a diagonal adds one number to the gradient.
 #pragma once
 
 #include "ds_steps.cuh"
 
 // All threads of a CTA call.
 struct Diagonals {
-    static constexpr int COLUMNS = NT < 4 ? 8 * NT : 32;  // of a piece
+    static constexpr int COLUMNS = NT < 4 ? 8 * NT : 32;  // of a piece of 16 rows
     static constexpr int PITCH = COLUMNS + 8;             // no bank conflicts, either way
     static constexpr int OF_PIECE = 16 + COLUMNS - 1, OF_WARP = 16 * MT + 8 * NT - 1;
     static constexpr int OF_TILE = BLOCK_Q + BLOCK_K - 1;
@@ -17,8 +17,8 @@ struct Diagonals {
 
     Accum* const memory;
 
-    // Diagonal n of a share has the distances of rows and columns that are n less its columns - 1.
-    // A warp sums its own from pieces that it passes through shared memory.
+    // Sum the diagonals of each warp's part of the tile. Diagonal n has row - column = n - (columns - 1). A warp
+    // passes its part through shared memory in pieces.
     __device__ void sum(const Scores<false, MT, NT>& ds) const {
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         Accum *const own = memory + warp * OF_WARP, *const piece = memory + PIECES_AT + warp * 16 * PITCH;
@@ -28,7 +28,7 @@ struct Diagonals {
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int first = 0; first < NT; first += COLUMNS / 8) {
-                __syncwarp();  // the last piece has been summed
+                __syncwarp();  // the previous piece has been summed
 #pragma unroll
                 for (int n = 0; n < COLUMNS / 8; ++n)
 #pragma unroll
@@ -49,8 +49,7 @@ struct Diagonals {
         sync_threads();
     }
 
-    // Call visit(x, i, j) for diagonals of the tile from query q0 and key k0 on: their sum, and the
-    // first pair.
+    // Call visit(sum, i, j) for each diagonal of the tile at query q0 and key k0; (i, j) is its first pair.
     template <class Visit>
     __device__ void for_each(int q0, int k0, Visit visit) const {
         for (int n = threadIdx.x; n < OF_TILE; n += THREADS) {

@@ -1,4 +1,4 @@
-// Layer 3. What belongs to one head: its rows, masks and score modifiers.
+// Layer 3. One query head: its rows, mask, score modifiers, dropout and row statistics.
 #pragma once
 
 #include "head_flags.cuh"
@@ -20,8 +20,8 @@ __device__ inline Accum sink_of(const Params& p, i64 h) {
     return p.sinks ? static_cast<const Accum*>(p.sinks)[h] : -infinity<Accum>();
 }
 
-// The statistics of a row as kernels of the backward pass read them: with them P has its power of two,
-// and dS has none.
+// lse_log2 and delta as stored for the backward pass. They give P its power of two (config.cuh), and take it out of
+// dS.
 __device__ inline Accum stored_lse(Accum lse_log2) {
     return BACKWARD_P_LOG2 == 0 ? lse_log2 : lse_log2 - Accum(BACKWARD_P_LOG2);
 }
@@ -49,14 +49,14 @@ struct Head {
           attn_mask(p, b, h),
           score_mod(p, b, h),
           dropout(p, b, h) {
-        // Four pointers in registers are cheaper than recomputing them for every tile.
+        // Keep the four pointers in registers: the compiler would recompute them for every tile.
         asm volatile("" : "+l"(q), "+l"(k), "+l"(v), "+l"(dout));
     }
 
     __device__ i64 Nq() const { return sequence.Nq; }
     __device__ i64 row(int i) const { return sequence.row(p, h) + i; }
 
-    // Row statistics, from backward_preprocess; of a LARGE_SCORES head, from backward_large_scores.
+    // Row statistics of backward_preprocess; for LARGE_SCORES heads backward_large_scores replaces them.
     __device__ Accum* statistics(void* array) const {
         return static_cast<Accum*>(array) + sequence.padded_row(p, h);
     }
@@ -71,8 +71,7 @@ struct Head {
         Accum dsoftcap, dfunction;
         return score(i, j, dsoftcap, dfunction);
     }
-    // Without score_mod.softmax_scale_log2(), which makes it an exponent of 2; -infinity where
-    // masked out.
+    // The score of a pair before score_mod.softmax_scale_log2(); -infinity if it is masked out.
     __device__ Accum score(int i, int j, Accum& dsoftcap, Accum& dfunction) const {
         dsoftcap = dfunction = 1;
         if (!attn_mask.visible(i, j)) return -infinity<Accum>();

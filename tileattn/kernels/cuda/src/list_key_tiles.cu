@@ -1,4 +1,4 @@
-// Before a forward pass: the key tiles of each query tile, from their kinds.
+// Before the forward pass: list the key tiles of each query tile, from their kinds.
 #include "tile_lists.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

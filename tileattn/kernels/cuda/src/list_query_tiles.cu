@@ -1,4 +1,4 @@
-// Before a backward pass: the query tiles of each key tile, each with its rank.
+// Before the backward pass: list the query tiles of each key tile, each with its rank.
 #include "tile_lists.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

@@ -1,4 +1,4 @@
-// Before a backward pass over packed sequences: its work tiles.
+// Before the backward pass over packed sequences: order the blocks of keys.
 #include "block_order.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

@@ -1,5 +1,5 @@
-// Before a forward pass over packed sequences: its work tiles, and none claimed. Of blocks that take
-// turns those with most keys go first. Sequences with few rows that share keys may be another kernel's.
+// Before the forward pass over packed sequences: order the blocks of queries, and reset the dynamic scheduler.
+// Sequences that forward_split computes are left out.
 #include "block_order.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

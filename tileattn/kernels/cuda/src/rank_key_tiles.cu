@@ -1,5 +1,5 @@
-// Before a backward pass: of each tile its kind for all query heads that share keys, and its rank, how
-// many key tiles before it are left to the same queries.
+// Before the backward pass: find the kind of each tile for all query heads that share a key head, and its rank: the
+// number of listed key tiles before it in the same row.
 #include "tile_lists.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
@@ -8,7 +8,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const int columns = column_count(p), rows = row_count(p);
     const TileLine at(p, int(p.Hkv), rows);
     if (!at.is_there) return;
-    // Without heads of their own all have the kinds of the first.
+    // If heads do not differ, all have the kinds of the first.
     const int group = p.tile_kinds_at.h ? int(p.group) : 1;
     const signed char* const kinds = p.tile_kinds + at.b * p.tile_kinds_at.b +
                                      i64(at.h) * group * p.tile_kinds_at.h +

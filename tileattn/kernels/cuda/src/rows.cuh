@@ -1,4 +1,4 @@
-// Layer 3. Rows of arrays, loaded and stored by a few lanes each in vectors of up to 16 bytes.
+// Layer 3. Loads and stores of rows by a few lanes, in vectors of up to 16 bytes.
 #pragma once
 
 #include "head.cuh"
@@ -12,14 +12,14 @@ struct alignas(VECTOR_SIZE * sizeof(T) > 16 ? 16 : VECTOR_SIZE * sizeof(T)) Vect
     T values[VECTOR_SIZE];
 };
 
-// As many lanes as a row has vectors, rounded up to a power of two, at most a warp.
+// The lanes of a row: one for each vector, rounded up to a power of two, at most a warp.
 constexpr int lanes_of_row(int columns) {
     int lanes = 1;
     while (lanes < WARP && lanes * VECTOR_SIZE < columns) lanes *= 2;
     return lanes;
 }
 
-// The first `count` elements of a vector, zeros behind them.
+// Load the first `count` elements of a vector, and zeros after them.
 __device__ inline Vector<Element> load_vector(const Element* source, int count) {
     if (count >= VECTOR_SIZE) return *reinterpret_cast<const Vector<Element>*>(source);
     Vector<Element> vector = {};
@@ -28,7 +28,7 @@ __device__ inline Vector<Element> load_vector(const Element* source, int count) 
         if (e < count) vector.values[e] = source[e];
     return vector;
 }
-// In words, by hand: the compiler would merge parts of it with the stores of shorter vectors.
+// Store a whole vector. In asm: the compiler would merge parts of it with the stores of shorter vectors.
 template <class T>
 __device__ inline void store_whole(T* target, const Vector<T>& vector) {
     if constexpr (sizeof(vector) >= 8) {
@@ -53,7 +53,7 @@ __device__ inline void store_vector(Element* target, const Vector<Element>& vect
             if (e < count) target[e] = vector.values[e];
 }
 
-// Whether the share of this lane, one of LANES, of a row is finite.
+// True if the elements of a row that this lane, one of LANES, reads are finite.
 template <int LANES>
 __device__ inline bool is_finite_row(const Element* row, int columns) {
     bool finite = true;

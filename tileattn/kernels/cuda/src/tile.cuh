@@ -1,4 +1,4 @@
-// Layer 2. Tiles in shared memory: their swizzle, and the fragments that lanes load from them.
+// Layer 2. Tiles in shared memory: their swizzle, and how lanes load operand fragments from them.
 #pragma once
 
 #include "copy.cuh"
@@ -18,9 +18,8 @@ __device__ constexpr int power_of_two_from(int n) {
     return power;
 }
 
-// ROWS x COLUMNS elements. Rows start 64 bytes apart, or a multiple of 128. The 16-byte chunks of a
-// row are swizzled by its number: neither eight rows of one chunk nor fragments of wider types have
-// bank conflicts.
+// ROWS x COLUMNS elements. The pitch of rows is 64 bytes, or a multiple of 128. The 16-byte chunks of a row are
+// swizzled by its number, so that neither ldmatrix nor loads of wider elements have bank conflicts.
 template <class T, int ROWS, int COLUMNS>
 struct Tile {
     static constexpr int ROW_BYTES = COLUMNS * int(sizeof(T));
@@ -28,24 +27,23 @@ struct Tile {
     static constexpr int BYTES = ROWS * PITCH;
 
     char* base;
-    u32 address;  // the same, as instructions on shared memory take it
+    u32 address;  // the same in the shared window
 
     __device__ explicit Tile(char* base) : base(base), address(shared_address(base)) {}
 
-    // Linear: of two rows without a common bit, the swizzle of their sum is the exclusive or of
-    // theirs.
+    // Linear: swizzle(a + b) == swizzle(a) ^ swizzle(b) if a and b have no common bit.
     __device__ static constexpr int swizzle(int row) {
         if (PITCH == 64) return sizeof(T) == 2 ? (row >> 1 & 3) << 4 : (row >> 1 & 1) << 5;
         if (sizeof(T) == 2) return (row & 7) << 4;
         return ((row ^ row >> 2) & 1) << 6 | (row >> 1 & 1) << 5;
     }
-    // Bytes from the base of an element, or of the 16-byte chunk that begins with it.
+    // The offset in bytes of an element.
     __device__ static int at(int row, int column) {
         return row * PITCH + ((column * int(sizeof(T))) ^ swizzle(row));
     }
-    // The same for (row + down, column + right). Steps are constants: down a multiple of 8 rows,
-    // right below SPAN columns, of which `column` is a multiple but for a lane's own. Then most of
-    // it is computed once for all steps.
+    // The offset of (row + down, column + right), for steps known at compile time: `down` is a multiple of 8, and
+    // `right` is below SPAN. `column` is a multiple of SPAN plus a lane's own column. Then most of the address is
+    // computed once for all steps.
     template <int SPAN>
     __device__ static int at(int row, int column, int down, int right) {
         constexpr int BYTES = SPAN * int(sizeof(T));
@@ -64,17 +62,17 @@ struct Tile {
     __device__ Pair& pair(int offset) const { return *reinterpret_cast<Pair*>(base + offset); }
     __device__ T& element(int offset) const { return *reinterpret_cast<T*>(base + offset); }
 
-    // Start asynchronous copies of `rows` rows of `columns` elements. The rest of the tile becomes
-    // zero. Few steps at a time, UNROLL, need few registers.
+    // Start asynchronous copies of `rows` rows of `columns` elements. The rest of the tile becomes zero. A small
+    // UNROLL needs few registers.
     template <int THREADS, int ALIGNMENT_BYTES, int UNROLL = 32>
     __device__ void load(const T* source, i64 stride, int rows, int columns,
                          u32 thread = threadIdx.x) const {
         constexpr int SIZE = ALIGNMENT_BYTES < 4 ? 16 : ALIGNMENT_BYTES, CHUNKS = ROW_BYTES / SIZE;
         constexpr int LANES = power_of_two_from(CHUNKS);  // threads of a row
-        constexpr int STEP = THREADS / LANES;  // rows that all threads together fill at a time
+        constexpr int STEP = THREADS / LANES;  // rows that all threads copy at a time
         if constexpr (ALIGNMENT_BYTES >= 4 && STEP > 0 && ROWS % STEP == 0 &&
                       (ROWS / STEP <= UNROLL || UNROLL < 32)) {
-            // A thread stays in one column, and reuses the address of its first row.
+            // Each thread copies one column of chunks, and reuses the address of its first row.
             const int row = thread / LANES, byte = thread % LANES * SIZE;
             if (byte >= ROW_BYTES) return;
             const int inside = min(max(columns * int(sizeof(T)) - byte, 0), SIZE);
@@ -98,7 +96,7 @@ struct Tile {
         }
     }
 
-    // The same, where source(row) is anywhere. Warps call it as a whole.
+    // The same, with source(row) as the address of each row. Whole warps call.
     template <int THREADS, int ALIGNMENT_BYTES, int UNROLL = 4, class Source>
     __device__ void load_rows(Source source, int rows, int columns,
                               u32 thread = threadIdx.x) const {
@@ -146,22 +144,22 @@ struct Tile {
         }
     }
 
-    // The address of 16 bytes of a row.
+    // The address of a 16-byte chunk of a row.
     __device__ u32 chunk(int row, int byte) const {
         return address + row * PITCH + (byte ^ swizzle(row));
     }
 
-    // Operands of atoms: from where a warp's share begins, and constant steps from there. Of eight
-    // neighbours along k a lane has two: AS_C those of C, which can be the other operand; else t
-    // and t + 4. Numbers of 8 bytes are loaded so, one by one, right to where an instruction takes
-    // them, without bank conflicts: half of those loaded in pairs would have to move.
+    // Operands of atoms, at constant steps from the start of a warp's part. Of eight neighbours along k a lane has
+    // two. AS_C: columns 2t and 2t + 1, as in C, which can be the other operand. Otherwise t and t + 4: 8-byte
+    // numbers are loaded like this, one at a time, into the registers that the instruction takes, without bank
+    // conflicts. Loaded in pairs, half of them would have to move.
     static constexpr bool IN_PAIRS = sizeof(T) < 8;
     template <bool AS_C>
     __device__ static int depth(int n) {
         return AS_C ? Lane().column(n) : Lane().t + 4 * n;
     }
 
-    // A[m, k]: rows of the tile are m, its columns k.
+    // Operand A[m, k] from a tile with rows m and columns k.
     __device__ typename Atom<T>::A a(int m0, int m, int k) const {
         if constexpr (sizeof(T) == 2) {
             const int lane = threadIdx.x % WARP;
@@ -175,7 +173,7 @@ struct Tile {
         }
     }
 
-    // A[m, k]: rows of the tile are k, its columns m, of which a warp has SPAN.
+    // Operand A[m, k] from a tile with rows k and columns m, of which a warp has SPAN.
     template <int SPAN>
     __device__ typename Atom<T>::A a_transposed(int m0, int m, int k) const {
         if constexpr (sizeof(T) == 2) {
@@ -191,7 +189,7 @@ struct Tile {
         }
     }
 
-    // The same elements as C holds them, of the two atoms of columns k and k + 8.
+    // The same elements in the layout of C: two atoms, for columns k and k + 8.
     template <bool TRANSPOSED, int SPAN, bool AS_C = true>
     __device__ void read(T (&c)[2][4], int m0, int m, int k) const {
         if constexpr (sizeof(T) == 2) {
@@ -225,7 +223,7 @@ struct Tile {
         }
     }
 
-    // B[k, n] for n and n + 8: rows of the tile are n, its columns k.
+    // Operands B[k, n] for n and n + 8, from a tile with rows n and columns k.
     __device__ void b(typename Atom<T>::B (&fragments)[2], int n0, int n, int k) const {
         if constexpr (sizeof(T) == 2) {
             const int lane = threadIdx.x % WARP;
@@ -253,7 +251,7 @@ struct Tile {
         }
     }
 
-    // B[k, n] for n and n + 8: rows of the tile are k, its columns n, of which a warp has SPAN.
+    // Operands B[k, n] for n and n + 8, from a tile with rows k and columns n, of which a warp has SPAN.
     template <int SPAN, bool AS_C = IN_PAIRS>
     __device__ void b_transposed(typename Atom<T>::B (&fragments)[2], int n0, int n, int k) const {
         if constexpr (sizeof(T) == 2) {

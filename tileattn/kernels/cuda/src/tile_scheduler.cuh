@@ -1,12 +1,12 @@
-// Layer 3. Which block a CTA takes, and the tiles of a block.
+// Layer 3. The block of a CTA, and the tiles of a block.
 #pragma once
 
 #include "mask.cuh"
 
-// Block and head of a linear index: `blocks` blocks of each of `heads` heads, in `groups` groups of
-// heads whose operands share the L2 cache. In a group the first blocks of all heads come first,
-// then the second ones: where the first are longest, what is left for the end is short. The first
-// groups may have one head more.
+// The block and head of a linear index, for `blocks` blocks of each of `heads` heads. L2 swizzle: the heads are
+// divided into `groups` groups, whose operands share the L2 cache. In a group the first blocks of all heads come
+// first, then the second ones: if the first are the longest, short ones fill the end. The first groups may have one
+// head more than the others.
 struct BlockCoord {
     int block, head;
 
@@ -16,7 +16,7 @@ struct BlockCoord {
     template <class Int>
     __device__ BlockCoord(Int blocks, Int heads, Int groups, Int index) {
         const Int size = heads / groups, longer = heads % groups * (size + 1);
-        const Int straight = index / blocks;  // the head, if each came by itself
+        const Int straight = index / blocks;  // the head without groups
         const Int members = straight < longer ? size + 1 : size;
         const Int start = straight < longer ? 0 : longer;
         const Int first = start + (straight - start) / members * members;
@@ -26,7 +26,7 @@ struct BlockCoord {
     }
 };
 
-// The tiles of a block that are not empty, ascending: number and kind. All threads of the CTA call.
+// The tiles of a block that are not empty, ascending: index and kind. All threads of the CTA call.
 template <class KindOf>
 struct TileIterator {
     KindOf kind_of;
@@ -40,11 +40,11 @@ struct TileIterator {
 
     __device__ void next() {
         if constexpr (HAS_BLOCK_MASK || HAS_MASK_MOD) {
-            // Most tiles of a sparse mask are empty: test one for each thread at a time.
+            // Most tiles of a sparse mask are empty: each thread tests one tile at a time.
             while (++tile < end) {
                 const int mine = tile + int(threadIdx.x);
                 const int own = mine < end ? kind_of(mine) : EMPTY;
-                // The nearest tile, above its kind: both small integers in one maximum.
+                // One maximum finds the nearest tile and its kind: the distance is above the kind's two bits.
                 const int ahead = own == EMPTY ? 0 : (THREADS - int(threadIdx.x)) * 4 + own;
                 const int best = block_maximum(ahead);
                 if (best) {
@@ -64,7 +64,7 @@ struct TileIterator {
         __shared__ int warps[WARPS_M * WARPS_N];
 #pragma unroll
         for (int step = 16; step; step /= 2) x = max(x, __shfl_xor_sync(~0u, x, step));
-        __syncthreads();  // the last maximum has been read
+        __syncthreads();  // the previous maximum has been read
         if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = x;
         __syncthreads();
 #pragma unroll

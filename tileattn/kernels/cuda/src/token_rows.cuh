@@ -1,5 +1,5 @@
-// Layer 3. Rows of tokens, written to their places by a few threads each; some of their columns are
-// rotated. As kv_cache.py and rotary.py.
+// Layer 3. Write the rows of tokens to their places, by a few threads for each row, and apply RoPE to some of the
+// columns. As kv_cache.py and rotary.py.
 #pragma once
 
 #include "integers.cuh"
@@ -13,12 +13,12 @@ struct alignas(ALIGNMENT_BYTES) Vector {
 struct Strides {
     i64 b, h, n, d;
 };
-// An array of rows. pairs: of columns that are rotated. row_threads: of a row.
+// An array of rows. pairs: pairs of columns that are rotated. row_threads: threads of a row.
 struct RowArray {
     Strides from, to;
     i64 columns, pairs, row_threads;
 };
-// Integers, whose strides are in elements.
+// An integer array: bytes of an element, and strides in elements.
 struct IntegerStrides {
     i64 bytes, i, j;
 
@@ -26,13 +26,13 @@ struct IntegerStrides {
         return integer_at(data, bytes, n * i + m * j);
     }
 };
-// Cosines or sines of positions and pairs. bytes: of an element, 0 for bfloat16.
+// A table of cosines or sines by position and pair. bytes: of an element; 0 means bfloat16.
 struct Table {
     i64 bytes, n, c;
 };
 
-// Every field has 8 bytes: token_rows.py has the same. Integers that are null are none, but for
-// positions: then all sequences begin at `position`.
+// token_rows.py has the same fields. Each has 8 bytes. If `positions` is null all sequences start at `position`;
+// another null array means that the call does not have it.
 struct TokenParams {
     const void *k, *v;
     void *k_cache, *v_cache;
@@ -42,17 +42,17 @@ struct TokenParams {
     RowArray k_rows, v_rows;
     Table cos_at, sin_at;
     IntegerStrides positions_at, cu_seqlens_at, block_table_at;
-    // N: tokens of each sequence, where they are not packed. page: rows of a page, 0 where there are
-    // none; pages: of all sequences. capacity: of a sequence.
+    // N: tokens of each sequence that is not packed. page: rows of a page; 0: no pages. pages: pages of all
+    // sequences. capacity: rows of a sequence in the cache.
     i64 B, heads, tokens, N, capacity, page, pages, table_rows, interleaved, inverse;
 };
 
-// Where a token is, where its row goes, and which row of the tables it takes.
+// The source and target row of a token, and its row in the tables.
 struct Token {
     i64 from_b, from_n, to_b, to_n, position;
 };
 
-// Turn a pair of columns. Each step is rounded, as NumPy does it.
+// Rotate a pair of columns. Each operation is rounded, as in NumPy.
 __device__ inline void rotate(Accum& a, Accum& b, Accum cos, Accum sin) {
     const Accum x = a;
     a = difference(rounded_product(a, cos), rounded_product(b, sin));
@@ -76,7 +76,7 @@ __device__ inline void load_entries(Accum (&x)[VECTOR_SIZE], const void* data, c
     }
 }
 
-// Nobody writes what is read here. Vectors of more than one element have columns that are neighbours.
+// No kernel writes to these rows while they are read. If vectors have several elements, columns are contiguous.
 __device__ inline Vector load_vector(const Element* __restrict__ row, i64 column, i64 step) {
     return *reinterpret_cast<const Vector*>(row + column * step);
 }
@@ -84,7 +84,7 @@ __device__ inline void store_vector(Element* row, i64 column, i64 step, const Ve
     *reinterpret_cast<Vector*>(row + column * step) = vector;
 }
 
-// Copy the rows of a token, of all heads of this thread block, without rotation.
+// Copy columns that are not rotated, for all heads of this CTA.
 __device__ inline void copy_columns(const TokenParams& p, const RowArray& rows, const Element* from,
                                     Element* to, i64 column) {
 #pragma unroll 4
@@ -129,7 +129,7 @@ __device__ inline void rotate_columns(const TokenParams& p, const RowArray& rows
     }
 }
 
-// Write the rows of one array. find(t, token) says where a token goes, or that it goes nowhere.
+// Write the rows of one array. find(t, token) finds the place of token t, or returns false if it has none.
 template <class Find>
 __device__ inline void write_rows(const TokenParams& p, const RowArray& rows, const void* from, void* to,
                                   Find find) {
@@ -141,7 +141,7 @@ __device__ inline void write_rows(const TokenParams& p, const RowArray& rows, co
                                   token.from_n * rows.from.n;
     Element* const target =
         static_cast<Element*>(to) + token.to_b * rows.to.b + token.to_n * rows.to.n;
-    // A thread takes vectors of columns: of pairs first, then of those that are not rotated.
+    // A thread takes vectors of columns: first of pairs, then of columns that are not rotated.
     const i64 step = row_threads * VECTOR_SIZE;
     for (i64 n = int(threadIdx.x) % row_threads * VECTOR_SIZE; n < rows.columns - rows.pairs; n += step)
         if (n < rows.pairs)
