@@ -1,10 +1,10 @@
-// Backward pass for k and v: one CTA for each block of keys, query tiles ascending, the query heads
-// that share the keys one after the other. dK and dV stay in registers; dQ, if asked for, is added
-// in float32 to device memory. S is computed transposed, keys in rows. Dao, FlashAttention-2,
-// arXiv:2307.08691, Algorithm 2.
+// Backward pass for k and v: one CTA for each block of keys, query tiles ascending, the query heads that share the
+// keys one after the other. dK and dV stay in registers. With ADD_DQ, dQ is added in device memory, in the
+// accumulator type. S is computed transposed, with keys in rows. Dao, FlashAttention-2, arXiv:2307.08691,
+// Algorithm 2.
 //
-// Flagged heads, and key blocks whose gradients are not finite in the end, take another pass, for
-// large scores and NaN-safe: see nonfinite.cuh. That leaves dQ to backward_dq.
+// Flagged heads, and key blocks whose gradients are not finite, are computed by another pass, which is NaN-safe
+// (nonfinite.cuh) and handles large scores. It leaves dQ to backward_dq.
 #include "gradient.cuh"
 #include "pair.cuh"
 #include "tile_scheduler.cuh"
@@ -13,16 +13,16 @@ constexpr int WARPS = WARPS_M * WARPS_N;
 constexpr int MT = BLOCK_K / (16 * WARPS_M);  // keys of a warp, in 16-row tiles
 constexpr int QT = BLOCK_Q / (8 * WARPS_N);   // queries of a warp's scores, in 8-column tiles
 
-// Where possible, half of the warps that share keys have dV and half dK, each with twice as many
-// columns as if all had both: fewer operands to load. Wider elements lack the registers.
+// If possible, half of the warps that share keys compute dV and the other half dK, each with twice as many columns:
+// fewer operands to load. Wider elements have too few registers for this.
 constexpr bool APART = WARPS_N % 2 == 0 && HEAD_DIM == VALUE_DIM && sizeof(Element) == 2;
 
-// One stage: dO is loaded during S, not during dQ of the tile before: dQ can come before dV then.
-// Not where warps have all queries: they have P and dS in registers, and no barrier behind S.
+// With one stage, dO is loaded during S, not during dQ of the previous tile, so dQ can come before dV. Not if each
+// warp has all queries: then P and dS stay in registers, and there is no barrier after S.
 constexpr bool DOUT_DURING_S = STAGES == 1 && WARPS_N > 1;
 
-// How many of the warps that share a GEMM of ROWS x COLUMNS stand side by side: as few atoms for
-// each as can be, then as few operands to load.
+// The number of warps side by side, for a GEMM of ROWS x COLUMNS divided among all warps: minimise the atoms of a
+// warp, then the operands to load.
 template <int ROWS, int COLUMNS>
 constexpr int across() {
     int best = 1, least = ROWS * COLUMNS;
@@ -35,13 +35,13 @@ constexpr int across() {
     return best;
 }
 
-// A warp's part of such a GEMM, from (row, column) on; where there are many warps, some have none.
+// A warp's part of such a GEMM, at (row, column). If there are many warps, some have no part.
 template <int ROWS, int COLUMNS, int ACROSS, int SHARED_BY = WARPS>
 struct WarpTile {
     static constexpr int MT = (ROWS * ACROSS + 16 * SHARED_BY - 1) / (16 * SHARED_BY);
     static constexpr int NT = COLUMNS / (8 * ACROSS);
     static_assert(ROWS % (16 * MT) == 0 && NT % 2 == 0, "whole pairs of atoms, or none");
-    // Whether all warps have a part.
+    // True if all warps have a part.
     static constexpr bool ALL = ROWS * ACROSS == 16 * MT * SHARED_BY;
     int row, column;
 
@@ -50,7 +50,7 @@ struct WarpTile {
     __device__ bool any() const { return row < ROWS; }
 };
 
-// Of dK and dV a warp that has all queries has its own keys, with P and dS in registers.
+// A warp that has all queries computes dK and dV of its own keys, with P and dS in registers.
 template <int COLUMNS>
 using KeyWarpTile = WarpTile<BLOCK_K, COLUMNS,
                              APART          ? WARPS_N / 2
@@ -72,9 +72,8 @@ using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_COLUMNS>;
 static_assert(NonFiniteQ::BYTES <= ScoreTile::BYTES && NonFiniteDout::BYTES <= ScoreTile::BYTES,
               "tables take the P tile");
 
-// Add back what was not finite in q or dO to the keys that are attended to. Warps that share keys
-// exchange what is attended to through a score tile. All threads call, but only some may have the
-// accumulators.
+// Add the non-finite values of q or dO to the keys that they attend to. Warps that share keys exchange their parts of
+// `attended` through a score tile that is free. All threads call; `mine` is false in warps without these sums.
 template <class Table, class Sums, class Own>
 __device__ inline void restore_non_finite(Sums& sums, const Table& table,
                                           const Attended<MT, QT>& attended, const ScoreTile& free,
@@ -91,10 +90,10 @@ __device__ inline void restore_non_finite(Sums& sums, const Table& table,
         add_non_finite(sums, table, 0,
                        [&](int m, int half, int w) { return attended.word(m, half, w); });
     }
-    __syncthreads();  // all warps have read
+    __syncthreads();  // all warps have read it
 }
 
-// The largest of what the warps have, mostly 1: they share dS.
+// The largest excess of all warps, nearly always 1. Warps share dS, so they must scale it alike.
 __device__ inline Accum largest_of(Accum mine, int warp) {
     __shared__ Accum all[WARPS];
     if (!HAS_FINITE_SUMS<Element> || !__syncthreads_or(mine > 1)) return 1;
@@ -112,7 +111,7 @@ __device__ inline KeyBlock block_of(const Params& p, int index) {
     return {p, p.key_ends(), int(p.Hkv), coord.head, coord.block};
 }
 
-// dK and dV of a block of keys; whether they are finite.
+// Compute dK and dV of a block of keys. Returns false, and stores nothing, if they are not finite.
 template <bool NAN_SAFE>
 __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     extern __shared__ __align__(1024) char memory[];
@@ -130,7 +129,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
 
     const int k0 = at.block * BLOCK_K, b = at.b, kv = at.h;
     const int warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
-    const int row0 = warp_m * MT * 16, column0 = warp_n * QT * 8;  // first of this warp's scores
+    const int row0 = warp_m * MT * 16, column0 = warp_n * QT * 8;  // this warp's first score
     const bool only_dk = APART && warp_n >= WARPS_N / 2;
     const int tile_index = APART ? warp_m * (WARPS_N / 2) + warp_n % (WARPS_N / 2) : warp;
     const DkWarpTile of_dk(tile_index);
@@ -182,16 +181,16 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             copy_commit();
         };
         auto load_bias = [&](int q0) { bias.load(head.score_mod, q0 + column0, k0 + row0); };
-        // One stage: the next q is loaded behind dK. Two stages: both are loaded a tile ahead.
+        // With one stage the next q is loaded after dK. With two, q and dO are loaded a tile ahead.
         auto hand_back = [&](auto load) {
             if (STAGES > 1) return;
             __syncthreads();  // all warps are done with q, or with dO
             if (!tiles.done()) load(tiles.tile * BLOCK_Q, 0);
         };
-        // At the end of a tile, so that what is computed of the next comes behind the barrier.
+        // At the end of a tile, so that the work on the next one comes after the barrier.
         auto land = [] {
             copy_wait<0>();
-            __syncthreads();  // q, or both, have landed, and all warps are done with the last tile
+            __syncthreads();  // q, or q and dO, have landed, and all warps are done with the previous tile
         };
         int stage = 0;
         if (!tiles.done()) {
@@ -217,7 +216,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             tile.load_mask(head.attn_mask);
             multiply<HEAD_COLUMNS, STEPS<NAN_SAFE, HEAD_COLUMNS>, true, NAN_SAFE>(
                 tile.p, k_tile, row0, q, column0);
-            // Queries past the end have scores of 0 x NaN.
+            // Queries past the end may have scores of 0 x NaN.
             const bool past_end = NAN_SAFE && q0 + BLOCK_Q > sequence.Nq;
             auto recompute_p = [&] {
                 tile.recompute_p(
@@ -251,14 +250,13 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                                head.score_mod, q0 + column0, k0 + row0, tile.ds);
             if (!tiles.done()) load_bias(tiles.tile * BLOCK_Q);
             tile.apply_dsoftcap();
-            // Where all is attended to, what is not finite propagates by itself. Behind this
-            // barrier all warps are done with q and dO as they were.
+            // If all pairs are attended, non-finite values propagate by themselves. After this barrier all warps
+            // are done with the uncleaned q and dO.
             if (NAN_SAFE && (HAS_MASK || HAS_ANY_SCORES || kind == PARTIAL || past_end) &&
                 __syncthreads_or(tile.any_masked())) {
                 const NonFiniteQ of_q{p_tile.address};
                 const NonFiniteDout of_dout{p_tile.address};
-                // For a query that is not finite dS is 0, not NaN, only where a score modifier
-                // is flat.
+                // A non-finite query makes dS NaN, unless a score modifier has derivative 0 there.
                 const bool bad_q = __syncthreads_or(of_q.clean<WARPS, HAS_SCORE_GRAD>(q, warp));
                 if (HAS_SCORE_GRAD && bad_q) {
                     if constexpr (APART)
@@ -276,7 +274,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             const Accum excess = NAN_SAFE ? largest_of(tile.excess(), warp) : Accum(1);
             if (excess > 1) tile.ds.scale(1 / excess), scale_dk(1 / excess);
 
-            // If a sum is not finite, dQ stays so: backward_dq_convert flags the head.
+            // If dQ is not finite, it stays so in memory, and backward_dq_convert flags the head.
             const bool has_dq = ADD_DQ && !NAN_SAFE && of_dq.any();
             using DqFragment = Fragment<Accum, DqWarpTile::MT, DqWarpTile::NT>;
             auto compute_dq = [&] {
@@ -308,9 +306,9 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 } else {
                     multiply_rows<false, BLOCK_Q, UNROLL>(dk, ds_tile, of_dk.row, q, of_dk.column);
                     hand_back(load_q);
-                    // The adds to dQ are under way during dV, which loads few operands. In float64
-                    // there are most: in one burst they would hold back the loads of the next
-                    // tile; between the steps of dV they run beside the tensor cores.
+                    // The adds to dQ overlap with dV, which loads few operands. In float64 there are many
+                    // adds: in one burst they would delay the loads of the next tile, so they are spread over
+                    // the steps of dV.
                     constexpr bool SPREAD =
                         ADD_DQ && !NAN_SAFE && sizeof(Element) == 8 && DqWarpTile::ALL;
                     if constexpr (SPREAD) {
@@ -337,8 +335,8 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             land();
         }
     }
-    if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // nothing is under way
-    // By now all warps are done with k and v.
+    if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // no store to either CTA is in flight
+    // After this barrier all warps are done with k and v.
     if (__syncthreads_or(!NAN_SAFE && (!dk.all_finite() || !dv.all_finite()))) return false;
 
     dv.scale(Accum(only_dk ? p.scale : p.dropout_scale * BACKWARD_P_UNIT));
@@ -360,7 +358,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     return true;
 }
 
-// Not inlined: it costs the first pass no registers.
+// Not inlined, so that it costs the first pass no registers.
 __device__ __noinline__ void backward_block_nan_safe(const Params& p, int index) {
     backward_block<true>(p, block_of(p, index));
 }

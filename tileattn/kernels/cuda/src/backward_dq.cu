@@ -1,6 +1,6 @@
-// Backward pass for q: one CTA for each block of queries, key tiles ascending. dQ stays in
-// registers, so it is bitwise reproducible. Where other kernels add dQ in memory, this one computes
-// flagged heads alone. What is not finite is handled as in backward_dkdv.cu.
+// Backward pass for q: one CTA for each block of queries, key tiles ascending. dQ stays in registers, so it is bitwise
+// reproducible. If other kernels add dQ in memory, this one computes only flagged heads. Non-finite values are handled
+// as in backward_dkdv.cu.
 #include "gradient.cuh"
 #include "pair.cuh"
 #include "tile_scheduler.cuh"
@@ -18,7 +18,7 @@ using ScoreTile = Tile<Element, BLOCK_Q, BLOCK_K>;
 using NonFiniteTable = NonFinite<Element, BLOCK_K, HEAD_COLUMNS>;
 static_assert(NonFiniteTable::BYTES <= ValueTile::BYTES, "the table takes the v tile");
 
-// dQ of a block of queries; whether it is finite.
+// Compute dQ of a block of queries. Returns false, and stores nothing, if it is not finite.
 template <bool NAN_SAFE>
 __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) {
     extern __shared__ __align__(1024) char memory[];
@@ -29,7 +29,7 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
         return KeyTile(stages + stage * (KeyTile::BYTES + ValueTile::BYTES));
     };
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
-    // What the other CTA sends: of S and of dP.
+    // The parts of S and of dP that the other CTA sends.
     const ScoreTile peer_s(k_tile(STAGES).base), peer_dp(peer_s.base + PAIR * ScoreTile::BYTES);
     const WarpBias<false, MT, NT> bias(peer_dp.base + PAIR * ScoreTile::BYTES);
 
@@ -79,7 +79,7 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
         const KeyTile k = k_tile(stage);
         const ValueTile v = v_tile(stage);
         copy_wait<0>();
-        __syncthreads();  // k and v have landed, and all warps are done with the last tile
+        __syncthreads();  // k and v have landed, and all warps are done with the previous tile
         tiles.next();
         if (STAGES > 1 && !tiles.done()) load_keys(tiles.tile * BLOCK_K, stage ^= 1);
 
@@ -112,7 +112,7 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
         if (!tiles.done()) load_bias(tiles.tile * BLOCK_K);
         tile.compute_ds(Accum(p.dropout_scale), [&](int m, int, int e) { return delta[m][e / 2]; });
         tile.apply_dsoftcap();
-        // As in backward_dkdv.cu. Behind this barrier all warps are done with k and v as they were.
+        // As in backward_dkdv.cu. After this barrier all warps are done with v and the uncleaned k.
         if (NAN_SAFE && (HAS_MASK || HAS_ANY_SCORES || kind == PARTIAL) &&
             __syncthreads_or(tile.any_masked())) {
             const NonFiniteTable table{v.address};
@@ -134,8 +134,8 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
         }
     }
     copy_wait<0>();
-    if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // nothing is under way
-    // By now all warps are done with q.
+    if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // no store to either CTA is in flight
+    // After this barrier all warps are done with q.
     if (__syncthreads_or(!NAN_SAFE && !dq.all_finite())) return false;
 
     dq.scale(Accum(p.scale));
@@ -147,7 +147,7 @@ __device__ inline bool backward_dq_block(const Params& p, int q0, int b, int h) 
     return true;
 }
 
-// Not inlined: it costs the first pass no registers.
+// Not inlined, so that it costs the first pass no registers.
 __device__ __noinline__ void backward_dq_block_nan_safe(const Params& p, int q0, int b, int h) {
     backward_dq_block<true>(p, q0, b, h);
 }

@@ -1,10 +1,10 @@
-// After backward_dkdv: dQ in its own dtype and scaled. A few lanes take each query. Heads whose
-// sums are not finite are left to backward_dq.
+// After backward_dkdv: scale dQ and convert it to its dtype. A few lanes take each query. A head whose dQ is not finite
+// is flagged, and left to backward_dq.
 #include "rows.cuh"
 
 constexpr int LANES = lanes_of_row(HEAD_DIM);
 
-// Two columns, the first of them even, are neighbours in dQ_accum, if they have 4 bytes.
+// In dQ_accum, columns 2n and 2n + 1 are neighbours if they have 4 bytes (accum_column).
 constexpr int NEIGHBOURS = VECTOR_SIZE < 2 || sizeof(Accum) == 8 ? 1 : 2;
 struct alignas(NEIGHBOURS * sizeof(Accum)) Neighbours {
     Accum sums[NEIGHBOURS];

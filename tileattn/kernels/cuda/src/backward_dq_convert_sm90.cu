@@ -7,7 +7,7 @@ static_assert(VECTOR_SIZE == 8, "rows are 16-byte aligned");
 
 constexpr int COLUMNS = 16, SLAB_UNITS = DQ_COPY_COLUMNS / COLUMNS, ROW_UNITS = DQ_DIM / COLUMNS;
 constexpr int UNITS = BLOCK_Q * ROW_UNITS;
-constexpr int TOGETHER = 2;  // units that are loaded before one is stored
+constexpr int TOGETHER = 2;  // units of 16 columns that a thread loads before it stores one
 
 // Four numbers of dQ_accum. stage_dq stores two columns of one atom, then two of the next;
 // stage_transposed_dq alternates between the atoms.

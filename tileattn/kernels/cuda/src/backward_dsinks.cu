@@ -1,5 +1,5 @@
-// dsinks, one CTA for each head: the sum of -exp(sink - lse) * delta, in a fixed order. The powers of
-// two of lse and delta, as they are stored, cancel. Mirrors sink_gradient in spec.py.
+// dsinks: the sum of -exp(sink - lse) * delta over all queries of a head, in a fixed order, by one CTA for each head.
+// The powers of two of the stored lse and delta cancel. Mirrors sink_gradient in spec.py.
 #include "head.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
@@ -15,8 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const bool large = head_flags(p, b, h / p.group) & LARGE_SCORES;
         for (i64 row = first + threadIdx.x; row < first + sequence.Nq; row += THREADS) {
             const Accum row_max = large ? static_cast<const Accum*>(p.row_max)[row] : Accum(0);
-            const Accum above = sink_above(sink, row_max,
-                                           Accum(p.softmax_scale));  // it may be all of the logsumexp
+            const Accum above = sink_above(sink, row_max, Accum(p.softmax_scale));
             total -= exp2_of(difference(above, static_cast<const Accum*>(p.lse_log2)[row])) *
                      static_cast<const Accum*>(p.delta)[row];
         }
@@ -26,6 +25,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     __syncthreads();
     if (threadIdx.x) return;
     for (int w = 1; w < THREADS / WARP; ++w) total += sums[w];
-    // A sink of -infinity has no probability, whatever the queries hold.
+    // A sink of -infinity has probability 0, also if delta is NaN.
     static_cast<Accum*>(p.dsinks)[h] = sink == -infinity<Accum>() ? Accum(0) : total;
 }

@@ -1,6 +1,5 @@
-// Before the backward pass, for heads whose scores are so large that the logsumexp is too coarse:
-// one CTA for each block of queries, key tiles ascending. Scores are recomputed as in
-// backward_dq.cu, with the same bits.
+// Before the backward pass, for LARGE_SCORES heads: recompute row maxima and sums, since the logsumexp is too coarse.
+// One CTA for each block of queries, key tiles ascending. Scores have the same bits as in backward_dq.cu.
 #include "renormalise.cuh"
 #include "tile_scheduler.cuh"
 
@@ -51,7 +50,7 @@ __device__ inline void renormalise(const Params& p, int index) {
         const int k0 = tiles.tile * BLOCK_K, kind = tiles.kind;
         const KeyTile k = k_tile(stage);
         copy_wait<0>();
-        __syncthreads();  // k has landed, and all warps are done with the last tile
+        __syncthreads();  // k has landed, and all warps are done with the previous tile
         tiles.next();
         if (STAGES > 1 && !tiles.done()) load_keys(tiles.tile * BLOCK_K, stage ^= 1);
 

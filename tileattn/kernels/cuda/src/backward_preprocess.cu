@@ -1,21 +1,21 @@
-// Before the backward pass: delta = rowsum(dO * O) - dlse, and the logsumexp of base 2, 0 in place
-// of -infinity. A few lanes take each query. Mirrors preprocess in spec.py. Rows of a head, or of a
-// packed sequence, are padded to whole blocks of queries, so that those are loaded without bounds
-// checks. Heads are flagged here: the statistics of the others are finite, and exact enough for P.
-// Head after head: Hopper's kernels begin with those that are complete (row_counter.cuh).
+// Before the backward pass: compute delta = rowsum(dO * O) - dlse and the logsumexp in base 2, with 0 in place of
+// -infinity. Mirrors preprocess in spec.py. A few lanes take each query. The rows of a head, or of a packed sequence,
+// are padded to whole blocks of queries, so that later kernels load them without bounds checks. This kernel also sets
+// the flags of heads: in other heads the statistics are finite, and precise enough for P. It goes head by head, since
+// Hopper's kernels start with heads that are complete (row_counter.cuh).
 #include "row_counter.cuh"
 #include "rows.cuh"
 
-// More lanes would repeat what is done once a row.
-constexpr int VECTORS = lanes_of_row(VALUE_DIM) < 4 ? lanes_of_row(VALUE_DIM) : 4;  // of a lane
+// A lane takes several vectors: more lanes would repeat the work that each row needs once.
+constexpr int VECTORS = lanes_of_row(VALUE_DIM) < 4 ? lanes_of_row(VALUE_DIM) : 4;
 constexpr int LANES = lanes_of_row(VALUE_DIM) / VECTORS, ROWS = WARP / LANES;
-constexpr int TOGETHER = 4;  // at most, blocks of rows
+constexpr int TOGETHER = 4;  // the most blocks of ROWS rows that a warp counts at a time
 static_assert(ROW_PAD % (TOGETHER * ROWS) == 0, "a warp has rows of one head and sequence");
 
-// The rounding of a larger logsumexp would show in the gradients.
+// The rounding of a larger logsumexp would be visible in the gradients.
 constexpr Accum MAX_EXACT_LSE = sizeof(Element) == 2 ? 512 : 16;
 
-// The rows of a warp, of a query head of a batch entry, from row0 of its statistics on.
+// Process the rows of a warp: query head `bh` of all batch entries, from row0 of its padded rows on.
 __device__ inline void preprocess(const Params& p, i64 bh, i64 row0) {
     const int lane = threadIdx.x % WARP, padded = int(row0) + lane / LANES;
     const HeadBlock<ROW_PAD> at(p, p.query_ends(), int(p.Hq), int(bh), padded / ROW_PAD);
@@ -38,7 +38,7 @@ __device__ inline void preprocess(const Params& p, i64 bh, i64 row0) {
             for (int d = d0; d < columns; d += STEP)
                 add(load_vector(out + d, columns - d), load_vector(dout + d, columns - d));
         } else {
-            // Without branches all loads are under way at once.
+            // Without branches all loads are in flight at once.
             auto load = [&](const Element* row, int d) {
                 return d < columns ? *reinterpret_cast<const Vector<Element>*>(row + d) : Vector<Element>{};
             };
@@ -54,7 +54,7 @@ __device__ inline void preprocess(const Params& p, i64 bh, i64 row0) {
     }
 #pragma unroll
     for (int step = LANES / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
-    // Past the end P is zero.
+    // Past the end P must be 0.
     Accum lse_log2 = infinity<Accum>();
     u32 found = 0;
     if (i < sequence.Nq) {
@@ -68,7 +68,7 @@ __device__ inline void preprocess(const Params& p, i64 bh, i64 row0) {
         if (is_finite(lse) && fabs(lse) > MAX_EXACT_LSE) found |= LARGE_SCORES;
         lse_log2 = masked_out ? Accum(0) : is_finite(lse) ? clip_finite(lse * LOG2_E) : lse;
     }
-    // One lane flags the head, and only if nobody has: atomics of all rows would contend.
+    // One lane flags the head, and only if the flags are new: atomics of all rows would contend.
     if (__any_sync(~0u, found)) {
         const bool non_finite = __any_sync(~0u, found & NON_FINITE);
         const bool large = __any_sync(~0u, found & LARGE_SCORES);
@@ -80,18 +80,18 @@ __device__ inline void preprocess(const Params& p, i64 bh, i64 row0) {
         const i64 row = bh * p.rows + padded;
         static_cast<Accum*>(p.delta)[row] = stored_delta(delta);
         static_cast<Accum*>(p.lse_log2)[row] = stored_lse(lse_log2);
-        // backward_large_scores replaces it, if there are keys at all.
+        // backward_large_scores replaces it in LARGE_SCORES heads, unless the call has no keys.
         static_cast<Accum*>(p.row_max)[row] = 0;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_preprocess(const __grid_constant__ Params p) {
-    // In this order: what begins beside this kernel is behind all before it.
+    // In this order: kernels that start beside this one then follow all earlier kernels (griddep.cuh).
     wait_for_prerequisites();
     launch_dependents();
-    // As many blocks of rows at a time as leave something for all warps: each time a warp waits until
-    // its stores are done.
+    // Each time it counts rows a warp waits for its stores. So it processes several blocks of rows at a time, if
+    // there are enough for all warps.
     const i64 warps = i64(gridDim.x) * (THREADS / WARP), blocks = p.rows / ROWS;
     const i64 total = p.B * p.Hq * blocks, each = total < TOGETHER * warps ? 1 : TOGETHER;
     i64 n = (i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP) * each;

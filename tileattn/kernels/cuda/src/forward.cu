@@ -1,9 +1,8 @@
-// Forward pass: one CTA for each block of queries, key tiles ascending. Mirrors forward_block in
-// spec.py. Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+// Forward pass: one CTA for each block of queries, key tiles ascending. Mirrors forward_block in spec.py. Dao,
+// FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 //
-// If the output is not finite, and not all queries attend to what is not finite, a second, NaN-safe
-// pass goes over the same tiles: see nonfinite.cuh. Rows that attend to finite values alone have
-// the same bits after either pass, whatever is masked out.
+// If the output is not finite, and not all queries attend to the non-finite values, a second, NaN-safe pass computes
+// the block again (nonfinite.cuh). Rows that attend only to finite values get the same bits from both passes.
 #include "nonfinite.cuh"
 #include "pair.cuh"
 #include "rows.cuh"
@@ -34,7 +33,7 @@ struct WorkTile {
         const int q_blocks = block_count<BLOCK_Q>(p, p.Nq);
         const int column_blocks = max(1, int((p.Dv + VALUE_DIM - 1) / VALUE_DIM));
         const BlockCoord coord(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.head_groups));
-        // Under a causal mask the last queries have most keys: they go first.
+        // Longest first: with a causal mask the last queries have most keys.
         const int number = p.right < 0 ? coord.block : q_blocks - 1 - coord.block;
         const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), coord.head / column_blocks,
                                     number);
@@ -53,8 +52,8 @@ __device__ inline auto key_tiles_of(const AttentionMask& attn_mask, int q0, Rang
 
 constexpr int LANES = lanes_of_row(HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM);
 
-// Whether a tile has a value that is not finite and not attended to by all queries: it is masked
-// out for some, or its score may be -infinity. What all attend to is right after the first pass.
+// True if a tile has a non-finite value to which not all queries attend: it is masked out for some, or its score may
+// be -infinity. If all queries attend to the value, the first pass was right.
 __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
     const Head head(p, work.b, work.h);
     const int first = threadIdx.x / LANES, q_end = min(work.q0 + BLOCK_Q, int(head.Nq()));
@@ -62,7 +61,7 @@ __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
     for (int i = work.q0 + first; i < q_end; i += THREADS / LANES)
         good = good && is_finite_row<LANES>(head.q + i * p.q_at.n, int(p.D));
     const bool all_pairs = HAS_ANY_SCORES || __syncthreads_or(!good);
-    // Both CTAs of a pair come to the same result.
+    // Both CTAs of a pair must get the same result.
     const int column = PAIR ? 0 : work.column, columns = PAIR ? int(p.Dv) : work.columns;
     const Range keys = head.attn_mask.window.key_range(work.q0, q_end);
     bool non_finite = false;
@@ -83,8 +82,8 @@ __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
     return __syncthreads_or(non_finite);
 }
 
-// Add back what was not finite in v to the rows that attend to it. Warps that share rows exchange
-// what they attend to through the P tile, each row at its place there.
+// Add the non-finite values of v to the rows that attend to them. Warps that share rows exchange their parts of
+// `attended` through the P tile.
 __device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const NonFiniteTable& table,
                                           const Attended<MT, NT>& attended, const ScoreTile& p_tile,
                                           const RowGroup& group, int column0, int value0) {
@@ -95,7 +94,7 @@ __device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const No
         add_non_finite(acc, table, value0, [&](int m, int half, int w) {
             return load_shared(rows.at(group.row0 + 16 * m + Lane().row(2 * half), w));
         });
-        group.sync();  // all warps have read
+        group.sync();  // all warps have read it
     } else {
         add_non_finite(acc, table, value0,
                        [&](int m, int half, int w) { return attended.word(m, half, w); });
@@ -105,8 +104,8 @@ __device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const No
 template <bool NAN_SAFE>
 __device__ void forward_block(const Params& p, const WorkTile& work);
 
-// Not inlined: it costs the first pass no registers. float32 always takes it: in the first pass its
-// tf32 parts make NaN of infinity.
+// Not inlined, so that it costs the first pass no registers. float32 always runs it after a non-finite output: in the
+// first pass the tf32 parts turn infinity into NaN.
 __device__ __noinline__ void forward_block_nan_safe(const Params& p) {
     const WorkTile work(p);
     if (sizeof(Element) == 4 || needs_nan_safe(p, work)) forward_block<true>(p, work);
@@ -116,20 +115,20 @@ template <bool NAN_SAFE>
 __device__ inline void forward_block(const Params& p, const WorkTile& work) {
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile(memory);
-    const OutTile out_tile(memory);  // overlays q in the end
+    const OutTile out_tile(memory);  // overlays q at the end
     auto k_tile = [&](int stage) {
         return KeyTile(memory + FIRST_BYTES + stage * (KeyTile::BYTES + ValueTile::BYTES));
     };
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
-    const ScoreTile p_tile(k_tile(STAGES).base);  // where warps share rows, or CTAs scores
+    const ScoreTile p_tile(k_tile(STAGES).base);  // if warps share rows, or CTAs share scores
     const WarpBias<false, MT, NT> bias(p_tile.base + (PAIR || WARPS_N > 1 ? ScoreTile::BYTES : 0));
 
     const int q0 = work.q0, column = work.column, columns = work.columns;
     const int d0 = own_half() * HEAD_COLUMNS;
     const Head head(p, work.b, work.h);
     const RowGroup group(16 * MT);
-    const int row0 = group.row0, column0 = group.warp_n * NT * 8;  // first of this warp's scores
-    const int value0 = group.warp_n * VT * 8;                      // and of its columns of out
+    const int row0 = group.row0, column0 = group.warp_n * NT * 8;  // this warp's first score
+    const int value0 = group.warp_n * VT * 8;                      // its first column of out
 
     const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(head.Nq())));
     auto load_keys = [&](int k0, int stage) {
@@ -180,7 +179,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         const KeyTile k = k_tile(stage);
         const ValueTile v = v_tile(stage);
         copy_wait<0>();
-        __syncthreads();  // k has landed, and all warps are done with the last tile
+        __syncthreads();  // k has landed, and all warps are done with the previous tile
         tiles.next();
         if (STAGES == 1) {
             load_values(k0, 0);
@@ -190,7 +189,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         }
         if constexpr (HAS_MASK) dense.share();
         Scores<false, MT, NT> s(q0 + row0, k0 + column0);
-        // Of many columns all steps at a time: here there are registers for their operands.
+        // With many columns, unroll all steps: here there are registers for their operands.
         constexpr bool FEW = NAN_SAFE || PAIR || HEAD_COLUMNS <= 64;
         constexpr int UNROLL = FEW ? STEPS<NAN_SAFE, HEAD_COLUMNS> : HEAD_COLUMNS / 16;
         multiply<HEAD_COLUMNS, UNROLL, false, NAN_SAFE>(s, q_tile, row0, k, column0);
@@ -211,8 +210,8 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         Attended<MT, NT> attended;
         bool non_finite = false;
         if constexpr (NAN_SAFE) {
-            // Where all is attended to, what is not finite propagates by itself; but in tf32 parts
-            // infinity becomes NaN. Behind the barrier all warps are done with k.
+            // If all pairs are attended, non-finite values propagate by themselves, except in tf32 parts, where
+            // infinity becomes NaN. After the barrier all warps are done with k.
             const bool all = attended.mark(s) && sizeof(Element) != 4;
             non_finite = __syncthreads_or(!all) &&
                          __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));
@@ -221,7 +220,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         state.update(s, head.score_mod.softmax_scale_log2(), group, rescale);
         acc.scale_rows(rescale);
         load_mask();
-        // 16 keys at a time: their random bits are computed while others are multiplied.
+        // 16 keys at a time, so that computing random bits overlaps with the mma of other keys.
         auto drop = [&](int n) { s.drop(head.dropout, n); };
         if constexpr (NAN_SAFE) {
 #pragma unroll
@@ -247,7 +246,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         }
     }
     copy_wait<0>();
-    if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // nothing is under way
+    if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // no store to either CTA is in flight
     __syncthreads();  // all warps are done with q
     state.reduce_sums(group);
     const Lane lane;

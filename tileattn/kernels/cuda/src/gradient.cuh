@@ -6,10 +6,10 @@
 #include "nonfinite.cuh"
 #include "score_tile.cuh"
 
-// With Z the dropout, 0 or 1 / (1 - p):
+// Z is the dropout factor, 0 or 1 / (1 - p):
 //     P = exp2(S softmax_scale_log2 - lse_log2),  dP = Z (dO V^T),  dS = P (dP - delta).
-// P has its power of two, of which delta has the inverse: see head.cuh. So dS has none, and dV,
-// a sum of P, loses it in the end.
+// P has its power of two (config.cuh), and delta its inverse (head.cuh). So dS has none, and dV, a sum of P, is
+// divided by it at the end.
 __device__ inline Accum score_gradient(Accum p, Accum dp, Accum delta) {
     return p * (BACKWARD_P_LOG2 == 0 ? dp - delta : fma(dp, BACKWARD_P_UNIT, -delta));
 }
@@ -19,14 +19,14 @@ __device__ inline Accum dv_scale(const Params& p) {
     return HAS_DROPOUT ? Accum(p.dropout_scale) * BACKWARD_P_UNIT : BACKWARD_P_UNIT;
 }
 
-// NaN-safe, P that is not attended to is marked until `zero_dropped`, and its dS is selected to be
-// 0: no NaN reaches it.
+// With NAN_SAFE the P of masked-out pairs is -infinity until `zero_dropped`, and their dS is set to 0, so that no NaN
+// reaches it.
 template <bool TRANSPOSED, int MT, int NT, bool NAN_SAFE = false>
 struct TileGradient {
     Scores<TRANSPOSED, MT, NT> p;   // Q K^T; then P where kept, -P where dropped
     Scores<TRANSPOSED, MT, NT> ds;  // dO V^T; then dS
     Fragment<Accum, MT, HAS_SOFTCAP ? NT : 1> dsoftcap;
-    Fragment<Accum, MT, HAS_SCORE_MOD ? NT : 1> dfunction;  // slopes of the caller's own function
+    Fragment<Accum, MT, HAS_SCORE_MOD ? NT : 1> dfunction;  // derivative of score_mod
     DenseMask<TRANSPOSED, MT, NT> dense;
 
     __device__ TileGradient(int row, int column) : p(row, column), ds(row, column) {}
@@ -36,11 +36,11 @@ struct TileGradient {
         if constexpr (HAS_MASK) dense.load(attn_mask, p.row, p.column);
     }
 
-    // No probability is -infinity.
+    // -infinity is not a probability: it marks a masked-out pair.
     __device__ static bool is_masked(Accum p) { return NAN_SAFE && p == -infinity<Accum>(); }
 
-    // lse_log2(m, n, e) is the logsumexp of the element's query, of base 2. Scores of a `large`
-    // head are less row_max(m, n, e) first.
+    // From Q K^T to P. lse_log2(m, n, e) is the logsumexp of the element's query in base 2. In a `large` head
+    // row_max(m, n, e) is first subtracted from the score.
     template <class RowMax, class Lse>
     __device__ void recompute_p(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
                                 const AttentionMask& attn_mask, const Dropout& dropout, int kind,
@@ -68,21 +68,21 @@ struct TileGradient {
                                                  });
     }
 
-    // Whether something is not attended to, before `zero_dropped`.
+    // True if some pair is masked out. Valid before `zero_dropped`.
     __device__ bool any_masked() {
         bool some = false;
         p.for_each([&](Accum x, int, int, int, int, int) { some = some || is_masked(x); });
         return some;
     }
 
-    // Set P to zero where it is dropped or masked out. It still lacks the dropout scale.
+    // Set P to 0 if it is dropped or masked out. The dropout scale comes later.
     __device__ void zero_dropped() {
         p.for_each([&](Accum& x, int, int, int, int, int) {
             if ((HAS_DROPOUT || NAN_SAFE) && x < 0) x = 0;
         });
     }
 
-    // What is attended to, before `zero_dropped`. The sign tells what is dropped, also of 0.
+    // The attended pairs. Valid before `zero_dropped`. The sign marks dropped pairs, also for P = 0.
     __device__ Attended<MT, NT> attended() const {
         Attended<MT, NT> pairs;
 #pragma unroll
@@ -98,7 +98,7 @@ struct TileGradient {
         return pairs;
     }
 
-    // dS before the caller's own function, which is that of the bias.
+    // From dP to dS before score_mod, which is also the gradient of the bias.
     template <class Delta>
     __device__ void compute_ds(Accum dropout_scale, Delta delta) {
         ds.for_each([&](Accum& x, int, int, int m, int n, int e) {
@@ -112,7 +112,7 @@ struct TileGradient {
         });
     }
 
-    // A power of two by which dS of this warp is divided, so that it fits float16; mostly 1.
+    // The power of two by which dS of this warp must be divided to fit float16, nearly always 1.
     __device__ Accum excess() {
         if constexpr (!HAS_FINITE_SUMS<Element>) return 1;
         Accum largest = 0;
@@ -120,10 +120,10 @@ struct TileGradient {
             if (is_finite(x)) largest = fmax(largest, fabs(x));
         });
         largest = warp_maximum(largest);
-        constexpr Accum OVERFLOWS = 65520;  // the least that is rounded to infinity
+        constexpr Accum OVERFLOWS = 65520;  // the smallest number that rounds to infinity
         if (largest < OVERFLOWS) return 1;
         const u32 exponent = __float_as_uint(float(largest)) >> 23;
-        return __uint_as_float((exponent - 14) << 23);  // what is left is below 2**15
+        return __uint_as_float((exponent - 14) << 23);  // the quotient is below 2**15
     }
 
     // From dS after the softcap to dS before it.

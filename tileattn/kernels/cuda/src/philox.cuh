@@ -1,6 +1,5 @@
-// Layer 3. Counter-based random bits for dropout: Philox-4x32-10 of (batch, head, query, key), as
-// philox.py, which states the layout. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-// SC 2011.
+// Layer 3. Counter-based random bits for dropout: Philox-4x32-10 of (batch, head, query, key). philox.py states the
+// layout. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 #pragma once
 
 #include "config.cuh"
@@ -15,8 +14,8 @@ __device__ inline Words philox4x32(Words c, u32 key0, u32 key1) {
     hide(key0), hide(key1);
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
-        // Both halves of a product are one instruction. Of a product of u64, the compiler would
-        // carry all rounds in 64 bits, with an addition to each high half.
+        // Both halves of a product are one instruction. With u64 products the compiler would keep all rounds in
+        // 64 bits, and add to each high half.
         c = {__umulhi(c.x[2], B) ^ c.x[1] ^ key0, c.x[2] * B, __umulhi(c.x[0], A) ^ c.x[3] ^ key1,
              c.x[0] * A};
         key0 += 0x9E3779B9u;
@@ -25,7 +24,7 @@ __device__ inline Words philox4x32(Words c, u32 key0, u32 key1) {
     return c;
 }
 
-// Where indices count from, and their type: sums of them need all 32 bits.
+// The origin from which indices count, and their type: with an origin they need all 32 bits.
 template <bool>
 struct Origin {
     using Index = int;
@@ -47,7 +46,7 @@ struct Origin<true> {
           j0(u32(p.origin[4 * b + 3])) {}
 };
 
-// Dropout of one head.
+// The dropout of one head.
 struct Dropout : Origin<HAS_ORIGIN> {
     u32 key0, key1, threshold, head, batch;
 
@@ -59,7 +58,7 @@ struct Dropout : Origin<HAS_ORIGIN> {
           head(h0 + u32(h)),
           batch(b0 + u32(b)) {}
 
-    // The words of {i, i + 8} x {j, j + 8} where bit 3 of i and j is 0: the second pair is i + 8's.
+    // The random words of {i, i + 8} x {j, j + 8}, if bit 3 of i and j is 0. The second pair of words is for i + 8.
     __device__ Words words(Index i, Index j) const {
         return philox4x32({u32(j / 16 * 8 + j % 8), u32(i / 16 * 8 + i % 8), head, batch}, key0,
                           key1);
@@ -69,11 +68,11 @@ struct Dropout : Origin<HAS_ORIGIN> {
         return words(y, x).x[y / 8 % 2 * 2 + x / 8 % 2] >= threshold;
     }
 
-    // The word of each of {i, i + 8} x {j, j + 8}, in the same order, from the origin on.
+    // The random words of {i, i + 8} x {j, j + 8}, in the same order, counted from the origin.
     __device__ Words own_words(int i, int j) const {
         if constexpr (!HAS_ORIGIN) return words(i, j);
-        // From multiples of 16 one call has them all. Else each may be of another, and they come one
-        // by one: four copies of the generator would be long.
+        // If the origin is a multiple of 16, one call has all four words. Otherwise each may come from another
+        // call. A loop, since four copies of the generator would be long.
         const bool together = (i0 | j0) % 16 == 0;
         Words own = {};
 #pragma unroll 1
@@ -89,14 +88,14 @@ struct Dropout : Origin<HAS_ORIGIN> {
         return own;
     }
 
-    // Call visit(m, n, e, kept) for every element of a fragment from (row, column) on, both
-    // multiples of 16. In a transposed one rows are keys.
+    // Call visit(m, n, e, kept) for every element of a fragment at (row, column), which are multiples of 16. If
+    // TRANSPOSED, rows are keys.
     template <bool TRANSPOSED, int MT, int NT, class Visit>
     __device__ void for_each(int row, int column, Visit visit) const {
 #pragma unroll
         for (int n = 0; n < NT; n += 2) for_columns<TRANSPOSED, MT>(row, column, n, visit);
     }
-    // The same for those of 16 columns, the atoms n and n + 1.
+    // The same for 16 columns: atoms n and n + 1.
     template <bool TRANSPOSED, int MT, class Visit>
     __device__ void for_columns(int row, int column, int n, Visit visit) const {
         const Lane lane;
