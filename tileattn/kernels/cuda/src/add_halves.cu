@@ -1,5 +1,5 @@
-// Add the gradients of some rows to running sums in the place of the result. After the second part and until the
-// last, the sums are split in two halves (partial_rows.cuh).
+// Add the gradients of some rows to running sums in the place of the result. After the second part and
+// until the last, the sums are split in two halves (partial_rows.cuh).
 #include "partial_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

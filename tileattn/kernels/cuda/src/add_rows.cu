@@ -1,5 +1,5 @@
-// Add the gradients of some rows to running sums, which are contiguous and have the accumulator type. The part has
-// `part_rows` of the `rows` rows of each head, from `row0` on.
+// Add the gradients of some rows to running sums, which are contiguous and have the accumulator type. The
+// part has `part_rows` of the `rows` rows of each head, from `row0` on.
 #include "config.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

@@ -1,5 +1,6 @@
-// Append new keys and values to a cache, and apply RoPE to the keys. A CTA takes some tokens and heads, of keys or of
-// values. Integer arrays on the device are not trusted: a token whose row is outside the cache is not written.
+// Append new keys and values to a cache, and apply RoPE to the keys. A CTA takes some tokens and heads, of
+// keys or of values. Integer arrays on the device are not trusted: a token whose row is outside the cache
+// is not written.
 #include "token_rows.cuh"
 
 __device__ inline i64 length_of(const TokenParams& p, i64 b) {

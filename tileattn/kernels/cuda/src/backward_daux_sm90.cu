@@ -1,4 +1,4 @@
-// Gradients of the elements that one place of score_mod reads, on Hopper (daux.cuh).
+// The gradient of an array that score_mod reads, on Hopper (daux.cuh).
 #include "daux.cuh"
 #include "ds_tiles_sm90.cuh"
 

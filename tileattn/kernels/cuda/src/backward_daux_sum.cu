@@ -1,5 +1,5 @@
-// The gradient of an array of score_mod, from the copies that CTAs of backward_daux summed into, in
-// their order. One thread for each element.
+// Add up the copies into which the CTAs of backward_daux have summed, in their order: the gradient of an
+// array that score_mod reads. One thread for each element.
 #include "params.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

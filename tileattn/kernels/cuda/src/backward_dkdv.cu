@@ -1,10 +1,10 @@
-// Backward pass for k and v: one CTA for each block of keys, query tiles ascending, the query heads that share the
-// keys one after the other. dK and dV stay in registers. With ADD_DQ, dQ is added in device memory, in the
-// accumulator type. S is computed transposed, with keys in rows. Dao, FlashAttention-2, arXiv:2307.08691,
-// Algorithm 2.
+// Backward pass for k and v: one CTA for each block of keys, query tiles ascending, the query heads that
+// share the keys one after the other. dK and dV stay in registers. With ADD_DQ, dQ is added in device
+// memory, in the accumulator type. S is computed transposed, with keys in rows. Dao, FlashAttention-2,
+// arXiv:2307.08691, Algorithm 2.
 //
-// Flagged heads, and key blocks whose gradients are not finite, are computed by another pass, which is NaN-safe
-// (nonfinite.cuh) and handles large scores. It leaves dQ to backward_dq.
+// Flagged heads, and key blocks whose gradients are not finite, are computed by another pass, which is
+// NaN-safe (nonfinite.cuh) and handles large scores. It leaves dQ to backward_dq.
 #include "gradient.cuh"
 #include "pair.cuh"
 #include "tile_scheduler.cuh"
@@ -13,16 +13,16 @@ constexpr int WARPS = WARPS_M * WARPS_N;
 constexpr int MT = BLOCK_K / (16 * WARPS_M);  // keys of a warp, in 16-row tiles
 constexpr int QT = BLOCK_Q / (8 * WARPS_N);   // queries of a warp's scores, in 8-column tiles
 
-// If possible, half of the warps that share keys compute dV and the other half dK, each with twice as many columns:
-// fewer operands to load. Wider elements have too few registers for this.
+// If possible, half of the warps that share keys compute dV and the other half dK, each with twice as many
+// columns: fewer operands to load. Wider elements have too few registers for this.
 constexpr bool APART = WARPS_N % 2 == 0 && HEAD_DIM == VALUE_DIM && sizeof(Element) == 2;
 
-// With one stage, dO is loaded during S, not during dQ of the previous tile, so dQ can come before dV. Not if each
-// warp has all queries: then P and dS stay in registers, and there is no barrier after S.
+// With one stage, dO is loaded during S, not during dQ of the previous tile, so dQ can come before dV. Not
+// if each warp has all queries: then P and dS stay in registers, and there is no barrier after S.
 constexpr bool DOUT_DURING_S = STAGES == 1 && WARPS_N > 1;
 
-// The number of warps side by side, for a GEMM of ROWS x COLUMNS divided among all warps: minimise the atoms of a
-// warp, then the operands to load.
+// The number of warps side by side, for a GEMM of ROWS x COLUMNS divided among all warps: minimise the
+// atoms of a warp, then the operands to load.
 template <int ROWS, int COLUMNS>
 constexpr int across() {
     int best = 1, least = ROWS * COLUMNS;
@@ -72,8 +72,9 @@ using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_COLUMNS>;
 static_assert(NonFiniteQ::BYTES <= ScoreTile::BYTES && NonFiniteDout::BYTES <= ScoreTile::BYTES,
               "tables take the P tile");
 
-// Add the non-finite values of q or dO to the keys that they attend to. Warps that share keys exchange their parts of
-// `attended` through a score tile that is free. All threads call; `mine` is false in warps without these sums.
+// Add the non-finite values of q or dO to the keys that they attend to. Warps that share keys exchange
+// their parts of `attended` through a score tile that is free. All threads call; `mine` is false in warps
+// without these sums.
 template <class Table, class Sums, class Own>
 __device__ inline void restore_non_finite(Sums& sums, const Table& table,
                                           const Attended<MT, QT>& attended, const ScoreTile& free,
@@ -250,8 +251,8 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                                head.score_mod, q0 + column0, k0 + row0, tile.ds);
             if (!tiles.done()) load_bias(tiles.tile * BLOCK_Q);
             tile.apply_dsoftcap();
-            // If all pairs are attended, non-finite values propagate by themselves. After this barrier all warps
-            // are done with the uncleaned q and dO.
+            // If all pairs are attended, non-finite values propagate by themselves. After this barrier all
+            // warps are done with the uncleaned q and dO.
             if (NAN_SAFE && (HAS_MASK || HAS_ANY_SCORES || kind == PARTIAL || past_end) &&
                 __syncthreads_or(tile.any_masked())) {
                 const NonFiniteQ of_q{p_tile.address};
@@ -307,8 +308,8 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                     multiply_rows<false, BLOCK_Q, UNROLL>(dk, ds_tile, of_dk.row, q, of_dk.column);
                     hand_back(load_q);
                     // The adds to dQ overlap with dV, which loads few operands. In float64 there are many
-                    // adds: in one burst they would delay the loads of the next tile, so they are spread over
-                    // the steps of dV.
+                    // adds: in one burst they would delay the loads of the next tile, so they are spread
+                    // over the steps of dV.
                     constexpr bool SPREAD =
                         ADD_DQ && !NAN_SAFE && sizeof(Element) == 8 && DqWarpTile::ALL;
                     if constexpr (SPREAD) {

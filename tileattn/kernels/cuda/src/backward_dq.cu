@@ -1,6 +1,6 @@
-// Backward pass for q: one CTA for each block of queries, key tiles ascending. dQ stays in registers, so it is bitwise
-// reproducible. If other kernels add dQ in memory, this one computes only flagged heads. Non-finite values are handled
-// as in backward_dkdv.cu.
+// Backward pass for q: one CTA for each block of queries, key tiles ascending. dQ stays in registers, so it
+// is bitwise reproducible. If other kernels add dQ in memory, this one computes only flagged heads.
+// Non-finite values are handled as in backward_dkdv.cu.
 #include "gradient.cuh"
 #include "pair.cuh"
 #include "tile_scheduler.cuh"

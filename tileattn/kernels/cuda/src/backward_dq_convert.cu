@@ -1,5 +1,5 @@
-// After backward_dkdv: scale dQ and convert it to its dtype. A few lanes take each query. A head whose dQ is not finite
-// is flagged, and left to backward_dq.
+// After backward_dkdv: scale dQ and convert it to its dtype. A few lanes take each query. A head whose dQ
+// is not finite is flagged, and left to backward_dq.
 #include "rows.cuh"
 
 constexpr int LANES = lanes_of_row(HEAD_DIM);

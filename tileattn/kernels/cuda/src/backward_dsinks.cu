@@ -1,5 +1,5 @@
-// dsinks: the sum of -exp(sink - lse) * delta over all queries of a head, in a fixed order, by one CTA for each head.
-// The powers of two of the stored lse and delta cancel. Mirrors sink_gradient in spec.py.
+// dsinks: the sum of -exp(sink - lse) * delta over all queries of a head, in a fixed order, by one CTA for
+// each head. The powers of two of the stored lse and delta cancel. Mirrors sink_gradient in spec.py.
 #include "head.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

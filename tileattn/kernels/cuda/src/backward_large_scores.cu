@@ -1,5 +1,6 @@
-// Before the backward pass, for LARGE_SCORES heads: recompute row maxima and sums, since the logsumexp is too coarse.
-// One CTA for each block of queries, key tiles ascending. Scores have the same bits as in backward_dq.cu.
+// Before the backward pass, for LARGE_SCORES heads: recompute row maxima and sums, since the logsumexp is
+// too coarse. One CTA for each block of queries, key tiles ascending. Scores have the same bits as in
+// backward_dq.cu.
 #include "renormalise.cuh"
 #include "tile_scheduler.cuh"
 

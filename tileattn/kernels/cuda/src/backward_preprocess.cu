@@ -1,8 +1,9 @@
-// Before the backward pass: compute delta = rowsum(dO * O) - dlse and the logsumexp in base 2, with 0 in place of
-// -infinity. Mirrors preprocess in spec.py. A few lanes take each query. The rows of a head, or of a packed sequence,
-// are padded to whole blocks of queries, so that later kernels load them without bounds checks. This kernel also sets
-// the flags of heads: in other heads the statistics are finite, and precise enough for P. It goes head by head, since
-// Hopper's kernels start with heads that are complete (row_counter.cuh).
+// Before the backward pass: compute delta = rowsum(dO * O) - dlse and the logsumexp in base 2, which is 0
+// for rows that attend to nothing. Mirrors preprocess in spec.py. A few lanes take each query. The rows of
+// a head, or of a packed sequence, are padded to whole blocks of queries, so that later kernels load them
+// without bounds checks. This kernel also sets the flags of heads: in other heads the statistics are finite,
+// and precise enough for P. It goes head by head, since Hopper's kernels start with heads that are complete
+// (row_counter.cuh).
 #include "row_counter.cuh"
 #include "rows.cuh"
 
@@ -90,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     // In this order: kernels that start beside this one then follow all earlier kernels (griddep.cuh).
     wait_for_prerequisites();
     launch_dependents();
-    // Each time it counts rows a warp waits for its stores. So it processes several blocks of rows at a time, if
-    // there are enough for all warps.
+    // Each time it counts rows a warp waits for its stores. So it processes several blocks of rows at a
+    // time, if there are enough for all warps.
     const i64 warps = i64(gridDim.x) * (THREADS / WARP), blocks = p.rows / ROWS;
     const i64 total = p.B * p.Hq * blocks, each = total < TOGETHER * warps ? 1 : TOGETHER;
     i64 n = (i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP) * each;

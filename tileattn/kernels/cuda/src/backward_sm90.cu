@@ -10,8 +10,8 @@ static_assert(!HAS_SCORE_GRAD || BLOCK_Q <= 64, "derivatives need registers, too
 static_assert(WARPGROUP / WARP * STAGING_BYTES <= ScoreTile::SLICE,
               "only this warpgroup writes there");
 
-// A consumer warpgroup. The other one may be up to a tile ahead or late, so that the GEMMs of one overlap with
-// the exponentials of the other.
+// A consumer warpgroup. The other one may be up to a tile ahead or late, so that the GEMMs of one overlap
+// with the exponentials of the other.
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
     const int heads = int(p.group), row0 = threadIdx.x / WARP * 16;
     PipelineState<1> k_pipe, v_pipe;

@@ -23,7 +23,8 @@ using DoutTile = SmemTile<WARPGROUP_ROWS, VALUE_DIM>;
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
 using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
 
-// What consumers must know of a tile of keys that the producer has found: only it evaluates the mask by tiles.
+// What consumers must know of a tile of keys that the producer has found: only it evaluates the mask by
+// tiles.
 struct StagedTile {
     int bits;
 
@@ -224,8 +225,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     Accum lse_log2[2], delta[2];
     const WarpBias<false, 1, NT> bias(nullptr);
 
-    // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete. Each
-    // thread has read the entry of the stage before that GEMM.
+    // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete.
+    // Each thread has read the entry of the stage before that GEMM.
     auto release = [&](int stage) {
         if (leads) smem.empty(stage).arrive();
     };
@@ -308,8 +309,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
         order_after(ds);
     };
-    // Ping-pong: the warpgroups issue their GEMMs alternately, one tile each, so that one computes dS during
-    // the GEMMs of the other.
+    // Ping-pong: the warpgroups issue their GEMMs alternately, one tile each, so that one computes dS
+    // during the GEMMs of the other.
     auto wait_turn = [&] { named_barrier_sync<CONSUMERS * WARPGROUP>(TURN_BARRIER + warpgroup); };
     auto pass_turn = [&] {
         named_barrier_arrive<CONSUMERS * WARPGROUP>(TURN_BARRIER + 1 - warpgroup);

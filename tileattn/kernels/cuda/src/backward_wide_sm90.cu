@@ -8,8 +8,8 @@ static_assert(IS_WIDE && CONSUMERS == 2 && BLOCK_Q == WARPGROUP_ROWS);
 
 constexpr int DV_WARPGROUP = 0, DK_WARPGROUP = 1;
 
-// The first query of the next step's tile. `zero_past_end` needs it, for packed sequences: there a tile of all
-// heads comes before the next tile.
+// The first query of the next step's tile. `zero_past_end` needs it, for packed sequences: there a tile of
+// all heads comes before the next tile.
 static_assert(!(PACKED && HEAD_MAJOR));
 __device__ inline int next_q0(const WorkTile& work, int heads, int h, int tile) {
     return (h + 1 < (work.kv + 1) * heads ? tile : work.tiles.next(tile)) * BLOCK_Q;

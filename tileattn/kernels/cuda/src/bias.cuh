@@ -1,6 +1,7 @@
-// Layer 3. The bias of a warp's scores. If its rows are contiguous and aligned, it is staged: the warp copies
-// its part asynchronously to shared memory, and reads it as an accumulator fragment. In Hopper's backward
-// kernel one warp copies the parts of all warps into one tile. Otherwise each lane reads single elements.
+// Layer 3. The bias of a warp's scores. If its rows are contiguous and aligned, it is staged: the warp
+// copies its part asynchronously to shared memory, and reads it as an accumulator fragment. In Hopper's
+// backward kernel one warp copies the parts of all warps into one tile. Otherwise each lane reads single
+// elements.
 #pragma once
 
 #include "score_mod.cuh"
@@ -20,8 +21,8 @@ struct WarpBias {
     __device__ explicit WarpBias(char* memory)
         : share(memory + (STAGED && !ONE_TILE ? warp_of_group() * Share::BYTES : 0)) {}
 
-    // Start to copy the bias from query i and key j on. It has landed when each lane has waited for its copies
-    // and the warp has synchronised.
+    // Start to copy the bias from query i and key j on. It has landed when each lane has waited for its
+    // copies and the warp has synchronised.
     __device__ void load(const ScoreMod& score_mod, int i, int j) const {
         static_assert(!ONE_TILE);
         if constexpr (STAGED) {
@@ -65,8 +66,8 @@ struct WarpBias {
             }
     }
 
-    // Store dbias from query i and key j on, if the bias is not broadcast: then dbias is contiguous. Overwrites
-    // the staged bias.
+    // Store dbias from query i and key j on, if the bias is not broadcast: then dbias is contiguous.
+    // Overwrites the staged bias.
     __device__ void write(BiasElement* dbias, const ScoreMod& score_mod, int i, int j,
                           const Fragment<Accum, MT, NT>& ds) const {
         static_assert(TRANSPOSED);

@@ -1,7 +1,7 @@
-// Layer 3. The order of the blocks of packed sequences in persistent kernels. It is computed on the device, since
-// only the device knows the lengths. Blocks of the longest sequences come first, for all heads, so that short
-// ones fill the end. L2 swizzle: as many heads, and sequences of similar length, as the L2 cache holds are
-// interleaved: the first block of each, then the second one, and so on.
+// Layer 3. The order of the blocks of packed sequences in persistent kernels. It is computed on the device,
+// since only the device knows the lengths. Blocks of the longest sequences come first, for all heads, so
+// that short ones fill the end. L2 swizzle: as many heads, and sequences of similar length, as the L2 cache
+// holds are interleaved: the first block of each, then the second one, and so on.
 #pragma once
 
 #include "mask.cuh"
@@ -12,9 +12,9 @@ constexpr int ORDERED = THREADS / TOGETHER;
 
 constexpr int NEAR_ENDS = 1024;  // ends of sequences that fit in shared memory
 
-// Each block is compared with all blocks of its chunk, so that the time grows linearly with their number. Up to
-// WHOLE blocks are one chunk. Otherwise chunks of CHUNK blocks, several times what runs at a time, follow each
-// other, and each is ordered by itself. As in block_order.py.
+// Each block is compared with all blocks of its chunk, so that the time grows linearly with their number.
+// Up to WHOLE blocks are one chunk. Otherwise chunks of CHUNK blocks, several times what runs at a time,
+// follow each other, and each is ordered by itself. As in block_order.py.
 constexpr int WHOLE = 4096, CHUNK = 1024;
 static_assert(CHUNK % ORDERED == 0, "a CTA has numbers of one chunk");
 __device__ inline int chunk_of(int numbers) { return numbers <= WHOLE ? numbers : CHUNK; }
@@ -24,8 +24,8 @@ __device__ inline int* chunk_counts(const Params& p, int numbers) {
     return reinterpret_cast<int*>(p.block_order + numbers);
 }
 
-// The sort key of a block. Blocks with the highest `turn` come first. Blocks with the same turn are interleaved, by
-// ascending rank.
+// The sort key of a block. Blocks with the highest `turn` come first. Blocks with the same turn are
+// interleaved, by ascending rank.
 struct BlockRank {
     i64 turn;
     int rank, heads;
@@ -84,8 +84,8 @@ __device__ inline void count_blocks(const Params& p, const Integers& ends, i64 r
     if (threadIdx.x == 0) chunk_counts(p, numbers)[blockIdx.x] = count;
 }
 
-// Write the blocks of this CTA to their places in the order. rank(sequence, first row) is the sort key of a block.
-// Blocks with equal keys keep their order.
+// Write the blocks of this CTA to their places in the order. rank(sequence, first row) is the sort key of a
+// block. Blocks with equal keys keep their order.
 template <int BLOCK, class Rank>
 __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 rows, Rank rank) {
     __shared__ int near_ends[NEAR_ENDS];

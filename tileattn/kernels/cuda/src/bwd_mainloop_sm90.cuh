@@ -139,7 +139,8 @@ __device__ inline u32 wait_turn(const Params& p, u32* semaphore, u32 reached, u3
 }
 
 // The thread of a dQ store warp: add dQ tiles to device memory, alternating with the other store warp. The
-// first of the key blocks that a query tile attends to stores, so memory need not be zeroed; the others add.
+// first of the key blocks that a query tile attends to stores, so memory need not be zeroed; the others
+// add.
 __device__ inline void store_dq(const Params& p, const Smem& smem, int store_warp) {
     const int rows = int(p.Nq), tiles = block_count<BLOCK_Q>(p, p.Nq);
     // The next copy starts while this one is read. bulk_wait_read makes the arrive safe.
@@ -264,8 +265,8 @@ __device__ inline void zero_unattended(const Params& p, const Smem& smem, const 
 }
 
 // Zero the rows of a tile of q or dO past the end of a packed sequence. They belong to the next sequence,
-// and a NaN there must not spread. Each warpgroup does this for its own GEMMs without waiting for the others,
-// which store the same zeros. The fence orders the stores before the next TMA load into the stage.
+// and a NaN there must not spread. Each warpgroup does this for its own GEMMs without waiting for the
+// others, which store the same zeros. The fence orders the stores before the next TMA load into the stage.
 template <int COLUMNS, class Tile>
 __device__ inline void zero_past_end(const Params& p, const Tile& tile, const WorkTile& work,
                                      int q0, int warpgroup) {
@@ -288,8 +289,8 @@ __device__ inline bool is_partial(const WorkTile& work, const QueryTileList& lis
 }
 
 // Call step(partial, more) for each query tile and head of a work tile that is not empty, in the order of
-// for_each_index. With SKIP_FIRST the caller has done the first step. With PEEL_LAST `more` is false for the
-// last step.
+// for_each_index. With SKIP_FIRST the caller has done the first step. With PEEL_LAST `more` is false for
+// the last step.
 template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
 __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int heads,
                                               int& h, int& tile, Step step) {

@@ -64,8 +64,8 @@ __device__ inline void exponentiate(const ScoreMod& score_mod, const TileLse& ls
 // Derivatives of the softcap and of score_mod at the scores.
 using ScoreSlopes = Fragment<Accum, 1, HAS_SCORE_GRAD ? QT : 1>;
 
-// Dropped elements of P are marked for dS: by the sign, which is cheapest. If P is multiplied by derivatives,
-// which have signs, they are marked by the lowest bit.
+// Dropped elements of P are marked for dS: by the sign, which is cheapest. If P is multiplied by
+// derivatives, which have signs, they are marked by the lowest bit.
 __device__ inline Accum marked(Accum p) {
     return HAS_SCORE_GRAD ? __uint_as_float(__float_as_uint(p) | 1) : -p;
 }
@@ -110,15 +110,15 @@ struct TileInputs {
     __device__ void wait_for_bias() const {
         if constexpr (BIAS_IS_LOADED) smem.bias_full().wait(bias_pipe.phase);
     }
-    // Safe once the bias is added to the scores: its values have been used. The copies that overwrite it are
-    // generic stores, which the arrive orders after the reads.
+    // Safe once the bias is added to the scores: its values have been used. The copies that overwrite it
+    // are generic stores, which the arrive orders after the reads.
     __device__ void release_bias() {
         if constexpr (BIAS_IS_LOADED) smem.bias_empty().arrive(), bias_pipe.advance();
     }
 };
 
-// From K Q^T to P: `probs` becomes P as an operand of dV, and s becomes P times the derivatives of the score
-// modifiers, for dS.
+// From K Q^T to P: `probs` becomes P as an operand of dV, and s becomes P times the derivatives of the
+// score modifiers, for dS.
 __device__ inline void recompute_p(const Params& p, const Sequence& sequence, int h,
                                    bool partial, const TileLse& lse_log2, TileInputs& inputs, TileScores& s,
                                    Operands& probs) {
@@ -207,8 +207,8 @@ __device__ inline KeyTile k_of_dq(const Smem& smem, bool masked) {
     return NAN_SAFE && masked ? smem.clean_k() : smem.k();
 }
 
-// Zero values that are not finite in a tile of q and of dO, and record those of dO in the table. Returns true
-// if dO had any. The fence orders these stores before the next TMA loads into the stages.
+// Zero values that are not finite in a tile of q and of dO, and record those of dO in the table. Returns
+// true if dO had any. The fence orders these stores before the next TMA loads into the stages.
 __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int dout_stage,
                                         const NonFiniteDout& table) {
     // The scores are complete. So is the GEMM that read the stage of dS, where the table is stored.
@@ -225,8 +225,8 @@ __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int dout_
     return __any_sync(~0u, found[threadIdx.x % WARPS_M]);
 }
 
-// From K Q^T to P, 0 for masked-out pairs, and to operands of dV. If `non_finite`, add to dV the values that
-// were taken out of dO.
+// From K Q^T to P, 0 for masked-out pairs, and to operands of dV. If `non_finite`, add to dV the values
+// that were taken out of dO.
 template <int NT>
 __device__ inline Attended<1, QT> recompute_p_nan_safe(const Params& p, const Sequence& sequence,
                                                        int h, bool masked, const TileLse& lse_log2, TileInputs& inputs,

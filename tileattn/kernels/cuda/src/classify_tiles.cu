@@ -1,5 +1,5 @@
-// Before a pass with a mask_mod that reads arrays: find the kinds of its tiles from bounds of the function. A CTA
-// takes a row of tiles, a warp one tile at a time. Mirrors kinds_by_intervals in quadtree.py.
+// Before a pass with a mask_mod that reads arrays: find the kinds of its tiles from bounds of the function.
+// A CTA takes a row of tiles, a warp one tile at a time. Mirrors kinds_by_intervals in quadtree.py.
 #include "params.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

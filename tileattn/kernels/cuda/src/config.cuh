@@ -91,12 +91,12 @@ constexpr bool ALL_ROWS_MAX_FIRST = HAS_ANY_SCORES && PRODUCER_WARPS == 0;
 // two before O is rescaled. 16-bit P has the range for it; only the rounding of the result depends on it.
 constexpr int RESCALE_THRESHOLD = HAS_FINITE_SUMS<Element> ? 4 : 8;
 
-// float16 calls multiply P by a power of two before rounding it. float16 loses digits below 2**-14, and is 0
-// below 2**-25: with an attention sink all other keys may have such a P. If their scores are similar, their
-// rounding errors are, too, and do not average out in out or in delta. The factor costs nothing: it is a
-// constant in the exponent. Forward it is 2**11: P may reach 2**RESCALE_THRESHOLD = 2**4, and 2**15 is below
-// the largest float16, 65504. Backward it is 2**15: P is at most 1. So P keeps all its digits down to 2**-25
-// forward, and 2**-29 backward.
+// float16 calls multiply P by a power of two before rounding it. float16 loses digits below 2**-14, and is
+// 0 below 2**-25: with an attention sink all other keys may have such a P. If their scores are similar,
+// their rounding errors are, too, and do not average out in out or in delta. The factor costs nothing: it
+// is a constant in the exponent. Forward it is 2**11: P may reach 2**RESCALE_THRESHOLD = 2**4, and 2**15 is
+// below the largest float16, 65504. Backward it is 2**15: P is at most 1. So P keeps all its digits down to
+// 2**-25 forward, and 2**-29 backward.
 constexpr int FORWARD_P_LOG2 = HAS_FINITE_SUMS<Element> ? 15 - RESCALE_THRESHOLD : 0;
 constexpr int BACKWARD_P_LOG2 = HAS_FINITE_SUMS<Element> ? 15 : 0;
 constexpr Accum FORWARD_P_UNIT = Accum(1) / (1 << FORWARD_P_LOG2);

@@ -1,4 +1,5 @@
-// Layer 1. Asynchronous copies to shared memory (cp.async), loads and stores of shared memory, ldmatrix, stmatrix.
+// Layer 1. Asynchronous copies to shared memory (cp.async), loads and stores of shared memory, ldmatrix,
+// stmatrix.
 #pragma once
 
 #include "types.cuh"

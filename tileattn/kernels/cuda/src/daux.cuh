@@ -1,18 +1,19 @@
-// Layer 3. Gradients of the elements that one place of score_mod reads: dS times the derivative by the
-// element, summed in float64. A CTA has all rows of tiles whose elements no other has, or a share
-// of them with a copy of the sums. The functions' text has that derivative in place of the one by s.
+// Layer 3. The gradient of an array that score_mod reads, for one place where it reads it: dS times the
+// derivative with respect to the element, summed in float64. Either no two CTAs add to the same elements,
+// or each of `shares` CTAs sums into its own copy. The generated functions.cuh has the derivative with
+// respect to the element in place of that with respect to the score.
 #pragma once
 
 #include "diagonals.cuh"
 #include "element_sums.cuh"
 
-// Shared memory behind that of the tiles, and the sums that a thread has for itself there.
+// Shared memory after the tiles: diagonals, and then a window of sums for each thread.
 constexpr int DIAGONALS_BYTES = LearnedElement::OF_DISTANCE ? Diagonals::BYTES : 0;
 constexpr int window_of(int before) {
     return (SHARED_BYTES - before - DIAGONALS_BYTES) / (THREADS * int(sizeof(Accum)));
 }
 
-// CTAs that share elements, and this one's number among them.
+// The number of CTAs that sum into the same elements, and the index of this CTA among them.
 __device__ inline int daux_shares(const Params& p) { return int(LearnedElement::sums(p).sizes[0]); }
 __device__ inline int daux_share(const Params& p) { return int(blockIdx.x) % daux_shares(p); }
 
@@ -33,12 +34,12 @@ __device__ inline Steps daux_steps(const Params& p) {
     return {p, b, h, q, k, daux_share(p), shares};
 }
 
-// Sum what belongs to this CTA: for_each(steps, add) calls add(ds, b, h) for the dS of each step. All
-// threads that compute call.
+// Sum the part of this CTA. for_each(steps, add) calls add(ds, b, h) for the dS of each step. All consumer
+// threads call.
 template <int BEFORE, class ForEach>
 __device__ __forceinline__ void sum_daux(const Params& p, char* memory, ForEach for_each) {
     constexpr int WINDOW = window_of(BEFORE);
-    static_assert(WINDOW >= 1, "each thread has a sum of its own");
+    static_assert(WINDOW >= 1, "each thread needs room for a sum");
     const Diagonals diagonals{reinterpret_cast<Accum*>(memory + BEFORE)};
     ElementSums<WINDOW> sums(p, daux_share(p), memory + BEFORE + DIAGONALS_BYTES);
     for_each(daux_steps(p), [&](Scores<false, MT, NT>& ds, int b, int h) {

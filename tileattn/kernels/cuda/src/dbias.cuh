@@ -1,10 +1,10 @@
-// Layer 3. dbias: dS of each tile of the bias, summed over all that the bias is broadcast over, in a
-// fixed order.
+// Layer 3. dbias of a broadcast bias: dS summed over the broadcast axes, in a fixed order. One tile of the
+// bias at a time.
 #pragma once
 
 #include "ds_steps.cuh"
 
-constexpr int SWIZZLE = 8;  // L2 swizzle: rows of tiles that neighbouring CTAs go down together
+constexpr int SWIZZLE = 8;  // L2 swizzle: rows of tiles that consecutive CTAs share
 
 // Sum each row into the first column.
 __device__ inline void reduce_columns(Fragment<Accum, MT, NT>& sum) {
@@ -59,7 +59,7 @@ struct DbiasTile {
         const int height = one_row ? 1 : q_blocks, width = one_column ? 1 : k_blocks;
         const int within = int(number % (i64(height) * width));
         const i64 bh = number / (i64(height) * width);
-        // CTAs that run at a time load few tiles of q and few of k.
+        // L2 swizzle: CTAs that run at the same time load few tiles of q and few of k.
         const int top = within / (SWIZZLE * width) * SWIZZLE,
                   rows_of_group = min(SWIZZLE, height - top);
         r = top + (within - top * width) % rows_of_group;
@@ -100,7 +100,8 @@ struct DbiasTile {
                         const Accum x = sum.x[m][n][e], y = sum.x[m][n][e + 1];
                         if constexpr (BIAS_ALIGNMENT_BYTES % sizeof(Two) == 0 &&
                                       BIAS_ALIGNMENT_BYTES > 0) {
-                            // dbias is contiguous, of the bias's shape: what held for that holds here.
+                            // dbias is contiguous and has the shape of the bias, so its rows are aligned,
+                            // too.
                             if (i < rows && j < columns)
                                 *reinterpret_cast<Two*>(dbias + i * p.dbias_at.i + j) = {
                                     narrow<BiasElement>(x), narrow<BiasElement>(y)};
@@ -112,12 +113,12 @@ struct DbiasTile {
             return;
         }
 
-        // Along an axis of length 1 every warp has a share, summed in the order of the warps.
+        // Along an axis of length 1 every warp has a partial sum. Add them up in the order of the warps.
         Accum* const shares = reinterpret_cast<Accum*>(memory);
         const int pitch = one_column ? WARPS_N : BLOCK_K;
         if (one_column) reduce_columns(sum);
         if (one_row) reduce_rows(sum);
-        sync_threads();  // all warps are done with what was there
+        sync_threads();  // all warps are done with the previous contents
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -143,15 +144,15 @@ struct DbiasTile {
     }
 };
 
-// How many tiles the bias has.
+// The number of tiles of the bias.
 __device__ inline i64 dbias_tiles(const Params& p) {
     const i64 rows = p.bias_Nq == 1 ? 1 : (p.Nq + BLOCK_Q - 1) / BLOCK_Q;
     const i64 columns = p.bias_Nk == 1 ? 1 : (p.Nk + BLOCK_K - 1) / BLOCK_K;
     return p.bias_B * p.bias_H * rows * columns;
 }
 
-// Sum and write a tile: for_each(steps, add) calls add(ds, b, h) for the dS of each step. All
-// threads that compute call; nobody reads the memory any more.
+// Sum and write one tile of dbias. for_each(steps, add) calls add(ds, b, h) for the dS of each step. All
+// consumer threads call, when no thread reads `memory` any more.
 template <class ForEach>
 __device__ __forceinline__ void sum_dbias(const DbiasTile& tile, char* memory, ForEach for_each) {
     Fragment<Accum, MT, NT> sum;

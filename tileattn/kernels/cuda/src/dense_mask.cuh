@@ -3,8 +3,8 @@
 
 #include "mask.cuh"
 
-// Transpose the 4 x 4 bytes of four lanes, whose numbers differ by STEP: byte s of lane `at` becomes byte `at`
-// of lane s.
+// Transpose the 4 x 4 bytes of four lanes, whose numbers differ by STEP: byte s of lane `at` becomes byte
+// `at` of lane s.
 template <int STEP>
 __device__ inline u32 transpose_bytes(u32 x, int at) {
     x = __byte_perm(x, __shfl_xor_sync(~0u, x, STEP), at & 1 ? 0x3715 : 0x6240);
@@ -12,7 +12,8 @@ __device__ inline u32 transpose_bytes(u32 x, int at) {
 }
 
 // A vector holds the mask bytes of sixteen consecutive keys of one query. The lanes that hold a row of the
-// scores (TRANSPOSED: a column) divide its loads, and then exchange bits by shuffles. So loads are few and wide.
+// scores (TRANSPOSED: a column) divide its loads, and then exchange bits by shuffles. So loads are few and
+// wide.
 template <bool TRANSPOSED, int MT, int NT>
 struct DenseMask {
     static constexpr int SHARERS = TRANSPOSED ? 8 : 4;
@@ -65,8 +66,8 @@ struct DenseMask {
         make_ones();
 #pragma unroll
         for (int k = 0; k < LOADS; k += 4) {
-            // `low` gets the bytes of the first four of eight keys, `high` those of the last four: two bits of
-            // each load.
+            // `low` gets the bytes of the first four of eight keys, `high` those of the last four: two bits
+            // of each load.
             u32 low = 0, high = 0;
 #pragma unroll
             for (int i = 0; i < 4 && k + i < LOADS; ++i) {
@@ -102,8 +103,8 @@ struct DenseMask {
                 word = (((word & 0x7f7f7f7f) + 0x7f7f7f7f) | word) >> 7 & 0x01010101;
     }
 
-    // Call visit(m, half, n, e, visible) for every score of this lane, in the order of the bits, which is the
-    // cheapest to test.
+    // Call visit(m, half, n, e, visible) for every score of this lane, in the order of the bits, which is
+    // the cheapest to test.
     template <class Visit>
     __device__ void for_each(Visit visit) const {
 #pragma unroll

@@ -1,5 +1,5 @@
-// Layer 3. Sums of dS along the diagonals of a tile, for arrays whose element depends only on the distance of query
-// and key: then a diagonal adds one number to the gradient.
+// Layer 3. Sums of dS along the diagonals of a tile, for arrays whose element depends only on the distance
+// of query and key: then a diagonal adds one number to the gradient.
 #pragma once
 
 #include "ds_steps.cuh"
@@ -17,8 +17,8 @@ struct Diagonals {
 
     Accum* const memory;
 
-    // Sum the diagonals of each warp's part of the tile. Diagonal n has row - column = n - (columns - 1). A warp
-    // passes its part through shared memory in pieces.
+    // Sum the diagonals of each warp's part of the tile. Diagonal n has row - column = n - (columns - 1). A
+    // warp passes its part through shared memory in pieces.
     __device__ void sum(const Scores<false, MT, NT>& ds) const {
         const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         Accum *const own = memory + warp * OF_WARP, *const piece = memory + PIECES_AT + warp * 16 * PITCH;

@@ -16,7 +16,8 @@ __device__ inline void count_dq(const Params& p, i64 head, u32 count) {
 }
 
 // True if dQ_accum of a head is complete. Then this thread sees what the store threads have written, and
-// everything that was complete before their kernel began. Heads that Hopper's kernels skip are never complete.
+// everything that was complete before their kernel began. Heads that Hopper's kernels skip are never
+// complete.
 __device__ inline bool dq_is_complete(const Params& p, i64 head) {
     return !PACKED &&
            read_semaphore(p.dq_counter + head) == DQ_COUNT * u32(block_count<BLOCK_K>(p, p.Nk));

@@ -29,8 +29,8 @@ struct Axis {
     }
 };
 
-// The score tiles that a CTA sums over, keys fastest: rows of tiles share, share + shares, share + 2 * shares
-// and so on. All threads call.
+// The score tiles that a CTA sums over, keys fastest: rows of tiles share, share + shares, share + 2 *
+// shares and so on. All threads call.
 struct Steps {
     const Params& p;
     Axis b, h, q, k;

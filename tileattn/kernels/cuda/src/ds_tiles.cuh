@@ -1,5 +1,5 @@
-// Layer 3. dS of all score tiles that a CTA sums over, in a fixed order. Each tile takes two GEMMs.
-// With two stages, the operands of one are loaded during the other. Always NaN-safe: dS of a score
+// Layer 3. Compute dS of all score tiles that a CTA sums over, in a fixed order: two GEMMs for each tile.
+// With two stages the operands of one GEMM are loaded during the other. Always NaN-safe: dS of a score
 // depends only on that score.
 #pragma once
 
@@ -19,7 +19,7 @@ constexpr int TILE_BYTES = STAGES > 1                  ? SCORE_BYTES + VALUE_BYT
 constexpr int BIAS_AT = TILE_BYTES + 2 * BLOCK_Q * int(sizeof(Accum));
 constexpr int DS_BYTES = BIAS_AT + WarpBias<false, MT, NT>::BYTES;  // of dynamic shared memory
 
-// Call sum(ds, b, h) for the dS of each step. All threads call both; it is 0 past the last query.
+// Call sum(ds, b, h) for the dS of each step, which is 0 past the last query. All threads call.
 template <class Sum>
 __device__ inline void for_each_ds(const Params& p, Steps step, char* memory, Sum sum) {
     const QueryTile q_tile{memory};
@@ -68,7 +68,7 @@ __device__ inline void for_each_ds(const Params& p, Steps step, char* memory, Su
     if (!step.done) load_keys();
     while (!step.done) {
         copy_wait<0>();
-        __syncthreads();  // q and k have landed, and all warps are done with the last v
+        __syncthreads();  // q and k have landed, and all warps are done with the previous v
         if (STAGES > 1) load_values();
         const AttentionMask attn_mask(p, step.b.at, step.h.at);
         const ScoreMod score_mod(p, step.b.at, step.h.at);
@@ -98,8 +98,7 @@ __device__ inline void for_each_ds(const Params& p, Steps step, char* memory, Su
         read_rows(statistic, deltas);
         tile.compute_ds(Accum(p.dropout_scale),
                         [&](int m, int, int e) { return statistic[m][e / 2]; });
-        // Queries past the end may attend to a key that is masked out for all others, and not
-        // finite.
+        // Queries past the end may attend to a non-finite key that is masked out for all other queries.
         tile.ds.for_each([&](Accum& x, int i, int, int, int, int) { x = i < Nq ? x : Accum(0); });
         sum(tile.ds, b, h);
         if (STAGES == 1) {

@@ -34,7 +34,7 @@ struct Smem {
     __device__ Barrier values_full() const { return {shared_address(&storage.values_full)}; }
     __device__ Barrier values_empty() const { return {shared_address(&storage.values_empty)}; }
 
-    // By one thread, before all others.
+    // One thread initialises the barriers.
     __device__ void init() const {
         keys_full().init(2), keys_empty().init(CONSUMERS);
         values_full().init(2), values_empty().init(CONSUMERS);
@@ -82,7 +82,7 @@ struct DsConsumer {
     const Smem smem;
     PipelineState<1> pipe;
 
-    // Call sum(ds, b, h) for the dS of each step; it is 0 past the last query.
+    // Call sum(ds, b, h) for the dS of each step, which is 0 past the last query.
     template <class Sum>
     __device__ __forceinline__ void for_each_ds(Steps step, Sum sum) {
         const WarpBias<false, MT, NT> bias(smem.memory + BIAS_AT);
@@ -113,7 +113,7 @@ struct DsConsumer {
             smem.keys_full().wait(pipe.phase);
             gemm_async<Element, HEAD_DIM>(tile.p, smem.q(), m0, smem.k());
             warpgroup_wait<0>(tile.p);
-            // Safe: only GEMMs read q and k, and that of this warpgroup is complete.
+            // Safe: only GEMMs read q and k, and this warpgroup's is complete.
             if (leader) smem.keys_empty().arrive();
             copy_wait<0>();
             __syncwarp();  // the bias has landed
@@ -130,8 +130,7 @@ struct DsConsumer {
             warpgroup_wait<0>(tile.ds);
             if (leader) smem.values_empty().arrive();  // safe, like q and k
             tile.compute_ds(Accum(p.dropout_scale), [&](int, int, int e) { return delta[e / 2]; });
-            // Queries past the end may attend to a key that is masked out for all others, and not
-            // finite.
+            // Queries past the end may attend to a non-finite key that is masked out for all other queries.
             if (q0 + BLOCK_Q > Nq)
                 tile.ds.for_each(
                     [&](Accum& x, int i, int, int, int, int) { x = i < Nq ? x : Accum(0); });
@@ -140,7 +139,7 @@ struct DsConsumer {
     }
 };
 
-// Call produce(producer) in one thread, and consume(consumer) in the threads that compute.
+// Call produce(producer) in one thread, and consume(consumer) in the consumer warpgroups.
 template <class Produce, class Consume>
 __device__ __forceinline__ void run_ds(const Params& p, const BackwardMaps& maps, char* memory,
                                        Produce produce, Consume consume) {

@@ -1,18 +1,18 @@
-// Layer 3. The gradient of the elements of an array that one place of the caller's score_mod reads.
-// A CTA sums into a copy of the array that no other CTA adds to at the same elements, so all sums
-// have a fixed order. LearnedElement and LearnedRange are in the text of the functions.
+// Layer 3. Sums of the gradient of an array that score_mod reads, for one place where it reads it. No other
+// CTA adds to the same elements of the same copy, so all sums have a fixed order. LearnedElement and
+// LearnedRange are in the generated functions.cuh.
 #pragma once
 
 #include "sequence.cuh"
 
-// The elements that the pairs of a tile reach: a range of indices along each axis.
+// The elements that the pairs of a tile read: a range of indices along each axis.
 struct ElementBox {
     static constexpr int AXES = LearnedElement::AXES > 0 ? LearnedElement::AXES : 1;
     int begin[AXES], count[AXES];
-    int volume = 0;  // none yet
+    int volume = 0;  // number of elements; 0: no box yet
 
     __device__ ElementBox() {}
-    // Of an array whose sizes follow one other.
+    // From bounds of the indices. sizes[0] is the number of copies; the sizes of the array follow.
     __device__ ElementBox(const Interval<double>* ranges, const i64* sizes) : volume(1) {
         begin[0] = 0, count[0] = 1;
 #pragma unroll
@@ -35,7 +35,7 @@ struct ElementBox {
         return inside;
     }
 
-    // The number within the box of an element, by indices that may lie beyond the array.
+    // The number of an element in the box. Indices past the end of the array are clamped.
     __device__ int number(const i64* index, const i64* sizes) const {
         int n = 0;
 #pragma unroll
@@ -46,7 +46,7 @@ struct ElementBox {
         return n;
     }
 
-    // Bytes from the first element of the array to that of a number.
+    // The offset in bytes of element number n of the box.
     __device__ i64 offset(int n, const i64* strides) const {
         i64 bytes = 0;
 #pragma unroll
@@ -58,17 +58,18 @@ struct ElementBox {
     }
 };
 
-// Each thread has sums of its own for a window of the numbers in a box. All threads of a CTA call.
+// Sums over the pairs of tiles. Each thread has its own sums for a window of WINDOW elements of the box.
+// All threads of a CTA call.
 template <int WINDOW>
 struct ElementSums {
     static constexpr int BYTES = WINDOW * THREADS * int(sizeof(Accum));
 
     const Params& p;
     const LearnedSums& all;
-    char* const copy;     // float64: what the CTA sums into
-    Accum* const window;  // of one number those of all threads are neighbours
+    char* const copy;     // float64: the copy of this CTA
+    Accum* const window;  // the sums of all threads for one element are neighbours
     ElementBox box;
-    i64 rows = -1;  // number of the row of tiles that was added to
+    i64 rows = -1;  // the row of tiles of the last tile
     int only;       // number of the element that the first pair of the tile reads
 
     __device__ ElementSums(const Params& p, int share, void* memory)
@@ -79,19 +80,19 @@ struct ElementSums {
         for (int n = 0; n < WINDOW; ++n) window[n * THREADS + threadIdx.x] = 0;
     }
 
-    // Go to a tile; whether all its pairs read one element.
+    // Go to a tile. Returns true if all its pairs read the same element.
     __device__ bool begin_tile(i64 b, i64 h, int q0, int k0) {
         const Sequence sequence(p, b);
         const int Nq = int(sequence.Nq), Nk = int(sequence.Nk);
         const i64 row = (b * p.Hq + h) * p.Nq + q0;
-        if (row != rows) finish();  // sums in float32 stay short
+        if (row != rows) finish();  // a float32 sum covers at most one row of tiles
         rows = row;
         const Interval<int> queries(double(q0), double(min(q0 + BLOCK_Q, Nq) - 1));
         const Interval<int> keys(double(k0), double(min(k0 + BLOCK_K, Nk) - 1));
         Interval<double> ranges[ElementBox::AXES];
         LearnedRange(p, b, h).place(queries, keys, ranges);
         const ElementBox next(ranges, all.sizes);
-        // A box of one window is kept while tiles lie in it.
+        // A box that fits one window is kept as long as it contains the tiles' boxes.
         if (box.volume > WINDOW || !box.contains(next)) finish(), box = next;
         i64 index[ElementBox::AXES];
 #pragma unroll
@@ -112,7 +113,7 @@ struct ElementSums {
         const LearnedElement element(p, b, h);
         i64 index[ElementBox::AXES];
         for (int first = 0; first < box.volume; first += WINDOW) {
-            int last = -1;  // neighbouring pairs often read one element
+            int last = -1;  // neighbouring pairs often read the same element
             Accum run = 0;
             for_each([&](Accum x, int i, int j) {
                 if (x == 0) return;
@@ -126,7 +127,7 @@ struct ElementSums {
         }
     }
 
-    // Add to a number of the window, if it is in that.
+    // Add to element n of the window, if it is inside.
     __device__ void add(int n, Accum x) {
         if (u32(n) < u32(WINDOW)) window[n * THREADS + threadIdx.x] += x;
     }
@@ -155,7 +156,7 @@ struct ElementSums {
         sync_threads();  // the window is clear
     }
 
-    // Add what is left in the window of a box that has but one.
+    // Add the rest of the window to the copy. A box of several windows has been flushed.
     __device__ void finish() {
         if (box.volume > 0 && box.volume <= WINDOW) flush(0);
         box.volume = 0;

@@ -1,8 +1,9 @@
-// Forward pass: one CTA for each block of queries, key tiles ascending. Mirrors forward_block in spec.py. Dao,
-// FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+// Forward pass: one CTA for each block of queries, key tiles ascending. Mirrors forward_block in spec.py.
+// Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 //
-// If the output is not finite, and not all queries attend to the non-finite values, a second, NaN-safe pass computes
-// the block again (nonfinite.cuh). Rows that attend only to finite values get the same bits from both passes.
+// If the output is not finite, and not all queries attend to the non-finite values, a second, NaN-safe pass
+// computes the block again (nonfinite.cuh). Rows that attend only to finite values get the same bits from
+// both passes.
 #include "nonfinite.cuh"
 #include "pair.cuh"
 #include "rows.cuh"
@@ -52,8 +53,8 @@ __device__ inline auto key_tiles_of(const AttentionMask& attn_mask, int q0, Rang
 
 constexpr int LANES = lanes_of_row(HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM);
 
-// True if a tile has a non-finite value to which not all queries attend: it is masked out for some, or its score may
-// be -infinity. If all queries attend to the value, the first pass was right.
+// True if a tile has a non-finite value to which not all queries attend: it is masked out for some, or its
+// score may be -infinity. If all queries attend to the value, the first pass was right.
 __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
     const Head head(p, work.b, work.h);
     const int first = threadIdx.x / LANES, q_end = min(work.q0 + BLOCK_Q, int(head.Nq()));
@@ -82,8 +83,8 @@ __device__ inline bool needs_nan_safe(const Params& p, const WorkTile& work) {
     return __syncthreads_or(non_finite);
 }
 
-// Add the non-finite values of v to the rows that attend to them. Warps that share rows exchange their parts of
-// `attended` through the P tile.
+// Add the non-finite values of v to the rows that attend to them. Warps that share rows exchange their
+// parts of `attended` through the P tile.
 __device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const NonFiniteTable& table,
                                           const Attended<MT, NT>& attended, const ScoreTile& p_tile,
                                           const RowGroup& group, int column0, int value0) {
@@ -104,8 +105,8 @@ __device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const No
 template <bool NAN_SAFE>
 __device__ void forward_block(const Params& p, const WorkTile& work);
 
-// Not inlined, so that it costs the first pass no registers. float32 always runs it after a non-finite output: in the
-// first pass the tf32 parts turn infinity into NaN.
+// Not inlined, so that it costs the first pass no registers. float32 always runs it after a non-finite
+// output: in the first pass the tf32 parts turn infinity into NaN.
 __device__ __noinline__ void forward_block_nan_safe(const Params& p) {
     const WorkTile work(p);
     if (sizeof(Element) == 4 || needs_nan_safe(p, work)) forward_block<true>(p, work);
@@ -210,8 +211,8 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
         Attended<MT, NT> attended;
         bool non_finite = false;
         if constexpr (NAN_SAFE) {
-            // If all pairs are attended, non-finite values propagate by themselves, except in tf32 parts, where
-            // infinity becomes NaN. After the barrier all warps are done with k.
+            // If all pairs are attended, non-finite values propagate by themselves, except in tf32 parts,
+            // where infinity becomes NaN. After the barrier all warps are done with k.
             const bool all = attended.mark(s) && sizeof(Element) != 4;
             non_finite = __syncthreads_or(!all) &&
                          __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));

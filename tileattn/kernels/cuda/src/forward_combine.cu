@@ -1,6 +1,6 @@
-// Combine the sums of forward_split over the splits of each row. Share s adds up splits s, s + 8, s + 16 and so on,
-// so the order of the sums depends only on the indices of the splits. A row has WARPS_N warps: one for all shares,
-// or one for each share.
+// Combine the sums of forward_split over the splits of each row. Share s adds up splits s, s + 8, s + 16
+// and so on, so the order of the sums depends only on the indices of the splits. A row has WARPS_N warps:
+// one for all shares, or one for each share.
 #include "splits.cuh"
 
 constexpr int SHARES = 8, OWN = SHARES / WARPS_N;  // OWN: shares of a warp

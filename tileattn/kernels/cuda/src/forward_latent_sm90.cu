@@ -1,7 +1,8 @@
-// Forward pass of latent attention (MLA) on Hopper, absorbed: values are the first columns of the keys, so each
-// key is loaded once. A CTA computes 64 rows over one split of the keys; a row is a query of one of the heads
-// that share a key head. A producer warp loads keys. The score warpgroup computes S and P of all rows, and the
-// first half of the columns of O. The value warpgroup reads P from shared memory, and computes the second half.
+// Forward pass of latent attention (MLA) on Hopper, absorbed: values are the first columns of the keys, so
+// each key is loaded once. A CTA computes 64 rows over one split of the keys; a row is a query of one of
+// the heads that share a key head. A producer warp loads keys. The score warpgroup computes S and P of all
+// rows, and the first half of the columns of O. The value warpgroup reads P from shared memory, and
+// computes the second half.
 #include "latent_smem_sm90.cuh"
 
 constexpr int NT = BLOCK_K / 8, VT = HALF / 8;
@@ -45,7 +46,8 @@ struct WorkTile {
     __device__ int begin() const { return keys.lo / BLOCK_K; }  // first tile
 };
 
-// The producer warp: load each half of a tile once it is released. A lane loads a box: the keys of one page.
+// The producer warp: load each half of a tile once it is released. A lane loads a box: the keys of one
+// page.
 __device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem,
                                const WorkTile& work) {
     const int lane = threadIdx.x % WARP, box = PAGED ? min(int(p.page), BLOCK_K) : BLOCK_K;
@@ -76,8 +78,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     }
 }
 
-// Zero the keys of a tile that no row attends to: NaN or infinity there would spoil all rows, though P is 0.
-// The score warpgroup calls this; its named barrier orders the zeros before the GEMM.
+// Zero the keys of a tile that no row attends to: NaN or infinity there would spoil all rows, though P is
+// 0. The score warpgroup calls this; its named barrier orders the zeros before the GEMM.
 __device__ inline void zero_outside(const KeyTile& tile, int k0, Range keys) {
     constexpr int CHUNKS = VALUE_DIM / 8;
     const u32 zeros[4] = {};
@@ -253,8 +255,8 @@ __device__ __forceinline__ void multiply_values(const Smem& smem, const WorkTile
     }
 }
 
-// Where the sums of a row are stored: with several splits unnormalised in partial_out, otherwise normalised in
-// out.
+// Where the sums of a row are stored: with several splits unnormalised in partial_out, otherwise normalised
+// in out.
 struct RowTarget {
     Accum* partial = nullptr;
     Element* out = nullptr;
@@ -299,14 +301,14 @@ struct RowTarget {
     }
 };
 
-// True if a row must be recomputed: its output is not finite although its denominator is. Then it attends to an
-// infinity with P = 0, or its tile has a non-finite value to which only other rows attend.
+// True if a row must be recomputed: its output is not finite although its denominator is. Then it attends
+// to an infinity with P = 0, or its tile has a non-finite value to which only other rows attend.
 __device__ inline bool needs_repair(const Smem& smem, int r) {
     return smem.storage.bad[r] && is_finite(smem.storage.row_sums[r][1]);
 }
 
-// Store this warpgroup's columns of all rows that need no repair. Addresses are computed once for each row: one
-// for each pair of columns would be more code than the instruction cache holds.
+// Store this warpgroup's columns of all rows that need no repair. Addresses are computed once for each row:
+// one for each pair of columns would be more code than the instruction cache holds.
 __device__ inline void store_columns(const Params& p, const Smem& smem, const WorkTile& work,
                                      int column0, const Fragment<Accum, 1, VT>& acc) {
 #pragma unroll
@@ -321,8 +323,8 @@ __device__ inline void store_columns(const Params& p, const Smem& smem, const Wo
     }
 }
 
-// Compute one row over the keys of the split, by one warp and without wgmma. Keys that are masked out or have a
-// score of -infinity are skipped. sums[n] has columns 64 * n + 2 * lane and the next one.
+// Compute one row over the keys of the split, by one warp and without wgmma. Keys that are masked out or
+// have a score of -infinity are skipped. sums[n] has columns 64 * n + 2 * lane and the next one.
 __device__ inline RowSum sum_row(const Params& p, const WorkTile& work, const SharedRow& row,
                                  Accum (&sums)[VALUE_DIM / (2 * WARP)][2]) {
     const int lane = threadIdx.x % WARP;

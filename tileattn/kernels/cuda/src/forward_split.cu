@@ -1,7 +1,8 @@
-// Forward pass for few queries (split-KV). A CTA computes a block of rows over one split of the keys of a key
-// head; a row is a query of one of the heads that share the keys. The warps form WARPS_N slices. Slice n computes
-// every WARPS_N-th key tile, with its own stages and sums, and the sums are added up at the end. Which keys a
-// slice computes depends only on their indices, so the bits of a row do not depend on the batch.
+// Forward pass for few queries (split-KV). A CTA computes a block of rows over one split of the keys of a
+// key head; a row is a query of one of the heads that share the keys. The warps form WARPS_N slices. Slice
+// n computes every WARPS_N-th key tile, with its own stages and sums, and the sums are added up at the end.
+// Which keys a slice computes depends only on their indices, so the bits of a row do not depend on the
+// batch.
 #include "splits.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M), NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
@@ -61,8 +62,8 @@ struct WorkTile {
     }
 };
 
-// Compute one row over the keys of a split, by one warp and without mma, and store its unnormalised output in
-// `sums`. Masked-out keys are skipped, whatever they hold. Each lane has one of 32 columns at a time.
+// Compute one row over the keys of a split, by one warp and without mma, and store its unnormalised output
+// in `sums`. Masked-out keys are skipped, whatever they hold. Each lane has one of 32 columns at a time.
 __device__ __noinline__ RowSum sum_row(const Params& p, int b, int kv, const SharedRow& row,
                                        Range keys, int length, Accum* sums) {
     const int lane = threadIdx.x % WARP;
@@ -212,8 +213,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     Fragment<Accum, MT, VT> acc;
     const Accum softmax_scale_log2 = ScoreMod(p, work.b, 0).softmax_scale_log2();
 
-    // Go through the tiles. A non-finite value in v spoils rows that do not attend to it. If that happens, the
-    // second call, with `clean`, puts zeros in its place. Returns a bit for each row that is right.
+    // Go through the tiles. A non-finite value in v spoils rows that do not attend to it. If that happens,
+    // the second call, with `clean`, puts zeros in its place. Returns a bit for each row that is right.
     auto attend = [&](bool clean) {
         state = RowState<MT>(), acc.clear();
         u32 good = ~0u;
@@ -261,8 +262,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     u32 good = attend(false);
     if (__syncthreads_or((good & ALL) != ALL)) good = attend(true);
 
-    // Add up the sums of the slices, row by row. A denominator of infinity marks a row that is not right: sum_row
-    // recomputes it.
+    // Add up the sums of the slices, row by row. A denominator of infinity marks a row that is not right:
+    // sum_row recomputes it.
     Accum* const sums = reinterpret_cast<Accum*>(memory);
     auto sums_of = [&](int n, int row) { return sums + (n * BLOCK_Q + row) * SUM_PITCH; };
     for_each(acc, [&](Accum x, int m, int half, int column) {

@@ -37,7 +37,7 @@ struct Fragment {
                 for (int e = 0; e < 4; ++e) x[m][n][e] *= factor;
     }
 
-    // Scale each row by its factor. Skipped where all factors of the warp are 1.
+    // Scale each row by its factor. Skipped if all factors of the warp are 1.
     __device__ void scale_rows(const S (&factors)[MT][2]) {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
@@ -52,11 +52,10 @@ struct Fragment {
     }
 };
 
-// GEMMs of a warp's share, which begins at (m0, n0): m0 is a multiple of its 16 * MT rows, n0 of
-// its 8 * NT columns.
+// GEMMs of a warp's part of C, at (m0, n0): m0 is a multiple of 16 * MT, n0 of 8 * NT.
 
-// C += X Y^T, for DEPTH columns of both tiles. MIRRORED, it has the same bits as Y X^T without.
-// NAN_SAFE is as in mma.cuh.
+// C += X Y^T, for DEPTH columns of both tiles. With MIRRORED it has the bits of Y X^T without MIRRORED.
+// NAN_SAFE: see mma.cuh.
 template <int DEPTH, int UNROLL = DEPTH / 16, bool MIRRORED = false, bool NAN_SAFE = false, class T,
           int R, int C, int R2, int C2, class S, int MT, int NT>
 __device__ inline void multiply(Fragment<S, MT, NT>& c, const Tile<T, R, C>& x, int m0,
@@ -84,8 +83,8 @@ struct Nothing {
     __device__ void operator()(Steps...) const {}
 };
 
-// C += X Y: X is a fragment, Y a tile from column n0 on. prepare(k) comes before atoms k and k + 1
-// of X are read.
+// C += X Y: X is a fragment, Y a tile from column n0 on. prepare(k) is called before atoms k and k + 1 of X
+// are read.
 template <class T, int R, int C, class S, int MT, int KT, int NT, class Prepare = Nothing>
 __device__ inline void multiply(Fragment<S, MT, NT>& c, const Fragment<S, MT, KT>& x,
                                 const Tile<T, R, C>& y, int n0, Prepare prepare = {}) {
@@ -182,9 +181,9 @@ __device__ inline void store_transposed(const Tile<T, R, C>& tile, const Fragmen
         }
 }
 
-// Where add_rows puts a column. Of numbers of 4 bytes, what a lane holds of two neighbouring atoms
-// is contiguous; of 8 bytes, what the four lanes of a row add at a time: L2 adds by sectors of 32
-// bytes.
+// Where add_rows stores a column in dQ_accum. With 4-byte numbers, a lane's elements of two neighbouring
+// atoms are contiguous (one 16-byte add). With 8-byte numbers, the elements that the four lanes of a row
+// add at a time are: the L2 cache adds in sectors of 32 bytes.
 template <class S>
 __device__ inline int accum_column(int column) {
     const int lane = column % 8 / 2, e = column % 2;
@@ -192,16 +191,16 @@ __device__ inline int accum_column(int column) {
     return column / 16 * 16 + lane * 4 + column % 16 / 8 * 2 + e;
 }
 
-// Where stage_dq of gemm_sm90.cuh puts a column of this row: neighbouring rows have the same
-// columns in other banks.
+// Where stage_dq of gemm_sm90.cuh stores a column of this row: in neighbouring rows a column is in other
+// banks.
 __device__ inline int dq_column(int row, int column) { return column ^ row % 2 * 16; }
 
-// Where stage_transposed_dq puts a column: columns c and c + 8 of 16 are neighbours.
+// Where stage_transposed_dq stores a column: columns c and c + 8 of 16 are neighbours.
 __device__ inline int transposed_dq_column(int row, int column) {
     return (column / 16 * 16 + column % 8 * 2 + column / 8 % 2) ^ row / 2 % 4 * 8;
 }
 
-// Add a fragment to rows in global memory, the first `rows` of them; or one of `parts` of it.
+// Add a fragment to the first `rows` rows in global memory, or only part `part` of `parts` of its rows.
 template <class S, int MT, int NT>
 __device__ inline void add_rows(S* target, int stride, const Fragment<S, MT, NT>& c, int m0, int n0,
                                 int rows, int part = 0, int parts = 1) {

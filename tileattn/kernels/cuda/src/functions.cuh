@@ -1,11 +1,11 @@
-// Layer 3. The caller's own functions, of one head: here none. A call that has some is compiled
-// with another text of this name, which config/functions.py writes.
+// Layer 3. score_mod and mask_mod of one head. This file is for calls without them. For other calls the
+// host generates a file of this name (families/functions.py).
 #pragma once
 
 #include "config.cuh"
 #include "numpy.cuh"
 
-static_assert(FUNCTIONS == 0, "a call with functions brings their text");
+static_assert(FUNCTIONS == 0, "a call with functions has a generated file");
 
 struct AuxArrays {};
 

@@ -243,8 +243,8 @@ static_assert((1 << (SHIFT_MARGIN - RESCALE_THRESHOLD)) > BLOCK_K / 4);
 
 // Store the results of a work tile, and mark the work tile if a later pass must redo it. The third pass
 // stores only rows far below zero; other rows keep their bits. This also holds for work tiles that it
-// redoes because they share a bit with a marked one: with the margin, each row that it stores would have had
-// its work tile marked.
+// redoes because they share a bit with a marked one: with the margin, each row that it stores would have
+// had its work tile marked.
 template <bool NAN_SAFE>
 __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTile& work, int row0,
                                 RowState<1>& state, Fragment<Accum, 1, VT>& acc) {

@@ -20,8 +20,8 @@ struct KeyValueStage {
     ValueTile::Storage v;
 };
 
-// Each warp has staging memory for its output, unless a bias leaves no space. A q stage holds the queries of
-// one warpgroup. There are stages for the next work tile, too, as far as they fit.
+// Each warp has staging memory for its output, unless a bias leaves no space. A q stage holds the queries
+// of one warpgroup. There are stages for the next work tile, too, as far as they fit.
 constexpr int BIAS_BYTES = WarpBias<false, 1, BLOCK_K / 8>::BYTES;
 constexpr int Q_SPACE = 225 * 1024 / GROUPS - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));
 constexpr bool STAGED_OUT = Q_SPACE >= CONSUMERS * QueryTile::BYTES + WARPS_M * STAGING_BYTES;

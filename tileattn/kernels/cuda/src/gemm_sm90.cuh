@@ -52,7 +52,7 @@ __device__ inline void gemm_async(Fragment<float, 1, NT>& c, const typename Atom
 }
 
 // Issue C = X Y for 64 rows of x from row m0 on, all rows of y, and columns of y from n0 on: X is
-// K-major, Y is MN-major. `second` is where columns go on behind the first 64, if not there.
+// K-major, Y is MN-major. If the columns after the first 64 are elsewhere, they start at `second`.
 template <class T, int R, int C, int C2, int NT, class... Second>
 __device__ inline void gemm_async_mn(Fragment<float, 1, NT>& c, const SmemTile<R, C>& x, int m0,
                                      const SmemTile<C, C2>& y, int n0, Second... second) {
@@ -143,8 +143,8 @@ __device__ inline void store_rows_staged(u32 staged, T* target, i64 stride,
                                          const Fragment<float, 1, NT>& c, int rows, int columns) {
     u32 lane;  // read again here, so that values that depend on it are not kept in registers until now
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    // Of the memory's address the lower bits are zero: addresses of other chunks differ from these by
-    // bits.
+    // The lower bits of the staging address are zero, so that addresses of other chunks differ by an
+    // exclusive or.
     const u32 write = staged + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
     const u32 row0 = lane / 8, read = staged + row0 * 128 + (row0 ^ lane % 8) * 16;
     const int column0 = lane % 8 * 8;
@@ -165,8 +165,8 @@ __device__ inline void store_rows_staged(u32 staged, T* target, i64 stride,
     }
 }
 
-// Store 16 rows of each warp, from `row` on, transposed: to columns of the tile. All of its rows or
-// those of some steps of 16.
+// Store 16 rows of each warp transposed: to columns of the tile from `row` on. All rows of the tile, or
+// those of steps begin to end - 1 of 16.
 template <class T, int R, int C, int K>
 __device__ inline void store_transposed(const SmemTile<R, C>& tile,
                                         const typename Atom<T>::A (&a)[K], int row, int begin = 0,
@@ -182,8 +182,8 @@ __device__ inline void store_transposed(const SmemTile<R, C>& tile,
         store_matrices_transposed(first + 16 * i * Box::PITCH, a[i].r);
 }
 
-// Store COLUMNS columns from `first` on, of 16 rows of each warp, to rows of floats in shared
-// memory from `row` on, a multiple of 16.
+// Stage 16 rows of each warp, columns `first` to first + COLUMNS - 1, in shared memory: rows of floats from
+// `row` on, a multiple of 16.
 template <int COLUMNS, int NT>
 __device__ inline void stage_dq(u32 target, const Fragment<float, 1, NT>& c, int first, int row) {
     static_assert(COLUMNS % 32 == 0);
@@ -202,8 +202,8 @@ __device__ inline void stage_dq(u32 target, const Fragment<float, 1, NT>& c, int
     }
 }
 
-// Store 16 rows of each warp, from `column` on, to columns of rows of 64 floats in shared memory, or
-// of 32 if there are no more.
+// Stage 16 rows of each warp of a transposed dQ in shared memory: as columns from `column` on, of rows of
+// 64 floats, or of 32 if there are no more columns.
 template <int NT>
 __device__ inline void stage_transposed_dq(u32 target, const Fragment<float, 1, NT>& c, int column,
                                            int columns) {

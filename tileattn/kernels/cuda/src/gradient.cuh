@@ -8,8 +8,8 @@
 
 // Z is the dropout factor, 0 or 1 / (1 - p):
 //     P = exp2(S softmax_scale_log2 - lse_log2),  dP = Z (dO V^T),  dS = P (dP - delta).
-// P has its power of two (config.cuh), and delta its inverse (head.cuh). So dS has none, and dV, a sum of P, is
-// divided by it at the end.
+// P has its power of two (config.cuh), and delta its inverse (head.cuh). So dS has none, and dV, a sum of
+// P, is divided by it at the end.
 __device__ inline Accum score_gradient(Accum p, Accum dp, Accum delta) {
     return p * (BACKWARD_P_LOG2 == 0 ? dp - delta : fma(dp, BACKWARD_P_UNIT, -delta));
 }
@@ -19,8 +19,8 @@ __device__ inline Accum dv_scale(const Params& p) {
     return HAS_DROPOUT ? Accum(p.dropout_scale) * BACKWARD_P_UNIT : BACKWARD_P_UNIT;
 }
 
-// With NAN_SAFE the P of masked-out pairs is -infinity until `zero_dropped`, and their dS is set to 0, so that no NaN
-// reaches it.
+// With NAN_SAFE the P of masked-out pairs is -infinity until `zero_dropped`, and their dS is set to 0, so
+// that no NaN reaches it.
 template <bool TRANSPOSED, int MT, int NT, bool NAN_SAFE = false>
 struct TileGradient {
     Scores<TRANSPOSED, MT, NT> p;   // Q K^T; then P where kept, -P where dropped
@@ -39,8 +39,8 @@ struct TileGradient {
     // -infinity is not a probability: it marks a masked-out pair.
     __device__ static bool is_masked(Accum p) { return NAN_SAFE && p == -infinity<Accum>(); }
 
-    // From Q K^T to P. lse_log2(m, n, e) is the logsumexp of the element's query in base 2. In a `large` head
-    // row_max(m, n, e) is first subtracted from the score.
+    // From Q K^T to P. lse_log2(m, n, e) is the logsumexp of the element's query in base 2. In a `large`
+    // head row_max(m, n, e) is first subtracted from the score.
     template <class RowMax, class Lse>
     __device__ void recompute_p(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
                                 const AttentionMask& attn_mask, const Dropout& dropout, int kind,

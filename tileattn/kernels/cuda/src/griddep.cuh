@@ -12,8 +12,8 @@
 //   which no kernel writes.
 // - A normal launch after the plan waits for the last kernel to complete, and so for all of them.
 //
-// There is no deadlock: the next kernel gets its first CTA when all CTAs of this one have started, and takes
-// only space that these do not need.
+// There is no deadlock: the next kernel gets its first CTA when all CTAs of this one have started, and
+// takes only space that these do not need.
 //
 // In Hopper's backward pass three kernels overlap: the second and the third start while the previous one
 // runs. The first, backward_preprocess, lets them start after its own wait, so everything before it is

@@ -20,8 +20,8 @@ __device__ inline Accum sink_of(const Params& p, i64 h) {
     return p.sinks ? static_cast<const Accum*>(p.sinks)[h] : -infinity<Accum>();
 }
 
-// lse_log2 and delta as stored for the backward pass. They give P its power of two (config.cuh), and take it out of
-// dS.
+// lse_log2 and delta as stored for the backward pass. They give P its power of two (config.cuh), and take
+// it out of dS.
 __device__ inline Accum stored_lse(Accum lse_log2) {
     return BACKWARD_P_LOG2 == 0 ? lse_log2 : lse_log2 - Accum(BACKWARD_P_LOG2);
 }
@@ -56,7 +56,8 @@ struct Head {
     __device__ i64 Nq() const { return sequence.Nq; }
     __device__ i64 row(int i) const { return sequence.row(p, h) + i; }
 
-    // Row statistics of backward_preprocess; for LARGE_SCORES heads backward_large_scores replaces them.
+    // Row statistics of backward_preprocess. In LARGE_SCORES heads backward_large_scores replaces lse_log2
+    // and row_max.
     __device__ Accum* statistics(void* array) const {
         return static_cast<Accum*>(array) + sequence.padded_row(p, h);
     }

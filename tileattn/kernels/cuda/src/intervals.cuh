@@ -1,11 +1,11 @@
-// Layer 3. Bounds of the caller's own mask over ranges of indices: NumPy's functions of intervals,
-// by their names in numpy.cuh, with the rules of intervals.py.
+// Layer 3. Interval arithmetic: bounds of a mask_mod over ranges of indices. The functions have the names
+// of those in numpy.cuh, and the rules of intervals.py.
 #pragma once
 
 #include "numpy.cuh"
 
-constexpr double EXACT = 9007199254740992.0;  // 2**53: below it float64 holds every integer
-constexpr int MAX_ELEMENTS = 1 << 14;         // of an array that are read for one tile
+constexpr double EXACT = 9007199254740992.0;  // 2**53: float64 represents every smaller integer
+constexpr int MAX_ELEMENTS = 1 << 14;         // elements of an array that are read for one tile, at most
 
 template <class T>
 constexpr bool IS_BOOLEAN = false;
@@ -18,14 +18,14 @@ constexpr bool IS_FLOATING<float> = true;
 template <>
 constexpr bool IS_FLOATING<double> = true;
 
-// Of a float32 value that is bounded by its operation in float64: what its rounding, and that of the
-// C library, may add.
+// Relative slack of bounds that are computed in float64 for a float32 value: its rounding, and the errors
+// of the C library.
 template <class T>
 constexpr double SLACK = 0;
 template <>
 constexpr double SLACK<float> = 0x1p-19;
 
-// Smallest and largest value of type T, both NaN where nothing is known. Booleans are 0 and 1.
+// The smallest and largest value of type T; both are NaN if nothing is known. Booleans are 0 and 1.
 template <class T>
 struct Interval {
     double low, high;
@@ -56,9 +56,9 @@ __device__ inline Interval<T> widen(Interval<T> x) {
 
 namespace numpy {
 
-// --- what the rules are made of -----------------------------------------------------------------
+// --- helpers ------------------------------------------------------------------------------------
 
-// Of a function that is monotone in each of its inputs the extremes are at the ends.
+// A function that is monotone in each of its inputs has its extremes at the ends.
 template <class T, class Function>
 __device__ inline Interval<T> at_ends(Function f, Interval<T> x) {
     const double first = f(x.low), last = f(x.high);
@@ -71,7 +71,7 @@ __device__ inline Interval<T> at_corners(Function f, Interval<T> x, Interval<T> 
     return {minimum(minimum(a, b), minimum(c, d)), maximum(maximum(a, b), maximum(c, d))};
 }
 
-// The C library's functions are monotone but for a few units in the last place.
+// The C library's functions are monotone up to a few units in the last place.
 template <class T>
 __device__ inline Interval<T> nearly(Interval<T> x) {
     const double slack = 0x1p-49 * fmax(fabs(x.low), fabs(x.high));
@@ -125,9 +125,10 @@ template <class T>
 __device__ inline Interval<T> remainder(Interval<T> x, Interval<T> y) {
     if (!x.is_known() || !(y.low > 0)) return Interval<T>::unknown();
     const double first = remainder(x.low, y.low), last = remainder(x.high, y.low);
-    // Between multiples of a period it grows as the dividend does.
+    // Between two multiples of the divisor the remainder grows with the dividend.
     if (y.is_one_value() && x.high - x.low < y.low && first <= last) return {first, last};
-    // Integers stay below the divisor. Floats reach it, where a small negative one is rounded.
+    // Integers stay below the divisor. Floats may reach it, when the remainder of a small negative one is
+    // rounded.
     return {0.0, IS_FLOATING<T> ? y.high : y.high - 1};
 }
 
@@ -240,7 +241,7 @@ __device__ inline Interval<T> where(Interval<bool> condition, Interval<T> x, Int
     return {minimum(x.low, y.low), maximum(x.high, y.high)};
 }
 
-// Of integers that are not negative the bits of one value are known, else how many there are.
+// A function of bits: exact for single values. For non-negative ranges only the largest result is known.
 template <class T, class Function>
 __device__ inline Interval<T> of_bits(Function f, Interval<T> x, Interval<T> y, double most) {
     if (x.is_one_value() && y.is_one_value()) return double(f(i64(x.low), i64(y.low)));
@@ -274,7 +275,7 @@ __device__ inline Interval<T> invert(Interval<T> x) {
     return {-x.high - 1, -x.low - 1};
 }
 
-// By a number of bits that float64 has.
+// Known for shifts within the bits of a float64.
 template <class T>
 __device__ inline Interval<T> left_shift(Interval<T> x, Interval<T> y) {
     if (!(y.low >= 0 && y.high <= 52)) return Interval<T>::unknown();
@@ -288,7 +289,7 @@ __device__ inline Interval<T> right_shift(Interval<T> x, Interval<T> y) {
 
 // --- arrays -------------------------------------------------------------------------------------
 
-// Negative indices count from the end; those on both sides of 0 may reach every element.
+// Negative indices count from the end. A range on both sides of 0 may reach every element.
 template <class T>
 __device__ inline Interval<double> from_start(Interval<T> index, i64 size) {
     if (index.low >= 0) return index;
@@ -296,8 +297,8 @@ __device__ inline Interval<double> from_start(Interval<T> index, i64 size) {
     return Interval<double>::unknown();
 }
 
-// The smallest and the largest element over ranges of indices, among which the lanes of a warp
-// divide them; unknown where there are too many.
+// The smallest and the largest element over ranges of indices, which the lanes of a warp divide among
+// themselves. Unknown if there are too many elements.
 template <class T, int AXES, class First, class... Others>
 __device__ inline Interval<double> element(const AuxArray<AXES>& x, Interval<First> first,
                                            Interval<Others>... others) {

@@ -1,6 +1,7 @@
-// Merge the results of some queries over a part of the keys with those over earlier parts, in place: a warp for
-// each row. After the second part and until the last, sums are split in two halves (partial_rows.cuh). With the
-// last part, the sink of each head is added to the denominator. `part` may be null if there is only a sink.
+// Merge the results of some queries over a part of the keys with those over earlier parts, in place: a warp
+// for each row. After the second part and until the last, sums are split in two halves (partial_rows.cuh).
+// With the last part, the sink of each head is added to the denominator. `part` may be null if there is
+// only a sink.
 #include "partial_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

@@ -13,9 +13,9 @@ using QueryTile = SmemTile<BLOCK_Q, HEAD_DIM>;
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
 using ProbTile = SmemTile<BLOCK_Q, BLOCK_K>;
 
-// A stage has two parts. Each consumer warpgroup computes half of the columns of O, and releases the part that
-// holds these columns. The score warpgroup has the first part, and uses it last, in PV. So the second part, which
-// also has the columns past the values, is loaded first, and comes first in QK.
+// A stage has two parts. Each consumer warpgroup computes half of the columns of O, and releases the part
+// that holds these columns. The score warpgroup has the first part, and uses it last, in PV. So the second
+// part, which also has the columns past the values, is loaded first, and comes first in QK.
 constexpr int HALF = VALUE_DIM / 2, HALF_SLICES = HALF / KeyTile::WIDTH;
 enum Part { FIRST = 0, SECOND = 1 };
 __device__ constexpr int slices_begin(int part) { return part == FIRST ? 0 : HALF_SLICES; }

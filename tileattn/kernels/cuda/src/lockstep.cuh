@@ -4,9 +4,10 @@
 #include "tile_scheduler_sm90.cuh"
 
 // CTAs that read the same keys (backward: queries) at about the same time read them from device memory
-// once. Over a long head CTAs drift apart. So each group increments a counter every LOCKSTEP_TILES tiles, and
-// waits for groups that are more than LOCKSTEP_LAG steps late. Counter 0 counts the groups that have ended.
-// CTAs need not all be resident: after PATIENCE polls a group counts itself as ended, and never waits again.
+// once. Over a long head CTAs drift apart. So each group increments a counter every LOCKSTEP_TILES tiles,
+// and waits for groups that are more than LOCKSTEP_LAG steps late. Counter 0 counts the groups that have
+// ended. CTAs need not all be resident: after PATIENCE polls a group counts itself as ended, and never
+// waits again.
 constexpr int LOCKSTEP_TILES = 32, LOCKSTEP_LAG = 12, PATIENCE = 1000;
 
 struct Lockstep {

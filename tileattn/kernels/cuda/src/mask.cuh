@@ -34,7 +34,8 @@ struct Range {
     int lo, hi;
 };
 
-// The sliding window: query i attends to keys i + begin to i + end - 1, as far as they are in 0 to length - 1.
+// The sliding window: query i attends to keys i + begin to i + end - 1, as far as they are in 0 to length -
+// 1.
 struct SlidingWindow {
     int Nq, length, begin, end;
 

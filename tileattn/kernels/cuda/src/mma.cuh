@@ -1,14 +1,13 @@
 // Layer 1. mma of one warp: C[16 x 8] += A[16 x 16] B[16 x 8], one Atom for each element type.
 //
-// All atoms have the same layout of C: lane (g, t) = (lane / 4, lane % 4) holds elements 0 to 3 at
-// rows g, g, g + 8, g + 8 and columns 2t, 2t + 1, 2t, 2t + 1. Atoms of 4- and 8-byte types take the
-// columns of A, eight at a time, in an order of our own choosing, the same for A and B: a lane's
-// two numbers of each eight stand at columns 2t and 2t + 1. So C becomes the A of a second product
-// without moving, two tiles of eight columns at a time.
+// All atoms have the same layout of C: lane (g, t) = (lane / 4, lane % 4) holds elements 0 to 3, at rows g,
+// g, g + 8, g + 8 and columns 2t, 2t + 1, 2t, 2t + 1. Atoms of 4- and 8-byte types permute each eight
+// columns of A and rows of B alike, so that a lane's two numbers are columns 2t and 2t + 1. Then two atoms
+// of C are the operand A of the next GEMM without shuffles.
 //
-// MIRRORED, the result has the bits of that with A and B exchanged, transposed. NAN_SAFE, it has
-// infinity and NaN where IEEE arithmetic has them, and the same bits elsewhere. For all but float32
-// any mma is both.
+// With MIRRORED the result has the bits of the transposed product (A and B exchanged) without MIRRORED.
+// With NAN_SAFE it has infinity and NaN exactly where IEEE arithmetic has them, and the same bits
+// elsewhere. Only the tf32 parts of float32 make a difference.
 #pragma once
 
 #include "types.cuh"
@@ -16,7 +15,7 @@
 template <class T>
 struct Atom;
 
-// For a GPU without the instruction: the same fragments, multiplied by shuffles.
+// For GPUs without the instruction: multiply the same fragments with shuffles.
 template <class S, class Row, class Column>
 __device__ __noinline__ void multiply_by_shuffles(S (&c)[4], Row row, Column column) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -33,7 +32,7 @@ __device__ __noinline__ void multiply_by_shuffles(S (&c)[4], Row row, Column col
         }
 }
 
-// 16-bit types: A and B hold pairs of neighbouring columns, as ldmatrix delivers them.
+// 16-bit types: a register of A or B has two neighbouring columns, as ldmatrix loads them.
 template <class T>
 struct HalfAtom {
     struct A {
@@ -43,7 +42,7 @@ struct HalfAtom {
         u32 r[2];
     };
 
-    // C of two neighbouring tiles, as A.
+    // Convert two neighbouring atoms of C to an operand A.
     __device__ static A a_of(const float (*c)[4]) {
         return {pack<T>(c[0][0], c[0][1]), pack<T>(c[0][2], c[0][3]), pack<T>(c[1][0], c[1][1]),
                 pack<T>(c[1][2], c[1][3])};
@@ -93,8 +92,8 @@ struct Atom<bfloat16> : HalfAtom<bfloat16> {
 #endif
 };
 
-// Types of 4 and 8 bytes: a lane's share of A, laid out as C, and of B, in the order of
-// instructions that take four of A and two of B at a time.
+// Types of 4 and 8 bytes: a lane's elements of A, from the layout of C, and of B, in the order in which the
+// instructions take them: four of A and two of B at a time.
 template <class S>
 struct WideAtom {
     struct A {
@@ -107,7 +106,7 @@ struct WideAtom {
     __device__ static A a_of(const S (*c)[4]) {
         return {{{c[0][0], c[0][2], c[0][1], c[0][3]}, {c[1][0], c[1][2], c[1][1], c[1][3]}}};
     }
-    // The lane's numbers at columns 2t and 2t + 1 of both eights.
+    // The lane's numbers: columns 2t and 2t + 1 of the first eight, then of the second.
     __device__ static B b_of(S x0, S x1, S x2, S x3) { return {{{x0, x1}, {x2, x3}}}; }
 
     template <bool MIRRORED = false, bool NAN_SAFE = false>
@@ -119,18 +118,18 @@ struct WideAtom {
 };
 
 #if __CUDA_ARCH__ >= 800
-// float32 by three products of tf32 parts, which have 11 significant bits. x = high + low, where
-// high is x rounded and low is what remains, cut: at most the last bit of x is lost, 2**-23 of x.
-// Then
+// float32 by three products of tf32 parts (3xTF32), which have 11 significant bits. x = high + low: high is
+// x rounded, low is the truncated rest, so at most the last bit of x is lost, 2**-23 of x. Then
 //     x y = high low' + low high' + high high'
-// is off by 2**-21 at most: 2**-23 for either factor, and 2**-22 for low low'. The root mean square
-// is 2**-23.7. Numbers below 2**-113 are off by up to 2**-136, and those from 2**128 - 2**116 on,
-// whose high is cut, by 2**-22. Tensor cores cut their sums too, so few products are summed there
-// and C is added to outside. Ootomo and Yokota, arXiv:2203.03341.
+// has a relative error of at most 2**-21: 2**-23 for each factor, and 2**-22 for low low'. The root mean
+// square is 2**-23.7. For numbers below 2**-113 the absolute error is up to 2**-136; for numbers from
+// 2**128 - 2**116 on, whose high is truncated, the relative error is 2**-22. Tensor cores truncate their
+// sums, too, so only a few products are summed there, and added to C outside. Ootomo and Yokota,
+// arXiv:2203.03341.
 //
-// The lower part of infinity is NaN, and a lower part may have the other sign than x. So sums of
-// lower parts are NaN where a factor is infinite, and may be wrong where they overflow. NAN_SAFE
-// leaves such sums out: high high' is infinite or NaN by itself, as x y is.
+// The low part of infinity is NaN, and a low part may have another sign than x. So sums with low parts are
+// NaN if a factor is infinite, and may be wrong if they overflow. NAN_SAFE leaves such sums out: high high'
+// alone is infinite or NaN exactly if x y is.
 template <>
 struct Atom<float> {
     struct A {
@@ -140,8 +139,8 @@ struct Atom<float> {
         u32 high[2][2], low[2][2];
     };
 
-    // Half a unit in the last place of high is added before the cut, rounded toward zero: so no
-    // finite number becomes infinite. The tensor cores cut low: they ignore the last 13 bits.
+    // Round high by adding half a unit in its last place and truncating. The add rounds toward zero, so
+    // that no finite number becomes infinite. The tensor cores truncate low: they ignore the last 13 bits.
     __device__ static void split(float x, u32& high, u32& low) {
         const float power = __uint_as_float(__float_as_uint(x) & 0xff800000);  // of 2, with a sign
         high = __float_as_uint(__fmaf_rz(power, 0x1p-11f, x)) & 0xffffe000;

@@ -58,7 +58,8 @@ __device__ inline void for_each_attended(bool attended, Accum weight, Row add) {
     }
 }
 
-// Compute the maximum of the scores of query i, clipped to be finite, and the sum of exp2 of scores minus it.
+// Compute the maximum of the scores of query i, clipped to be finite, and the sum of exp2 of scores minus
+// it.
 __device__ inline void sum_of_row(const Head& head, int i, Accum& m, Accum& l) {
     const int lane = threadIdx.x % WARP;
     const Range keys = head.attn_mask.window.key_range(i, i + 1);

@@ -1,6 +1,6 @@
-// Layer 3. GEMMs with operands that are not finite. A weight of 0 does not mask out a NaN: 0 x NaN
-// is NaN. So what is not finite becomes 0 before the GEMM, a table records what it was, and rows
-// that attend to it get it back: NaN, or the infinity that it was.
+// Layer 3. NaN-safe GEMMs. P = 0 does not mask out a NaN, since 0 x NaN is NaN. So non-finite values are
+// replaced by 0 before the GEMM, and a table records them. After the GEMM, rows that attend to such a value
+// get NaN or the infinity that it was.
 #pragma once
 
 #include "config.cuh"
@@ -12,7 +12,8 @@ union Chunk {
     u32 words[4];
     T elements[SIZE];
 
-    // An exponent of ones carries into the sign. Only every second word of a double has one.
+    // Adding the lowest bit of the exponent to an exponent of all ones carries into the sign bit. Only
+    // every second word of a double has an exponent.
     __device__ bool all_finite() const {
         constexpr u32 EXPONENT = sizeof(T) == 8       ? 0x7ff00000
                                  : sizeof(T) == 4     ? 0x7f800000
@@ -32,10 +33,10 @@ struct NoRecord {
     __device__ void operator()(int, int, u32) const {}
 };
 
-// Copy a tile, or rewrite it in place, with zeros for what is not finite; whether there was any.
-// `warp` is one of WARPS warps, which meet before and after. A warp reads 16 bytes of 32 rows at a
-// time. record(column, n, bits) gets, of 16 rows from 16 n on, where +infinity or NaN was in the
-// lower half of the bits, and where -infinity or NaN was in the upper half.
+// Copy a tile, or rewrite it in place, with zeros for non-finite values. Returns true if there were any.
+// `warp` is one of WARPS warps, which the caller synchronises before and after. A warp reads 16 bytes of 32
+// rows at a time. record(column, n, bits) describes rows 16 n to 16 n + 15 of a column: the lower half of
+// the bits marks +infinity or NaN, the upper half -infinity or NaN.
 template <class T, int ROWS, int COLUMNS, int WARPS, bool IN_PLACE, class AnyTile,
           class Record = NoRecord>
 __device__ inline bool zero_non_finite(const AnyTile& to, const AnyTile& from, int warp,
@@ -51,7 +52,7 @@ __device__ inline bool zero_non_finite(const AnyTile& to, const AnyTile& from, i
         Chunk<T> chunk;
         load_shared(chunk.words, from.chunk(min(row, ROWS - 1), byte));
         const bool good = row >= ROWS || chunk.all_finite();
-        u32 mine = 0;  // of one column and 16 rows
+        u32 mine = 0;  // the marks of one column and 16 rows
         if (!__all_sync(~0u, good)) {
             found = true;
 #pragma unroll
@@ -71,15 +72,14 @@ __device__ inline bool zero_non_finite(const AnyTile& to, const AnyTile& from, i
     return found;
 }
 
-// What was not finite in a tile of ROWS x COLUMNS: for each column a word for each 16 rows, as
-// above.
+// The table of the non-finite values of a tile: for each column, a word of marks for each 16 rows.
 template <class T, int ROWS, int COLUMNS>
 struct NonFinite {
     static constexpr int WORDS = ROWS / 16, BYTES = COLUMNS * WORDS * 4;
 
     u32 address;  // in shared memory, a multiple of 4
 
-    // Zero in a tile what is not finite, and fill the table; whether there was any.
+    // Replace the non-finite values of a tile by 0, and fill the table. Returns true if there were any.
     template <int WARPS, bool RECORD = true, class AnyTile>
     __device__ bool clean(const AnyTile& tile, int warp) const {
         return zero_non_finite<T, ROWS, COLUMNS, WARPS, true>(
@@ -91,8 +91,7 @@ struct NonFinite {
     __device__ u32 at(int column) const { return address + column * (WORDS * 4); }
 };
 
-// Which scores of a warp are attended to, dropped ones included: a bit for each element of MT x NT
-// atoms.
+// The attended pairs of a warp's scores, kept or dropped: a bit for each element of MT x NT atoms.
 template <int MT, int NT>
 struct Attended {
     static_assert(NT % 2 == 0);
@@ -105,13 +104,13 @@ struct Attended {
     __device__ void keep(int m, int n, int e, bool yes) {
         kept[m][e / 2][n / 16] |= yes ? bit(n, e) : 0;
     }
-    // Mark one that was kept so far as dropped.
+    // Mark an element, if it was kept, as dropped.
     __device__ void drop(int m, int n, int e) {
         const u32 moved = kept[m][e / 2][n / 16] & bit(n, e);
         kept[m][e / 2][n / 16] ^= moved, dropped[m][e / 2][n / 16] |= moved;
     }
 
-    // From scores before the exponential; whether all are attended to.
+    // Mark the scores that are not -infinity. Returns true if all are attended.
     __device__ bool mark(const Fragment<Accum, MT, NT>& scores) {
         bool all = true;
 #pragma unroll
@@ -127,7 +126,7 @@ struct Attended {
         return all;
     }
 
-    // Set the elements that are not attended to, of all columns of atoms or of some.
+    // Set the masked-out elements, in the columns of atoms begin to end - 1.
     __device__ void fill_others(Fragment<Accum, MT, NT>& x, Accum number, int begin = 0,
                                 int end = NT) const {
 #pragma unroll
@@ -139,7 +138,7 @@ struct Attended {
                     if (!(kept[m][e / 2][n / 16] & bit(n, e))) x.x[m][n][e] = number;
     }
 
-    // Of a row and 16 columns, the atoms 2 * w and 2 * w + 1: kept columns in the lower half,
+    // The bits of a row and 16 columns, the atoms 2 * w and 2 * w + 1: kept columns in the lower half,
     // dropped ones in the upper half. All lanes call.
     __device__ u32 word(int m, int half, int w) const {
         auto spread = [&](const u32(&bits)[PARTS]) {
@@ -154,14 +153,14 @@ struct Attended {
     }
 };
 
-// The same for whole rows in shared memory, where warps share rows. Rows are PITCH bytes apart.
+// The same words for whole rows, in shared memory, if warps share rows. Rows are PITCH bytes apart.
 template <int PITCH>
 struct AttendedRows {
     u32 address;
 
     __device__ u32 at(int row, int w) const { return address + row * PITCH + 4 * w; }
 
-    // Store a warp's share from (row0, column0) on. The warps of a row meet afterwards.
+    // Store a warp's part, at (row0, column0). The caller then synchronises the warps of a row.
     template <int MT, int NT>
     __device__ void store(const Attended<MT, NT>& attended, int row0, int column0) const {
         const Lane lane;
@@ -178,9 +177,9 @@ struct AttendedRows {
     }
 };
 
-// Add to an accumulator fragment what was not finite in a cleaned tile, from column0 on: to each
-// row what it attends to. word_of(m, half, w) gives rows as in Attended. What is dropped is
-// multiplied by 0, which makes NaN of infinity.
+// Add the non-finite values of a cleaned tile to an accumulator fragment at column0: to each row those that
+// it attends to. word_of(m, half, w) returns the words of Attended. Dropped values are multiplied by 0,
+// which turns infinity into NaN.
 template <class T, int ROWS, int COLUMNS, int MT, int NT, class WordOf>
 __device__ inline void add_non_finite(Fragment<Accum, MT, NT>& c,
                                       const NonFinite<T, ROWS, COLUMNS>& table, int column0,
@@ -191,7 +190,7 @@ __device__ inline void add_non_finite(Fragment<Accum, MT, NT>& c,
     const int column = column0 + 2 * Lane().t;
 #pragma unroll 1
     for (int w = 0; w < WORDS; ++w) {
-        // Twice the same half: for either half of the words of the table.
+        // Repeat each half twice, to match both halves of a word of the table.
         u32 kept[MT][2], dropped[MT][2];
 #pragma unroll
         for (int m = 0; m < MT; ++m)

@@ -1,17 +1,17 @@
-// Layer 3. NumPy's functions of single numbers, by their names there: what the caller's own functions
-// are made of. Integers are int, where no result overflows, or i64, which wrap around.
+// Layer 3. Scalar versions of NumPy's functions, with NumPy's names: generated score_mod and mask_mod
+// functions call them. Integers are int if no result overflows; i64 wraps around.
 #pragma once
 
 #include "config.cuh"
 #include "quick.cuh"
 
-// An array that the caller's own functions read: sizes, and strides in bytes.
+// An array that score_mod or mask_mod reads: sizes, and strides in bytes.
 template <int AXES>
 struct AuxArray {
     const char* data;
     i64 sizes[AXES > 0 ? AXES : 1], strides[AXES > 0 ? AXES : 1];
 
-    // An index past an end is moved to it.
+    // Clamp an index to the array.
     __device__ static i64 nearest(i64 index, i64 last) { return max(min(index, last), i64(0)); }
     __device__ static i64 nearest(int index, i64 last) {
         return max(min(index, int(min(last, i64(0x7fffffff)))), 0);
@@ -40,7 +40,7 @@ __device__ inline auto element(const AuxArray<AXES>& x, Index... index) {
     return widen(*reinterpret_cast<const T*>(at));
 }
 
-// --- arithmetic, rounded step by step -----------------------------------------------------------
+// --- arithmetic: each operation is rounded ------------------------------------------------------
 
 __device__ inline int add(int x, int y) { return x + y; }
 __device__ inline i64 add(i64 x, i64 y) { return i64(u64(x) + u64(y)); }
@@ -62,7 +62,7 @@ __device__ inline float divide(float x, float y) {
 }
 __device__ inline double divide(double x, double y) { return x / y; }
 
-// A score before it is scaled: what is added to it is rounded together with the product.
+// A score before it is scaled. Adding to it is one fma, with a single rounding.
 struct Product {
     Accum factor, x;
     __device__ operator Accum() const { return rounded_product(factor, x); }
@@ -74,7 +74,7 @@ __device__ inline Accum subtract(Product s, Accum y) { return add(s, -y); }
 __device__ inline Accum subtract(Accum x, Product s) { return fma(-s.factor, s.x, x); }
 __device__ inline Accum subtract(Product s, Product t) { return subtract(s, Accum(t)); }
 
-// By a divisor of all pairs, whose reciprocal is computed once.
+// A divisor that is the same for all pairs: its reciprocal is computed once.
 struct Divisor {
     Accum y, inverse;
     __device__ explicit Divisor(Accum y) : y(y), inverse(divide(Accum(1), y)) {}
@@ -101,11 +101,11 @@ __device__ inline T sign(T x) {
     return x > 0 ? T(1) : x < 0 ? T(-1) : x == 0 ? T(0) : x;
 }
 
-// Of numbers that are not negative, by one above 0: nothing has to be mended.
+// For non-negative numbers and a positive divisor no correction is needed.
 __device__ inline u32 floor_divide(u32 x, u32 y) { return x / y; }
 __device__ inline u32 remainder(u32 x, u32 y) { return x % y; }
 
-// Rounded down; 0 for a divisor of 0.
+// Rounds down; returns 0 for a divisor of 0.
 template <class T>
 __device__ inline T floor_divide(T x, T y) {
     if (y == 0) return 0;
@@ -114,7 +114,7 @@ __device__ inline T floor_divide(T x, T y) {
     return quotient - (x % y != 0 && (x < 0) != (y < 0));
 }
 
-// With the sign of the divisor.
+// The remainder has the sign of the divisor.
 template <class T>
 __device__ inline T remainder(T x, T y) {
     if (y == 0 || y == -1) return 0;
@@ -133,7 +133,7 @@ __device__ inline T floating_remainder(T x, T y) {
 __device__ inline float remainder(float x, float y) { return floating_remainder(x, y); }
 __device__ inline double remainder(double x, double y) { return floating_remainder(x, y); }
 
-// A NaN is smaller and larger than all.
+// NaN propagates.
 template <class T>
 __device__ inline T minimum(T x, T y) {
     return x <= y || x != x ? x : y;
@@ -208,7 +208,7 @@ __device__ inline T rint(T x) {  // ties to even
     return ::rint(x);
 }
 
-// Towards zero; what has no integer becomes the smallest.
+// Rounds towards zero. A number outside the range of i64 becomes the smallest i64.
 template <class T>
 __device__ inline i64 truncate(T x) {
     constexpr T BOUND = T(9223372036854775808.0);
@@ -262,7 +262,7 @@ __device__ inline T invert(T x) {
 }
 __device__ inline bool invert(bool x) { return !x; }
 
-// No bit is left behind 64 places.
+// Shifts by 64 or more places shift out all bits.
 __device__ inline i64 left_shift(i64 x, i64 places) {
     return u64(places) < 64 ? i64(u64(x) << places) : 0;
 }

@@ -1,5 +1,5 @@
-// Before the forward pass over packed sequences: order the blocks of queries, and reset the dynamic scheduler.
-// Sequences that forward_split computes are left out.
+// Before the forward pass over packed sequences: order the blocks of queries, and reset the dynamic
+// scheduler. Sequences that forward_split computes are left out.
 #include "block_order.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

@@ -1,5 +1,5 @@
-// Layer 3. Two CTAs that share a work tile of wide heads. Each has half of the columns of all operands,
-// so it computes a part of each score. They exchange the parts: then both have the same scores, bitwise.
+// Layer 3. Two CTAs that share a work tile of wide heads. Each has half of the columns of all operands, so
+// it computes a part of each score. They exchange the parts, and then have bitwise identical scores.
 #pragma once
 
 #include "cluster.cuh"
@@ -22,10 +22,11 @@ __device__ inline bool any_of_work_tile(bool x) {
     return any;
 }
 
-// The exchange between a warp and the same warp of the other CTA. Each stores to its own part of a tile of
-// the other. `full`: all bytes have landed. `empty`: the receiver has released its part of the tile, which it
-// does before each send. A warp waits neither for other warps nor, as a cluster barrier would, for its adds to
-// device memory. A CTA must not end while stores to it are in flight, so the CTAs synchronise at the end.
+// The exchange between a warp and the same warp of the other CTA. Each warp stores to its own part of a
+// tile in the other CTA. `full`: all bytes have landed. `empty`: the receiver has released its part of the
+// tile, which it does before each send. A warp waits neither for other warps nor, as with a cluster
+// barrier, for its adds to device memory. A CTA must not end while stores to it are in flight, so the CTAs
+// synchronise at the end.
 struct Mail {
     struct Barriers {
         u64 full[WARPS_M * WARPS_N], empty[WARPS_M * WARPS_N];
@@ -71,7 +72,8 @@ struct Mail {
         });
     }
 
-    // visit(bytes from the base of the tile, two neighbours): where store_fragment stores them.
+    // Call visit(offset, pair) for each two neighbours of a fragment, with the offset at which
+    // store_fragment stores them.
     template <class X, class C, class Visit>
     __device__ static void for_neighbours(C& c, int m0, int n0, Visit visit) {
         constexpr int MT = sizeof(c.x) / sizeof(*c.x), NT = sizeof(*c.x) / sizeof(**c.x);

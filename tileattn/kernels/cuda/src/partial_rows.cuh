@@ -1,12 +1,13 @@
-// Layer 3. Results of rows over parts of the keys, merged: `RowState.merge` of states whose denominators are 1.
-// Running sums in 32 bits can be stored in two 16-bit halves.
+// Layer 3. Results of rows over parts of the keys, merged: `RowState.merge` of states whose denominators
+// are 1. Running sums in 32 bits can be stored in two 16-bit halves.
 #pragma once
 
 #include "config.cuh"
 
 __device__ inline bool has_keys(Accum lse) { return !(lse < clip_finite(lse)); }
 
-// The weights of two parts of a row, and the logsumexp of both. A part without keys has the logsumexp -infinity.
+// The weights of two parts of a row, and the logsumexp of both. A part without keys has the logsumexp
+// -infinity.
 struct Joined {
     Accum first, second, lse;
 
@@ -24,9 +25,9 @@ __device__ inline Accum weighted(Accum weight, Accum x, Accum lse) {
     return has_keys(lse) ? weight * x : Accum(0);
 }
 
-// Indices of the rows of a part in the part itself, in the result, and in the array of lower halves. The heads of
-// the part are `apart` rows apart. The result has `rows` rows for each head, of which the part has those from
-// row0 on, and its batch entries are `entry_rows` rows apart.
+// Indices of the rows of a part in the part itself, in the result, and in the array of lower halves. The
+// heads of the part are `apart` rows apart. The result has `rows` rows for each head, of which the part has
+// those from row0 on, and its batch entries are `entry_rows` rows apart.
 struct PartRows {
     i64 heads, apart, rows, row0, entry_rows;
 
@@ -39,8 +40,9 @@ struct PartRows {
 
 constexpr int TOGETHER = 4;  // elements of a thread that are loaded before the first is stored
 
-// Running sums in the accumulator type, stored in place of the result. If the result has 16 bits, it holds the
-// upper half of a sum, and `low` the lower half. A sum that is not split is an ordinary element of the result.
+// Running sums in the accumulator type, stored in place of the result. If the result has 16 bits, it holds
+// the upper half of a sum, and `low` the lower half. A sum that is not split is an ordinary element of the
+// result.
 template <class T>
 struct Sums {
     T* result;

@@ -1,5 +1,5 @@
-// Layer 3. Counter-based random bits for dropout: Philox-4x32-10 of (batch, head, query, key). philox.py states the
-// layout. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+// Layer 3. Counter-based random bits for dropout: Philox-4x32-10 of (batch, head, query, key). philox.py
+// states the layout. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 #pragma once
 
 #include "config.cuh"
@@ -14,8 +14,8 @@ __device__ inline Words philox4x32(Words c, u32 key0, u32 key1) {
     hide(key0), hide(key1);
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
-        // Both halves of a product are one instruction. With u64 products the compiler would keep all rounds in
-        // 64 bits, and add to each high half.
+        // Both halves of a product are one instruction. With u64 products the compiler would keep all
+        // rounds in 64 bits, and add to each high half.
         c = {__umulhi(c.x[2], B) ^ c.x[1] ^ key0, c.x[2] * B, __umulhi(c.x[0], A) ^ c.x[3] ^ key1,
              c.x[0] * A};
         key0 += 0x9E3779B9u;
@@ -58,7 +58,8 @@ struct Dropout : Origin<HAS_ORIGIN> {
           head(h0 + u32(h)),
           batch(b0 + u32(b)) {}
 
-    // The random words of {i, i + 8} x {j, j + 8}, if bit 3 of i and j is 0. The second pair of words is for i + 8.
+    // The random words of {i, i + 8} x {j, j + 8}, if bit 3 of i and j is 0. The second pair of words is
+    // for i + 8.
     __device__ Words words(Index i, Index j) const {
         return philox4x32({u32(j / 16 * 8 + j % 8), u32(i / 16 * 8 + i % 8), head, batch}, key0,
                           key1);
@@ -71,8 +72,8 @@ struct Dropout : Origin<HAS_ORIGIN> {
     // The random words of {i, i + 8} x {j, j + 8}, in the same order, counted from the origin.
     __device__ Words own_words(int i, int j) const {
         if constexpr (!HAS_ORIGIN) return words(i, j);
-        // If the origin is a multiple of 16, one call has all four words. Otherwise each may come from another
-        // call. A loop, since four copies of the generator would be long.
+        // If the origin is a multiple of 16, one call has all four words. Otherwise each may come from
+        // another call. A loop, since four copies of the generator would be long.
         const bool together = (i0 | j0) % 16 == 0;
         Words own = {};
 #pragma unroll 1
@@ -88,8 +89,8 @@ struct Dropout : Origin<HAS_ORIGIN> {
         return own;
     }
 
-    // Call visit(m, n, e, kept) for every element of a fragment at (row, column), which are multiples of 16. If
-    // TRANSPOSED, rows are keys.
+    // Call visit(m, n, e, kept) for every element of a fragment at (row, column), which are multiples of
+    // 16. If TRANSPOSED, rows are keys.
     template <bool TRANSPOSED, int MT, int NT, class Visit>
     __device__ void for_each(int row, int column, Visit visit) const {
 #pragma unroll

@@ -75,10 +75,11 @@ __device__ inline T uniform(T x, u32 lanes = ~0u) {
     return __shfl_sync(lanes, x, 0);
 }
 
-// Around each chunk of columns of a tile of scores, if the tile is CHUNKED: the chunks are computed one after
-// another, so that only the registers of one chunk are live. The chunk ends before atom `end`. `never` is a
-// value that its last element does not have; if it does have it, the warp sleeps for a nanosecond. (Written as
-// one function that takes a lambda, this compiles to more instructions with NVRTC 13.5.)
+// Around each chunk of columns of a tile of scores, if the tile is CHUNKED: the chunks are computed one
+// after another, so that only the registers of one chunk are live. The chunk ends before atom `end`.
+// `never` is a value that its last element does not have; if it does have it, the warp sleeps for a
+// nanosecond. (Written as one function that takes a lambda, this compiles to more instructions with NVRTC
+// 13.5.)
 template <bool CHUNKED, class Scores>
 __device__ __forceinline__ void begin_chunk(Scores& s) {
     if constexpr (CHUNKED) hide(s.row), hide(s.column);

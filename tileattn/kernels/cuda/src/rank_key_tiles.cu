@@ -1,5 +1,5 @@
-// Before the backward pass: find the kind of each tile for all query heads that share a key head, and its rank: the
-// number of listed key tiles before it in the same row.
+// Before the backward pass: find the kind of each tile for all query heads that share a key head, and its
+// rank: the number of listed key tiles before it in the same row.
 #include "tile_lists.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

@@ -1,6 +1,6 @@
 // Layer 3. How the backward pass normalises rows of a LARGE_SCORES head. In float32 a logsumexp of 1e9 is
-// rounded to a multiple of 64, and so would be the exponents of P. So the row maximum is subtracted from the
-// scores, and the logarithm of the remaining sum replaces the logsumexp.
+// rounded to a multiple of 64, and so would be the exponents of P. So the row maximum is subtracted from
+// the scores, and the logarithm of the remaining sum replaces the logsumexp.
 #pragma once
 
 #include "head.cuh"

@@ -4,8 +4,8 @@
 #include "quick.cuh"
 #include "sequence.cuh"
 
-// tanh, with a relative error of 2 ulp: small scores keep their digits, which 1 - 2 / (exp(2x) + 1) would lose.
-// IS_NEAR: the caller knows that |x| < TANH_NEAR.
+// tanh, with a relative error of 2 ulp: small scores keep their digits, which 1 - 2 / (exp(2x) + 1) would
+// lose. IS_NEAR: the caller knows that |x| < TANH_NEAR.
 template <bool IS_NEAR = false>
 __device__ inline float tanh_of(float x) {
     return !IS_16_BIT ? tanhf(x) : IS_NEAR ? quick_tanh_near(x) : quick_tanh(x);
@@ -46,9 +46,9 @@ struct ScoreMod {
         return HAS_BIAS ? Accum(widen(bias[i * bias_i + j * bias_j])) : Accum(0);
     }
 
-    // The score of query i and key j from their dot product x and the bias `added`; and the derivatives of the
-    // softcap and of score_mod. Every rounding is explicit, because kernels that subtract the maximum of large
-    // scores must recompute the same bits.
+    // The score of query i and key j from their dot product x and the bias `added`; and the derivatives of
+    // the softcap and of score_mod. Every rounding is explicit, because kernels that subtract the maximum
+    // of large scores must recompute the same bits.
     template <bool IS_NEAR = false>
     __device__ Accum score(Accum x, int i, int j, Accum added, Accum& dsoftcap,
                            Accum& dfunction) const {

@@ -54,8 +54,9 @@ struct Scores : Fragment<Accum, MT, NT> {
         for (int n = begin; n < end; n += 2) for_each(visit, n, n + 2);
     }
 
-    // True if all arguments of tanh in a warp are small enough for the polynomial. One vote for all elements,
-    // since each vote has latency. Four maxima, since a single one would be a long dependency chain.
+    // True if all arguments of tanh in a warp are small enough for the polynomial. One vote for all
+    // elements, since each vote has latency. Four maxima, since a single one would be a long dependency
+    // chain.
     __device__ bool all_near(const ScoreMod& score_mod, int begin, int end) {
         Accum farthest[4] = {};
         auto visit = [&](Accum& s, int, int, int, int, int e) {
@@ -83,8 +84,8 @@ struct Scores : Fragment<Accum, MT, NT> {
         });
     }
 
-    // A lane has two neighbouring columns of each atom. Return a bit for each column of 16 atoms: it is below
-    // the limit, which counts from the lane's first column.
+    // A lane has two neighbouring columns of each atom. Return a bit for each column of 16 atoms: it is
+    // below the limit, which counts from the lane's first column.
     __device__ static u32 columns_below(int limit) {
         const int count = max(2 * (limit >> 3) + min(limit & 7, 2), 0);
         u32 beyond;

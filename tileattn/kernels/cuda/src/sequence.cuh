@@ -6,7 +6,8 @@
 
 constexpr i64 ALIGNED = -(1ll << 62);  // an offset that means: align the last query with the last key
 
-// In lse_log2, delta and row_max, the rows of a head, or of a packed sequence, are padded to a multiple of this.
+// In lse_log2, delta and row_max, the rows of a head, or of a packed sequence, are padded to a multiple of
+// this.
 constexpr int ROW_PAD = 128;
 
 template <class T>
@@ -71,8 +72,8 @@ struct Sequence {
     }
 };
 
-// The number of blocks of a head with `rows` rows. Blocks are numbered. Block n of packed sequence b has the
-// number start / BLOCK + b + n: this needs no sum over sequences, and only few numbers have no block.
+// The number of blocks of a head with `rows` rows. Blocks are numbered. Block n of packed sequence b has
+// the number start / BLOCK + b + n: this needs no sum over sequences, and only few numbers have no block.
 template <int BLOCK>
 __device__ inline int block_count(const Params& p, i64 rows) {
     return int(PACKED ? rows / BLOCK + p.entries : (rows + BLOCK - 1) / BLOCK);

@@ -4,13 +4,13 @@
 #include "tma_sm90.cuh"
 #include "wgmma_sm90.cuh"
 
-// Unrolling of a producer's loop over the slices of a tile. It has no registers for all four loads of a wide
-// head at once.
+// Unroll factor of a producer's loop over the slices of a tile. A producer has no registers for all four
+// loads of a wide head at once.
 constexpr int LOAD_UNROLL = 2;
 
-// ROWS x COLUMNS elements of 16 bits with the 128-byte swizzle, in slices of 64 columns: a row of a
-// slice takes 128 bytes, and its 16-byte chunks are permuted by the row modulo 8. A Tile of this
-// pitch has the same swizzle.
+// ROWS x COLUMNS elements of 16 bits with the 128-byte swizzle, in slices of 64 columns. A row of a slice
+// takes 128 bytes, and its 16-byte chunks are permuted by the row modulo 8. A Tile of this pitch has the
+// same swizzle.
 template <int ROWS, int COLUMNS>
 struct SmemTile {
     static constexpr int WIDTH = 64, PITCH = 128,
@@ -34,7 +34,7 @@ struct SmemTile {
         load_box<UNROLL>(map, 0, row, head, batch, full);
     }
 
-    // Start TMA loads of the rows from `at` on, as many as a box of the map has.
+    // Start TMA loads of one box of the map, to the rows from `at` on.
     template <int UNROLL = SLICES>
     __device__ void load_box(const TensorMap& map, int at, int row, int head, int batch,
                              const Barrier& full) const {
@@ -43,7 +43,7 @@ struct SmemTile {
             tma_load(address + n * SLICE + at * PITCH, map, n * WIDTH, row, head, batch, full);
     }
 
-    // Prefetch into the L2 cache what `load` will read.
+    // Prefetch the data of `load` to the L2 cache.
     __device__ static void prefetch(const TensorMap& map, int row, int head, int batch) {
 #pragma unroll
         for (int n = 0; n < SLICES; ++n) tma_prefetch(map, n * WIDTH, row, head, batch);
@@ -61,19 +61,20 @@ struct SmemTile {
     __device__ Descriptor<false> k_major(int row, int k) const {
         return {describe(row * PITCH, k / WIDTH * SLICE + k % WIDTH * 2)};
     }
-    // MN-major B[k, n]: k are rows of the tile, and n = 0 is column `column`. Unless that is the
-    // first of a slice, all n lie in its slice.
+    // MN-major B[k, n]: k are rows of the tile, and n = 0 is column `column`. Unless that is the first of a
+    // slice, all n must be in the same slice.
     __device__ Descriptor<true> mn_major(int k, int column = 0) const {
         return {describe(column_offset(column), k * PITCH)};
     }
-    // The same with n from 64 on at another column, behind which the same holds.
+    // The same, with n = 64 at column `second`, for which the same holds.
     __device__ Descriptor<true> mn_major(int k, int column, int second) const {
         const int offset = column_offset(column);
         return {describe(offset, k * PITCH, column_offset(second) - offset)};
     }
 
-    // The offset known at compile time is added last: all descriptors of a GEMM share the rest. With more than
-    // two slices it is added only to the lower half: otherwise ptxas keeps descriptors in vector registers.
+    // The offset known at compile time is added last: all descriptors of a GEMM share the rest. With more
+    // than two slices it is added only to the lower half: otherwise ptxas keeps descriptors in vector
+    // registers.
     __device__ u64 describe(int offset, int known, int between_slices = SLICE) const {
         constexpr u64 CONSTANT = u64(ATOM >> 4) << 32 | u64(1) << 62;
         const u32 low = u32(between_slices >> 4) << 16 | (address + offset) >> 4;

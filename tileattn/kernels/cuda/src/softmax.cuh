@@ -1,11 +1,12 @@
-// Layer 3. Online softmax of the rows of a warp, updated tile by tile, as in softmax.py. All exponentials have
-// base 2. Milakov and Gimelshein, arXiv:1805.02867.
+// Layer 3. Online softmax of the rows of a warp, updated tile by tile, as in softmax.py. All exponentials
+// have base 2. Milakov and Gimelshein, arXiv:1805.02867.
 //
-// exp2(fma(score, softmax_scale_log2, -shift)) is one FFMA and one MUFU, and rounds alike for all scores of a
-// row. If the row maximum is large, that fma loses the low bits of the score, or overflows. So LARGE rows
+// exp2(fma(score, softmax_scale_log2, -shift)) is one FFMA and one MUFU, and rounds alike for all scores of
+// a row. If the row maximum is large, that fma loses the low bits of the score, or overflows. So LARGE rows
 // (|maximum| > LARGE_ROW_MAX in units of log 2) subtract the maximum from the scores first, which is exact
-// where it matters, and then use a shift of 0. With a bias or a score_mod, which may add values such as -1e9 for
-// masked-out keys, generic kernels treat all rows as large. Hopper's kernels find large rows in further passes.
+// where it matters, and then use a shift of 0. With a bias or a score_mod, which may add values such as
+// -1e9 for masked-out keys, generic kernels treat all rows as large. Hopper's kernels find large rows in
+// further passes.
 #pragma once
 
 #include "config.cuh"
@@ -84,9 +85,9 @@ constexpr Accum LARGE_ROW_MAX = Accum(1 << 12);
 // For the same reason a maximum of +infinity is stored as the largest finite number.
 __device__ inline Accum shift_of(Accum m) { return m == -infinity<Accum>() ? Accum(0) : m; }
 
-// Which rows are treated as large. BOUNDED: none. DETECT: rows with |maximum of a tile| > LARGE_ROW_MAX, from
-// that tile on. DETECT_LATE: rows with a running maximum above LARGE_ROW_MAX; one far below zero may still
-// rise. MAX_FIRST: all.
+// Which rows are treated as large. BOUNDED: none. DETECT: rows with |maximum of a tile| > LARGE_ROW_MAX,
+// from that tile on. DETECT_LATE: rows with a running maximum above LARGE_ROW_MAX; one far below zero may
+// still rise. MAX_FIRST: all.
 enum class RowMaxMode { BOUNDED, DETECT, DETECT_LATE, MAX_FIRST };
 
 // The exponent of 2. An explicit fma, so that all kernels compute the same bits.
@@ -112,9 +113,9 @@ __device__ inline Accum exponent_shift(Accum m) {
 template <int RESCALE_THRESHOLD>
 constexpr Accum MAX_SUM = Accum(1 << (RESCALE_THRESHOLD + FORWARD_P_LOG2));
 
-// The shift of a row after a tile. `most` is the largest sum of exponentials of a lane, with the old shift; the
-// shift rises by the binary exponent of that sum. If the sum is huge or not finite, a factor for it would
-// underflow (2**-126), and only the scores tell the right shift: return the largest number as a mark.
+// The shift of a row after a tile. `most` is the largest sum of exponentials of a lane, with the old shift;
+// the shift rises by the binary exponent of that sum. If the sum is huge or not finite, a factor for it
+// would underflow (2**-126), and only the scores tell the right shift: return the largest number as a mark.
 template <int RESCALE_THRESHOLD>
 __device__ inline Accum raised(Accum shift, Accum most) {
     if (most <= MAX_SUM<RESCALE_THRESHOLD>) return shift;
@@ -122,16 +123,16 @@ __device__ inline Accum raised(Accum shift, Accum most) {
     return exponent < 120 ? shift + Accum(exponent - FORWARD_P_LOG2) : largest<Accum>();
 }
 
-// By how much a sink exceeds a maximum `m`, which is in units of scores. The result is in units of log 2, and
-// finite if the sink is.
+// By how much a sink exceeds a maximum `m`, which is in units of scores. The result is in units of log 2,
+// and finite if the sink is.
 __device__ inline Accum sink_above(Accum sink, Accum m, Accum softmax_scale) {
     const Accum above = rounded_product(fma(-m, softmax_scale, sink), LOG2_E);
     return is_finite(sink) ? clip_finite(above) : above;
 }
 
-// The softmax denominator of a row with a sink. The sink exceeds the shift of the sum l by `shifted` units of
-// log 2. If l is 0 the row attends to nothing, and only the sink counts. Every fma is explicit, so that the
-// passes of a kernel compute the same bits.
+// The softmax denominator of a row with a sink. The sink exceeds the shift of the sum l by `shifted` units
+// of log 2. If l is 0 the row attends to nothing, and only the sink counts. Every fma is explicit, so that
+// the passes of a kernel compute the same bits.
 struct Denominator {
     Accum sink, above, rescale, total;
 
@@ -208,9 +209,9 @@ struct RowState {
         group.all_reduce(largest, [](Accum x, Accum y) { return fmax(x, y); });
     }
 
-    // Online softmax of a tile that skips the row maximum, for bounded rows. The shift of a row starts as the
-    // maximum of the first tile to which it attends, and then follows the sums, which are needed anyway.
-    // Returns true if a shift must rise: call `raise_shifts` then, otherwise `add_sums`.
+    // Online softmax of a tile that skips the row maximum, for bounded rows. The shift of a row starts as
+    // the maximum of the first tile to which it attends, and then follows the sums, which are needed
+    // anyway. Returns true if a shift must rise: call `raise_shifts` then, otherwise `add_sums`.
     template <int RESCALE_THRESHOLD, int NT, class Group>
     __device__ bool update_by_sums(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2,
                                    const Group& group, Accum (&sums)[MT][2]) {
@@ -246,8 +247,8 @@ struct RowState {
 #pragma unroll
             for (int half = 0; half < 2; ++half) l[i][half] += sums[i][half];
     }
-    // Raise the shifts, rescale P, and return the factors for O. Rows with huge sums get the largest number as
-    // their shift, for which `all_bounded` is false.
+    // Raise the shifts, rescale P, and return the factors for O. Rows with huge sums get the largest number
+    // as their shift, for which `all_bounded` is false.
     template <int RESCALE_THRESHOLD, int NT, class Group>
     __device__ void raise_shifts(Fragment<Accum, MT, NT>& p, const Group& group,
                                  Accum (&sums)[MT][2], Accum (&rescale)[MT][2]) {
@@ -269,13 +270,13 @@ struct RowState {
         p.scale_rows(rescale);
     }
 
-    // Online softmax of a tile: replace the scores, before softmax_scale_log2, by unnormalised P, and return
-    // the factors for O. A shift rises only if the maximum exceeds it by more than RESCALE_THRESHOLD. With
-    // SHIFT_FROM_SUMS, bounded rows get the bits of `update_by_sums`.
+    // Online softmax of a tile: replace the scores, before softmax_scale_log2, by unnormalised P, and
+    // return the factors for O. A shift rises only if the maximum exceeds it by more than
+    // RESCALE_THRESHOLD. With SHIFT_FROM_SUMS, bounded rows get the bits of `update_by_sums`.
     //
-    // The shift is rounded up, so that exp2(score - shift) <= 1 even if the shift is too coarse for the row: a
-    // large row that is not yet recognised. Its P may be too small but never infinite, and rescaling erases it
-    // once the row is treated as large.
+    // The shift is rounded up, so that exp2(score - shift) <= 1 even if the shift is too coarse for the
+    // row: a large row that is not yet recognised. Its P may be too small but never infinite, and rescaling
+    // erases it once the row is treated as large.
     template <int RESCALE_THRESHOLD = 0,
               RowMaxMode MODE = ALL_ROWS_MAX_FIRST ? RowMaxMode::MAX_FIRST : RowMaxMode::DETECT,
               bool SHIFT_FROM_SUMS = false, int NT, class Group>
@@ -328,8 +329,8 @@ struct RowState {
                 if constexpr (MODE == RowMaxMode::DETECT_LATE)
                     farthest = fmax(farthest, m[i][half]);
             }
-        // Recompute the state of a large row. If it `was` not large before this tile, its old sum has the old
-        // shift, in units of log 2.
+        // Recompute the state of a large row. If it `was` not large before this tile, its old sum has the
+        // old shift, in units of log 2.
         auto subtract_max = [&](int i, int half, bool was) {
             const Accum from =
                 was ? old[i][half] : quotient_to_2_ulp(old[i][half], softmax_scale_log2);
@@ -386,7 +387,8 @@ struct RowState {
         return bounded;
     }
 
-    // A bit for each row that attends to something and has a maximum, times softmax_scale_log2, below a limit.
+    // A bit for each row that attends to something and has a maximum, times softmax_scale_log2, below a
+    // limit.
     __device__ u32 below(Accum limit, Accum softmax_scale_log2 = 1) const {
         u32 found = 0;
 #pragma unroll
@@ -416,15 +418,16 @@ struct RowState {
         return own;
     }
 
-    // Return the factor that normalises O, with the dropout scale, and the logsumexp. The sink is part of the
-    // denominator. A quotient within 2 ulp is enough if O is rounded to 16 bits.
+    // Return the factor that normalises O, with the dropout scale, and the logsumexp. The sink is part of
+    // the denominator. A quotient within 2 ulp is enough if O is rounded to 16 bits.
     template <bool TO_2_ULP = false>
     __device__ Accum finalize(int i, int half, Accum sink, Accum dropout_scale, Accum softmax_scale,
                               Accum& lse) {
         const Accum shift = clip_finite(m[i][half]);
         const bool in_scores = needs_max_first(i, half);
-        // A sum is at least 1, up to the rounding of the exponents, which the power of two of P makes coarser.
-        // Without this, the logsumexp of a single key with a score near 0 would show that rounding.
+        // A sum is at least 1, up to the rounding of the exponents, which the power of two of P makes
+        // coarser. Without this, the logsumexp of a single key with a score near 0 would show that
+        // rounding.
         Accum sum = l[i][half] * FORWARD_P_UNIT;
         if (FORWARD_P_LOG2 > 0 && sum > 0 && sum < 1) sum = 1;
         const Denominator all(
@@ -433,8 +436,8 @@ struct RowState {
         const Accum scale = dropout_scale * FORWARD_P_UNIT;
         const Accum quotient =
             TO_2_ULP ? quotient_to_2_ulp(scale, all.total) : scale / all.total;
-        // If a row has a score of infinity, all its outputs are NaN, also with dropout: total - total is NaN
-        // then, and 0 otherwise. There is no branch, so other work overlaps with the division.
+        // If a row has a score of infinity, all its outputs are NaN, also with dropout: total - total is
+        // NaN then, and 0 otherwise. There is no branch, so other work overlaps with the division.
         const Accum weight = fma(quotient, all.rescale, difference(all.total, all.total));
         return all.total == 0 ? Accum(0) : weight;
     }

@@ -1,10 +1,11 @@
-// Layer 3. Split-KV: the rows that share a key head, rows of keys in pages, and the sums of a row over a split and
-// how they are combined. Dao et al., Flash-Decoding, 2023.
+// Layer 3. Split-KV: the rows that share a key head, rows of keys in pages, and the sums of a row over a
+// split and how they are combined. Dao et al., Flash-Decoding, 2023.
 #pragma once
 
 #include "head.cuh"
 
-// A row that shares the keys of a key head: query i of query head h. The heads of a query are consecutive rows.
+// A row that shares the keys of a key head: query i of query head h. The heads of a query are consecutive
+// rows.
 struct SharedRow {
     int i, h;
 
@@ -17,8 +18,8 @@ __device__ inline i64 partial_index(const Params& p, i64 b, i64 kv, int row, int
     return ((b * p.Hkv + kv) * p.group * p.Nq + row) * p.splits + split;
 }
 
-// The rows of the keys of a sequence, in pages or in one batch entry. Each lane looks up the page of one key, a
-// tile ahead, since that is slow; the lanes then share what they have found.
+// The rows of the keys of a sequence, in pages or in one batch entry. Each lane looks up the page of one
+// key, a tile ahead, since that is slow; the lanes then share what they have found.
 struct KeyRows {
     Integers table;  // the block table
     i64 first;       // the sequence's first entry
@@ -33,7 +34,8 @@ struct KeyRows {
           page(int(p.page)),
           pages(int(p.pages_total)) {}
 
-    // Look up the page of key j. The host has not checked the block table: entries are clamped to existing pages.
+    // Look up the page of key j. The host has not checked the block table: entries are clamped to existing
+    // pages.
     __device__ void find(int j) {
         if constexpr (PAGED) {
             const int key = min(j, last);
@@ -49,8 +51,8 @@ struct KeyRows {
     }
 };
 
-// The softmax statistics of one row over some keys, as in RowState: the shift, in units of log 2 (of scores if the
-// row is large), and the sum of exponentials.
+// The softmax statistics of one row over some keys, as in RowState: the shift, in units of log 2 (of scores
+// if the row is large), and the sum of exponentials.
 struct RowSum {
     Accum m = -infinity<Accum>(), l = 0;
     bool max_first = ALL_ROWS_MAX_FIRST;

@@ -18,8 +18,8 @@ __device__ constexpr int power_of_two_from(int n) {
     return power;
 }
 
-// ROWS x COLUMNS elements. The pitch of rows is 64 bytes, or a multiple of 128. The 16-byte chunks of a row are
-// swizzled by its number, so that neither ldmatrix nor loads of wider elements have bank conflicts.
+// ROWS x COLUMNS elements. The pitch of rows is 64 bytes, or a multiple of 128. The 16-byte chunks of a row
+// are swizzled by its number, so that neither ldmatrix nor loads of wider elements have bank conflicts.
 template <class T, int ROWS, int COLUMNS>
 struct Tile {
     static constexpr int ROW_BYTES = COLUMNS * int(sizeof(T));
@@ -41,9 +41,9 @@ struct Tile {
     __device__ static int at(int row, int column) {
         return row * PITCH + ((column * int(sizeof(T))) ^ swizzle(row));
     }
-    // The offset of (row + down, column + right), for steps known at compile time: `down` is a multiple of 8, and
-    // `right` is below SPAN. `column` is a multiple of SPAN plus a lane's own column. Then most of the address is
-    // computed once for all steps.
+    // The offset of (row + down, column + right), for steps known at compile time: `down` is a multiple of
+    // 8, and `right` is below SPAN. `column` is a multiple of SPAN plus a lane's own column. Then most of
+    // the address is computed once for all steps.
     template <int SPAN>
     __device__ static int at(int row, int column, int down, int right) {
         constexpr int BYTES = SPAN * int(sizeof(T));
@@ -62,8 +62,8 @@ struct Tile {
     __device__ Pair& pair(int offset) const { return *reinterpret_cast<Pair*>(base + offset); }
     __device__ T& element(int offset) const { return *reinterpret_cast<T*>(base + offset); }
 
-    // Start asynchronous copies of `rows` rows of `columns` elements. The rest of the tile becomes zero. A small
-    // UNROLL needs few registers.
+    // Start asynchronous copies of `rows` rows of `columns` elements. The rest of the tile becomes zero. A
+    // small UNROLL needs few registers.
     template <int THREADS, int ALIGNMENT_BYTES, int UNROLL = 32>
     __device__ void load(const T* source, i64 stride, int rows, int columns,
                          u32 thread = threadIdx.x) const {
@@ -149,10 +149,10 @@ struct Tile {
         return address + row * PITCH + (byte ^ swizzle(row));
     }
 
-    // Operands of atoms, at constant steps from the start of a warp's part. Of eight neighbours along k a lane has
-    // two. AS_C: columns 2t and 2t + 1, as in C, which can be the other operand. Otherwise t and t + 4: 8-byte
-    // numbers are loaded like this, one at a time, into the registers that the instruction takes, without bank
-    // conflicts. Loaded in pairs, half of them would have to move.
+    // Operands of atoms, at constant steps from the start of a warp's part. Of eight neighbours along k a
+    // lane has two. AS_C: columns 2t and 2t + 1, as in C, which can be the other operand. Otherwise t and t
+    // + 4: 8-byte numbers are loaded like this, one at a time, into the registers that the instruction
+    // takes, without bank conflicts. Loaded in pairs, half of them would have to move.
     static constexpr bool IN_PAIRS = sizeof(T) < 8;
     template <bool AS_C>
     __device__ static int depth(int n) {

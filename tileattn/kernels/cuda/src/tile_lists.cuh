@@ -1,11 +1,11 @@
-// Layer 3. Lists of the tiles that are not empty, made on the device, as tile_lists.py makes them on the host. A warp
-// makes the list of one line (row or column of tiles), 32 tiles at a time.
+// Layer 3. Lists of the tiles that are not empty, made on the device, as tile_lists.py makes them on the
+// host. A warp makes the list of one line (row or column of tiles), 32 tiles at a time.
 #pragma once
 
 #include "mask.cuh"
 
-// The line of this warp. Batch entries and heads have their own lines only if their masks differ. The last CTA may
-// have warps without a line.
+// The line of this warp. Batch entries and heads have their own lines only if their masks differ. The last
+// CTA may have warps without a line.
 struct TileLine {
     int b, h, line;
     bool is_there;
@@ -23,7 +23,8 @@ struct TileLine {
 struct TileCount {
     int count = 0;
 
-    // Return the number of listed tiles before the tile of this lane. All lanes call, in the order of the tiles.
+    // Return the number of listed tiles before the tile of this lane. All lanes call, in the order of the
+    // tiles.
     __device__ int before(bool is_listed) {
         const u32 listed = __ballot_sync(~0u, is_listed);
         const int own = count + __popc(listed & ((1u << threadIdx.x % WARP) - 1));

@@ -3,10 +3,10 @@
 
 #include "mask.cuh"
 
-// The block and head of a linear index, for `blocks` blocks of each of `heads` heads. L2 swizzle: the heads are
-// divided into `groups` groups, whose operands share the L2 cache. In a group the first blocks of all heads come
-// first, then the second ones: if the first are the longest, short ones fill the end. The first groups may have one
-// head more than the others.
+// The block and head of a linear index, for `blocks` blocks of each of `heads` heads. L2 swizzle: the heads
+// are divided into `groups` groups, whose operands share the L2 cache. In a group the first blocks of all
+// heads come first, then the second ones: if the first are the longest, short ones fill the end. The first
+// groups may have one head more than the others.
 struct BlockCoord {
     int block, head;
 
@@ -44,7 +44,8 @@ struct TileIterator {
             while (++tile < end) {
                 const int mine = tile + int(threadIdx.x);
                 const int own = mine < end ? kind_of(mine) : EMPTY;
-                // One maximum finds the nearest tile and its kind: the distance is above the kind's two bits.
+                // One maximum finds the nearest tile and its kind: the distance is above the kind's two
+                // bits.
                 const int ahead = own == EMPTY ? 0 : (THREADS - int(threadIdx.x)) * 4 + own;
                 const int best = block_maximum(ahead);
                 if (best) {

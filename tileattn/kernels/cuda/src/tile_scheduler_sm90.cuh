@@ -14,8 +14,8 @@ struct TileRange {
     __device__ bool is_partial(int tile) const { return tile < full_begin || tile >= full_end; }
 };
 
-// The tiles of a block that are not empty, ascending. An entry begins with a TileEntry. Without a list, every
-// tile is in the list at its own index, and counts as partial if the kernel evaluates a mask.
+// The tiles of a block that are not empty, ascending. An entry begins with a TileEntry. Without a list,
+// every tile is in the list at its own index, and counts as partial if the kernel evaluates a mask.
 template <class Entry>
 struct TileList {
     const Entry* entries = nullptr;
@@ -52,8 +52,8 @@ struct TileList {
     }
 };
 
-// The sequence of a work tile, and its rows: all rows of a batch entry, or those of a packed sequence, which
-// are kept here so that they are looked up only once.
+// The sequence of a work tile, and its rows: all rows of a batch entry, or those of a packed sequence,
+// which are kept here so that they are looked up only once.
 template <bool>
 struct WorkSequence {
     static constexpr int q_start = 0, k_start = 0;
@@ -152,8 +152,8 @@ struct KeyTileList : TileList<int> {
         : TileList(p, work.b, work.h, work.q0 / BLOCK_Q) {}
 };
 
-// Each group of a CTA is a worker of the scheduler, with its own work tiles. The first groups of all CTAs come
-// before the second ones: with few work tiles each SM gets one before any SM gets two.
+// Each group of a CTA is a worker of the scheduler, with its own work tiles. The first groups of all CTAs
+// come before the second ones: with few work tiles each SM gets one before any SM gets two.
 __device__ inline u32 worker_count() { return gridDim.x * GROUPS; }
 __device__ inline u32 worker_of(int group) { return blockIdx.x + gridDim.x * group; }
 
@@ -203,8 +203,8 @@ __device__ inline int sum_of_warp(int x) {
 #endif
 }
 
-// Split-KV: lengths are on the device, so each worker counts the splits of all sequences, and takes an equal
-// number of consecutive splits. All lanes of a warp construct it.
+// Split-KV: lengths are on the device, so each worker counts the splits of all sequences, and takes an
+// equal number of consecutive splits. All lanes of a warp construct it.
 template <>
 struct WorkOrder<true> {
     int iteration = -1, share, first_b = 0, first_place = 0;  // place: index among the splits of a sequence
@@ -313,8 +313,8 @@ __device__ inline bool get_work(const Params& p, WorkOrder<true>& order, Work& w
 // True if calls may take the last keys first.
 constexpr bool MAY_BEGIN_LAST = BLOCK_Q == BLOCK_K && !PACKED && !HAS_TILE_LIST;
 
-// The query tiles of a block of keys, by index: from `first`, up or down, and before `stop`. Packed sequences
-// always go down.
+// The query tiles of a block of keys, by index: from `first`, up or down, and before `stop`. Packed
+// sequences always go down.
 struct QueryTiles {
     int first, stop;
     Range full;  // tiles that need no mask
@@ -328,11 +328,11 @@ struct QueryTiles {
 
 // A block of keys of one key head, with the query tiles of each query head that shares it.
 //
-// The blocks of a head are claimed from the first keys on, and each starts with its last query tile: then all
-// blocks reach a tile at about the same time, even with a causal mask. With `run_keys`, the blocks of every
-// second run of that many keys start with their first tile, on the diagonal. With `last_keys_first` all blocks
-// do, and the last keys come first: blocks that start together reach a tile one after another, in the
-// order in which they add to its dQ.
+// The blocks of a head are claimed from the first keys on, and each starts with its last query tile: then
+// all blocks reach a tile at about the same time, even with a causal mask. With `run_keys`, the blocks of
+// every second run of that many keys start with their first tile, on the diagonal. With `last_keys_first`
+// all blocks do, and the last keys come first: blocks that start together reach a tile one after another,
+// in the order in which they add to its dQ.
 struct BwdWorkTile : WorkSequence<PACKED> {
     int kv, k0;
     bool is_end;  // no work tile: all have been claimed
@@ -367,9 +367,9 @@ struct QueryTileList : TileList<QueryTileEntry> {
     }
 };
 
-// Claim the next work tile; only lane 0 calls. The work tiles of a head are claimed in the order in which they
-// add to each dQ tile, by rising ranks. So the first claimed of all unfinished work tiles never waits, and
-// there is no deadlock, however few CTAs are resident.
+// Claim the next work tile; only lane 0 calls. The work tiles of a head are claimed in the order in which
+// they add to each dQ tile, by rising ranks. So the first claimed of all unfinished work tiles never waits,
+// and there is no deadlock, however few CTAs are resident.
 __device__ inline u32 claim_work(const Params& p) {
     u32* const tile_counter = p.tile_counter + (ONLY_FLAGGED ? 1 : 0);
     return uniform(atomicAdd(tile_counter, 1), 1);
@@ -409,8 +409,8 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
 }
 
 // Call visit(index, begin, end) for each query tile of a work tile. The query heads begin to end - 1 are
-// computed before the next tile: all heads that share the keys, or with HEAD_MAJOR one. The first `left_out`
-// heads are skipped at the first tile.
+// computed before the next tile: all heads that share the keys, or with HEAD_MAJOR one. The first
+// `left_out` heads are skipped at the first tile.
 template <class Visit>
 __device__ __forceinline__ void for_each_index(const Params& p, const BwdWorkTile& work, Visit visit,
                                                int left_out = 0) {

@@ -1,5 +1,5 @@
-// Layer 1. Hopper's TMA loads and bulk copies, mbarriers and pipeline states, fences, named
-// barriers and the reallocation of registers.
+// Layer 1. Hopper's TMA loads, bulk copies, mbarriers, pipeline states, fences, named barriers and
+// setmaxnreg.
 #pragma once
 
 #include "copy.cuh"
@@ -14,7 +14,7 @@ __device__ inline void prefetch_tensormap(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Begin a CTA: one thread sets up the barriers in shared memory, another fetches the maps.
+// The start of a CTA: one thread initialises the barriers in shared memory, another prefetches the maps.
 template <class Smem, class... Maps>
 __device__ inline void set_up(const Smem& smem, const Maps&... maps) {
     if (threadIdx.x == 0) smem.init();
@@ -90,7 +90,7 @@ struct Barrier {
     }
 };
 
-// Where a thread is in a circular buffer of stages: the stage, and the parity of its barriers'
+// The position of a thread in a circular buffer of stages: the stage, and the parity of its barriers'
 // phase.
 template <int STAGES>
 struct PipelineState {
@@ -155,7 +155,7 @@ __device__ inline void bulk_store(float* target, u32 source, int bytes, bool add
                      "r"(source), "r"(bytes)
                      : "memory");
 }
-// The copies that the thread has started since the last call become one group, which may be empty.
+// Make the copies that the thread has started since the last call a group, which may be empty.
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Wait until all groups except the last UNREAD have read their shared memory.
 template <int UNREAD>
@@ -164,10 +164,10 @@ __device__ inline void bulk_wait_read() {
 }
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// A semaphore in global memory orders the bulk stores of different CTAs. Those go through the async
-// proxy, so both sides need a proxy fence. Publish: bulk stores that this thread has waited for become
-// visible before the value does. The wait alone makes them visible only to the waiting thread: with a relaxed
-// store an H100 gave wrong sums (docs/performance.md).
+// A semaphore in global memory orders the bulk stores of different CTAs. Those go through the async proxy,
+// so both sides need a proxy fence. Publish: bulk stores that this thread has waited for become visible
+// before the value does. The wait alone makes them visible only to the waiting thread: with a relaxed store
+// an H100 gave wrong sums (docs/performance.md).
 __device__ inline void publish_semaphore(u32* place, u32 value) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
@@ -202,7 +202,7 @@ __device__ inline void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
+// Store four 8 x 8 matrices of 16-bit elements. Lane i passes the address of row i % 8 of matrix i / 8.
 __device__ inline void store_matrices(u32 address, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])

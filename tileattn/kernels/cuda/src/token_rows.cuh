@@ -1,5 +1,5 @@
-// Layer 3. Write the rows of tokens to their places, by a few threads for each row, and apply RoPE to some of the
-// columns. As kv_cache.py and rotary.py.
+// Layer 3. Write the rows of tokens to their places, by a few threads for each row, and apply RoPE to some
+// of the columns. As kv_cache.py and rotary.py.
 #pragma once
 
 #include "integers.cuh"
@@ -31,8 +31,8 @@ struct Table {
     i64 bytes, n, c;
 };
 
-// token_rows.py has the same fields. Each has 8 bytes. If `positions` is null all sequences start at `position`;
-// another null array means that the call does not have it.
+// token_rows.py has the same fields. Each has 8 bytes. If `positions` is null all sequences start at
+// `position`; another null array means that the call does not have it.
 struct TokenParams {
     const void *k, *v;
     void *k_cache, *v_cache;
@@ -76,7 +76,8 @@ __device__ inline void load_entries(Accum (&x)[VECTOR_SIZE], const void* data, c
     }
 }
 
-// No kernel writes to these rows while they are read. If vectors have several elements, columns are contiguous.
+// No kernel writes to these rows while they are read. If vectors have several elements, columns are
+// contiguous.
 __device__ inline Vector load_vector(const Element* __restrict__ row, i64 column, i64 step) {
     return *reinterpret_cast<const Vector*>(row + column * step);
 }

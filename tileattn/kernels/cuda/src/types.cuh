@@ -129,9 +129,9 @@ __device__ inline float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// exp2 in float64, within 1 ulp. Results below 2**-1022 are 0. Unlike exp2 it has no branch, so the compiler
-// interleaves several of them, also with an mma. The polynomial interpolates (2**f - 1) / f for f from -1/2 to
-// 1/2 at Chebyshev nodes.
+// exp2 in float64, within 1 ulp. Results below 2**-1022 are 0. Unlike exp2 it has no branch, so the
+// compiler interleaves several of them, also with an mma. The polynomial interpolates (2**f - 1) / f for f
+// from -1/2 to 1/2 at Chebyshev nodes.
 __device__ inline double exp2_of(double x) {
     constexpr double ROUNDS = 6755399441055744.0;  // 1.5 x 2**52: adding it rounds to an integer
     constexpr double FACTORS[] = {

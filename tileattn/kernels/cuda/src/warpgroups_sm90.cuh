@@ -12,8 +12,8 @@ constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS;  // consumer warpgroups of the CTA
 static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
-// Registers of a thread, in units of 8 (setmaxnreg). The producer warpgroup keeps what it needs, which is more
-// if it counts splits of the keys, and gives the rest to the consumers.
+// Registers of a thread, in units of 8 (setmaxnreg). The producer warpgroup keeps what it needs, which is
+// more if it counts splits of the keys, and gives the rest to the consumers.
 constexpr int ALL_REGISTERS = 65536 / WARPGROUP / (WARPGROUPS + 1) / 8 * 8 * (WARPGROUPS + 1);
 constexpr int NEEDED_REGISTERS = SPLIT_KV ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - NEEDED_REGISTERS) / WARPGROUPS / 8 * 8;

@@ -1,10 +1,10 @@
-// Layer 1. wgmma of one warpgroup: d[64 x N] (+)= a[64 x 16] b[16 x N], with a in shared memory or
-// in registers and b in shared memory. PTX ISA, 9.7.15, wgmma.mma_async.
+// Layer 1. wgmma of one warpgroup: d[64 x N] (+)= a[64 x 16] b[16 x N], with a in shared memory (SS) or
+// registers (RS), and b in shared memory. PTX ISA, 9.7.15, wgmma.mma_async.
 #pragma once
 
 #include "ptxas.cuh"
 
-// Orders writes to registers before the GEMMs behind it.
+// Order earlier writes to registers before the following GEMMs.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Wait until at most PENDING groups are in flight.
@@ -13,14 +13,13 @@ __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Matrix descriptor of a[m, k] or b[k, n] in shared memory. Rows are m or n (K-major), or k
-// (MN-major).
+// The matrix descriptor of a[m, k] or b[k, n] in shared memory. Rows are m or n (K-major), or k (MN-major).
 template <bool MN_MAJOR>
 struct Descriptor {
     u64 bits;
 };
 
-// wgmma(Element{}, d, a, b, add): where `add` is false d is overwritten. The length of d says N.
+// wgmma(Element{}, d, a, b, add): d has N / 2 registers. If `add` is false d is overwritten.
 
 // Made by python -m tools.wgmma_header --write, from here
 
