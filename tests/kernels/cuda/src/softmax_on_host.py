@@ -153,7 +153,8 @@ void attend(const float* s, int tiles, int Dv, const float* v, float scale_log2,
             else
                 state.add_sums(sums);
         } else {
-            state.template update<THRESHOLD, MODE, SHIFT_FROM_SUMS>(x, scale_log2, LoneWarp(), rescale);
+            state.template update<THRESHOLD, MODE, SHIFT_FROM_SUMS>(x, scale_log2, LoneWarp(),
+                                                                    rescale);
         }
         for (int half = 0; half < 2; ++half) {
             for (int d = 0; d < Dv; ++d) out[half * Dv + d] *= rescale[0][half];
