@@ -59,7 +59,7 @@ def prepared(kernel: str, tile: TileSize, x: Inputs) -> Call:
         launch = launch_with(kernel, tile, problem, launch_context(problem, layout, device))
         return plan_forward(problem, layout, device, (launch,))
 
-    arrays = inputs_of(problem, operands) | {"out": out, "lse": lse}
+    arrays = inputs_of(operands) | {"out": out, "lse": lse}
     run = planned(arrays, operands, plan_of)
 
     def call() -> Any:

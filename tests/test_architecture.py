@@ -146,7 +146,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels.cuda.families": FACTS | {"kernels.cuda.tuning"},
     "kernels.cuda.jit": LEAVES | {"kernels.cuda.families", "kernels.disk_cache"},
     "kernels.cuda.plan": FACTS | {"algorithm", "kernels.cuda.families", "kernels.cuda.tuning"},
-    "kernels.llvm.params": set(),
+    "kernels.llvm.params": {"call"},
     "kernels.llvm.target": set(),
     "kernels.llvm.sizes": {"kernels.llvm.target"},
     "kernels.llvm.user_functions": {"expressions"},

@@ -18,6 +18,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from tileattn.call.problem import problem_of
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import (
@@ -69,7 +70,7 @@ def keys(
     context = catalog.context_of(ARCH)
     found: dict[KernelKey, None] = {}
     for (dim, value), dtype, uses, window in product(pairs, dtypes, list(options), catalog.WINDOWS):
-        problem = replace(catalog.problem_of(dtype, dim, uses), Dv=value, window=window)
+        problem = replace(problem_of(dtype, dim, uses), Dv=value, window=window)
         if "kv_lengths" in uses:
             problem = replace(problem, Hq=128, Nk=1 << 16)
         launches = (
@@ -85,7 +86,7 @@ def keys(
 
 def _latent_key(dtype: str) -> KernelKey:
     """Return the kernel of latent attention, which has head dimensions of its own."""
-    problem = replace(catalog.problem_of(dtype, 128, ("kv_lengths",)), Hkv=1, D=576, Dv=512)
+    problem = replace(problem_of(dtype, 128, ("kv_lengths",)), Hkv=1, D=576, Dv=512)
     return forward_launches(problem, catalog.context_of(ARCH)._replace(v_is_k=True))[0].key
 
 

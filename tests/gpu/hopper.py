@@ -99,7 +99,7 @@ def described(
 ) -> tuple[Problem, CallLayout]:
     """Describe a call on the GPU, for a plan of a pass."""
     problem, operands = parse(q, k, v, options)
-    layout = describe.layout_of(describe.inputs_of(problem, operands), operands)
+    layout = describe.layout_of(describe.inputs_of(operands), operands)
     layout = layout.with_contiguous_results(problem, kind)
     if dout is not None:
         layout = layout.with_arrays(dout=array_layout(dout, dout.data.ptr))

@@ -7,6 +7,7 @@ from tileattn.validation import must_be
 
 Value = Literal[
     "number",  # of Python, or a NumPy array without axes
+    "integer",  # the same, with 64 bits
     "flag",
     "window",
     "array",  # on the device of q
@@ -89,7 +90,7 @@ OPTIONS: dict[str, Option] = {
     "origin": Option("integers", "origin", "b.", revalidated=True, host_only=True, by_index=True),
     "sinks": Option("array", "softmax", "h", gradient=True),
     "dropout_p": Option("number", "dropout", by_index=True),
-    "seed": Option("number", "dropout"),
+    "seed": Option("integer", "dropout"),
     "score_mod": Option("function", "score", by_index=True),
     "mask_mod": Option("function", "mask", by_index=True),
     "aux": Option("arrays", "function input", gradient=True),
@@ -137,8 +138,12 @@ ROWS = ("q", "k", "v")
 DIFFERENTIABLE = (*ROWS, *options_with(gradient=True))
 """Names of the inputs that have a gradient."""
 
-NUMBERS = options_with(value="number")
+SEEDS = options_with(value="integer")
+NUMBERS = (*options_with(value="number"), *SEEDS)
 ARRAYS = options_with(value="array")
+PAIR_ARRAYS = options_with(value="array", broadcasts=True)
+"""Names of the arrays with an element for each pair."""
+
 INTEGERS = options_with(value="integers")
 FUNCTIONS = options_with(value="function")
 

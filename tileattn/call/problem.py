@@ -1,7 +1,7 @@
 """A call that was found valid: `Problem`, what is asked, and `Operands`, its arrays."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,12 +9,12 @@ import numpy as np
 from tileattn.call.block_mask import BlockMask
 from tileattn.call.options import options_with
 from tileattn.call.sequences import Packing, Paging
-from tileattn.dtypes import accum_dtype
+from tileattn.dtypes import NAMED, accum_dtype
 from tileattn.expressions.nodes import Node
 
 _OF_ROWS = ("lse", "dlse")
-_LOWERED = options_with(lowered=True)
-
+_PLACES = options_with(role="place")
+_OPTION_OF = {"has_alibi": "alibi_slopes", "has_dropout": "dropout_p"}
 ARRAY_OPTIONS = options_with(value="array", lowered=False)
 """Options whose arrays are fields of `Operands` of the same names."""
 
@@ -128,15 +128,19 @@ class Problem:
     mask_options: tuple[str, ...] = ()
 
     @property
-    def features(self) -> frozenset[str]:
-        """Return what a kernel must honour: the options in use, as this record carries them.
+    def place_options(self) -> tuple[str, ...]:
+        """Name the options in use that say where the queries and keys of each sequence are."""
+        return tuple(name for name in _PLACES if name in self.enabled_options)
 
-        A tree mask is a mask function here, whatever option it came from. Kernels are chosen by
-        these names, never by `enabled_options`, which are the caller's.
-        """
-        functions = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
-        traced = {name for name, expression in functions.items() if expression is not None}
-        return self.enabled_options - functions.keys() - set(_LOWERED) | traced
+    def option_of(self, fact: str) -> str:
+        """Return the option that messages name for a fact that is true, such as ``has_bias``."""
+        if fact == "mask_mod":
+            return next(iter(self.mask_options), fact)
+        return _OPTION_OF.get(fact, fact.removeprefix("has_"))
+
+    def without_block_mask(self) -> "Problem":
+        """Return the problem of a call in which ``mask_mod`` stands for the block mask."""
+        return replace(self, enabled_options=self.enabled_options - {"block_mask"})
 
     @property
     def kind(self) -> Kind:
@@ -265,6 +269,23 @@ class Problem:
     def dtype_of(self, name: str) -> np.dtype[Any]:
         """Dtype of a result and its upstream gradient."""
         return self.accum_dtype if name in _OF_ROWS else self.dtype
+
+
+def problem_of(dtype: str, dim: int, enabled_options: Iterable[str] = ()) -> Problem:
+    """Make a problem of one query and two keys that needs the kernels for some options."""
+    names = frozenset(enabled_options)
+    return Problem(
+        *(1, 1, 1, 1, 2, dim, dim),
+        dtype=NAMED[dtype],
+        scale=1.0,
+        softcap=1.0 if "softcap" in names else None,
+        window=(None, None),
+        dropout_p=0.5 if "dropout_p" in names else 0.0,
+        seed=0,
+        ndim=4,
+        enabled_options=names,
+        sequences=1 if "cu_seqlens_q" in names else None,
+    )
 
 
 class Operands(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tileattn.call.options import DIFFERENTIABLE, OPTIONS, options_with
+from tileattn.call.options import DIFFERENTIABLE, OPTIONS, PAIR_ARRAYS, options_with
 from tileattn.call.problem import Operands, Problem
 from tileattn.distributed.arrays import is_on_gpu
 from tileattn.distributed.comm.protocol import Communicator
@@ -19,10 +19,8 @@ Array = NDArray[Any]
 
 SHARED_ARRAYS = options_with(value="array", shared=True)
 """Names of the options that are arrays."""
-PAIR_ARRAYS = options_with(value="array", shared=True, broadcasts=True)
-"""Names of the arrays with an element for each pair: ranks may have rows of their own."""
 
-_BLOCK_INVARIANT = {"number", "flag", "window", "function", "arrays"}
+_BLOCK_INVARIANT = {"number", "integer", "flag", "window", "function", "arrays"}
 _SAME_FOR_BLOCKS = tuple(
     name for name in options_with(shared=True) if OPTIONS[name].value in _BLOCK_INVARIANT
 )

@@ -6,8 +6,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tileattn.call.options import Options
-from tileattn.distributed.call import PAIR_ARRAYS
+from tileattn.call.options import PAIR_ARRAYS, Options
 from tileattn.distributed.comm.connect import check_timeout, communicator
 from tileattn.distributed.comm.protocol import TIMEOUT
 from tileattn.distributed.layout import Layout, count

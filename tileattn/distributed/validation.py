@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.backends import registry
-from tileattn.call.options import OPTIONS, options_with
+from tileattn.call.options import OPTIONS, PAIR_ARRAYS, options_with
 from tileattn.call.parse import aux_arrays, four_axes, parse
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.window import window_of
 from tileattn.distributed.arrays import is_on_gpu, library
-from tileattn.distributed.call import PAIR_ARRAYS, SHARED_ARRAYS, Call
+from tileattn.distributed.call import SHARED_ARRAYS, Call
 from tileattn.distributed.comm.agreement import on_all, same, shown
 from tileattn.distributed.comm.failures import CheckedComm
 from tileattn.distributed.layout import Layout
@@ -76,7 +76,7 @@ def arguments_of(problem: Problem, x: Operands, options: Mapping[str, Any]) -> A
 def _compared(name: str, P: Problem, x: Operands, options: Mapping[str, Any]) -> Any:
     """Return the value of an option that must be the same on all ranks."""
     match OPTIONS[name].value:
-        case "number":
+        case "number" | "integer":
             return getattr(P, name)
         case "flag":
             return bool(options.get(name, False))

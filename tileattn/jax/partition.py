@@ -31,7 +31,7 @@ Axes = Mapping[str, tuple[str, ...]]
 _FREE = frozenset(
     name
     for name, x in OPTIONS.items()
-    if x.value in ("number", "flag", "window") and not x.by_index
+    if x.value in ("number", "integer", "flag", "window") and not x.by_index
 )
 """Options that mean the same for each batch entry and head."""
 

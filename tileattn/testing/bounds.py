@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tileattn.call.options import options_with
 from tileattn.call.parse import refuse_pages
 from tileattn.dtypes import accum_dtype
 from tileattn.oracle.dense import Backward, Forward, evaluate_backward, evaluate_forward
@@ -112,9 +113,9 @@ def error_bound(
     dtype = q.dtype
     sums = accum_dtype(dtype)
     dtypes = {"out": dtype, "lse": sums, "dq": dtype, "dk": dtype, "dv": dtype}
-    for gradient, option in (("dbias", "bias"), ("dsinks", "sinks")):
-        if options.get(option) is not None:
-            dtypes[gradient] = np.asarray(options[option]).dtype
+    for name in options_with(value="array", gradient=True):
+        if options.get(name) is not None:
+            dtypes[f"d{name}"] = np.asarray(options[name]).dtype
     dtypes |= {f"daux[{n}]": x.dtype for n, x in enumerate(options.get("aux") or ())}
     forward = evaluate_forward(q, k, v, np.float64, options)
     backward = None if dout is None else evaluate_backward(forward, dout, dlse)

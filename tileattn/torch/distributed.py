@@ -7,7 +7,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 import tileattn.distributed as ranks
-from tileattn.call.options import DIFFERENTIABLE
+from tileattn.call.options import DIFFERENTIABLE, SEEDS
 from tileattn.call.parse import aux_arrays, check_names
 from tileattn.distributed.comm.agreement import on_all, same
 from tileattn.distributed.comm.connect import communicator
@@ -261,4 +261,4 @@ def _converted(name: str, x: Any) -> Any:
     """Convert an option to what the library takes."""
     if not isinstance(x, torch.Tensor):
         return x
-    return x.item() if name == "seed" and x.numel() == 1 else array_of(x)
+    return x.item() if name in SEEDS and x.numel() == 1 else array_of(x)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tileattn.call.options import DIFFERENTIABLE, INTEGERS, OPTIONS, options_with
+from tileattn.call.options import DIFFERENTIABLE, INTEGERS, OPTIONS, SEEDS, options_with
 from tileattn.call.parse import aux_arrays, check_names
 from tileattn.call.prepared import CALLS
 from tileattn.call.scalars import number_of, seed_of
@@ -171,10 +171,10 @@ def _inputs(rows: Mapping[str, Any], options: Mapping[str, Any]) -> Sequence[Any
 def _input(name: str, x: Any) -> Any:
     """Convert an option to what the operators take."""
     match OPTIONS[name].value:
-        case "integers":
+        case "integers" | "integer":
             return integer_tensor(name, x)
         case "number":
-            return integer_tensor(name, x) if name == "seed" else number(name, x)
+            return number(name, x)
         case "block mask":
             return name_of(x)
     return x
@@ -184,7 +184,7 @@ def integer_tensor(name: str, x: Any) -> torch.Tensor:
     """Make a tensor of integers; arguments of operators that change are not compiled again."""
     if isinstance(x, torch.Tensor):
         return x
-    if name == "seed":
+    if name in SEEDS:
         x = seed_of(x)
         return torch.full((), x, dtype=torch.int64 if x < 1 << 63 else torch.uint64, device="cpu")
     try:
@@ -226,7 +226,7 @@ def _check(given: Mapping[str, Any]) -> None:
             for n, y in enumerate(x):
                 check_tensor(f"aux[{n}]", y, device)
         elif name in TENSORS:
-            check = check_integers if name in (*INTEGERS, "seed") else check_tensor
+            check = check_integers if name in (*INTEGERS, *SEEDS) else check_tensor
             check(name, x, device)
     seed = given.get("seed")
     if seed is not None and seed.numel() != 1:

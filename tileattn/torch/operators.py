@@ -28,13 +28,13 @@ _TYPES: dict[str, _Type] = {  # by the value of an option; the window has two ar
     "array": _TENSOR,
     "integers": _TENSOR,
     "number": _Type("float?", lambda x: x),
+    # A seed is a tensor, so that compiled programs and exported ones take a new one.
+    "integer": _TENSOR._replace(to_option=lambda x: seed_of(x.item())),
     "function": _Type("str?", from_text),
     "block mask": _Type("str?", block_mask_of),
     "arrays": _Type("Tensor[]", lambda tensors: tuple(map(array_of, tensors))),
 }
 _OPTIONS = {name: _TYPES[x.value] for name, x in OPTIONS.items() if x.value in _TYPES}
-# A seed is a tensor, so that compiled programs and exported ones take a new one.
-_OPTIONS["seed"] = _TENSOR._replace(to_option=lambda x: seed_of(x.item()))
 
 TENSORS = (*ROWS, *(name for name, kind in _OPTIONS.items() if kind.name == "Tensor?"))
 """The arguments that are one tensor, which come first."""

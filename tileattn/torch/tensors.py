@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from tileattn.call.options import INTEGERS, options_with
+from tileattn.call.options import INTEGERS, SEEDS, options_with
 from tileattn.errors import UnsupportedError
 from tileattn.messages import called
 from tileattn.torch import cuda
@@ -28,7 +28,7 @@ _DTYPES = frozenset(  # those that arrays have, too
 )
 _EXPECTED = {
     **dict.fromkeys(options_with(value="array", role="mask"), "bool"),
-    **dict.fromkeys((*INTEGERS, "seed"), "int32 or int64"),
+    **dict.fromkeys((*INTEGERS, *SEEDS), "int32 or int64"),
     **dict.fromkeys(("attn_mask", *options_with(value="arrays")), f"bool, {_FLOATS}"),
 }
 # Where it is defined, and what to do: subclasses that are no tensors for the operators here.
@@ -150,11 +150,11 @@ def check_elements(name: str, x: torch.Tensor) -> None:
 def check_integers(name: str, x: Any, device: torch.device) -> None:
     """Raise an error if an argument is no dense tensor on the CPU or, a seed apart, where q is."""
     check_tensor(name, x)
-    if x.device.type == "cpu" or (x.device == device and name != "seed"):
+    if x.device.type == "cpu" or (x.device == device and name not in SEEDS):
         return
     too = (
         ""
-        if name == "seed" or device.type == "cpu"
+        if name in SEEDS or device.type == "cpu"
         else f" and on the device of {called('q')}, {device},"
     )
     raise ValueError(

@@ -334,13 +334,9 @@ def _check(tile: tuple[int, int], algorithm: str, kind: str, heads_per_load: int
 def _check_model(problem: Problem, density: float | None) -> None:
     if density is not None and not 0 <= density <= 1:
         raise ValueError(f"density is {density}; a number from 0 to 1 is accepted")
-    of_arrays = {
-        "kv_lengths": problem.has_lengths,
-        "q_offset": problem.has_offset,
-        "packed sequences": problem.is_packed,
-        "block_mask": problem.has_block_mask and density is None,
-    }
-    unknown = [name for name, used in of_arrays.items() if used]
+    unknown = list(problem.place_options)
+    if problem.has_block_mask and density is None:
+        unknown.append("block_mask")
     if unknown:
         remedy = "counted() looks at the arrays"
         if "block_mask" in unknown:

@@ -124,7 +124,7 @@ class CupyCall(PreparedCall):
         P = self.problem
         result = out if out is not None else cupy.ndarray((P.B, P.Hq, P.Nq, P.Dv), P.dtype)
         lse = cupy.ndarray((P.B, P.Hq, P.Nq), P.accum_dtype)
-        inputs, results = inputs_of(P, operands), {"out": result, "lse": lse}
+        inputs, results = inputs_of(operands), {"out": result, "lse": lse}
         known = self._run(None, operands, inputs, results)
         if known.is_direct and None not in self.cached:
             self.cached[None] = ArrayPass(known, inputs, results, P.ndim, Attention)
@@ -147,7 +147,7 @@ class CupyCall(PreparedCall):
         inputs |= {"dout": dout, "out": attention.out, "lse": attention.lse}
         if dlse is not None:
             inputs["dlse"] = dlse
-        inputs |= inputs_of(P, x)
+        inputs |= inputs_of(x)
         results: dict[str, Any] = {}
         if any(map(x.wants, "qkv")):  # one kernel computes all three
             results["dq"] = cupy.ndarray((P.B, P.Hq, P.Nq, P.D), P.dtype)

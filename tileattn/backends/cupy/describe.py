@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tileattn.call.problem import Operands, Problem
+from tileattn.call.problem import Operands
 from tileattn.call.sequences import Places
 from tileattn.kernels.cuda.jit.load import arch_of
 from tileattn.kernels.cuda.plan.device import Device
@@ -35,7 +35,7 @@ def device_of(ordinal: int) -> Device:
     )
 
 
-def inputs_of(problem: Problem, operands: Operands) -> dict[str, Any]:
+def inputs_of(operands: Operands) -> dict[str, Any]:
     """Name the arrays of a call as the parameter block does; those on the host are left out."""
     x = operands
     arrays = {"q": x.q, "k": x.k, "v": x.v}
@@ -44,10 +44,8 @@ def inputs_of(problem: Problem, operands: Operands) -> dict[str, Any]:
             arrays[name] = on_device(array)
         elif type(array) is not np.ndarray:
             arrays[name] = array
-    if problem.enabled_options:
-        arrays |= x.option_arrays
-        arrays |= {aux_name(n): a for n, a in enumerate(x.aux) if type(a) is not np.ndarray}
-    return arrays
+    arrays |= x.option_arrays
+    return arrays | {aux_name(n): a for n, a in enumerate(x.aux) if type(a) is not np.ndarray}
 
 
 def on_device(x: Any) -> Any:

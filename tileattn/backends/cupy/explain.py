@@ -52,7 +52,7 @@ def explain(problem: Problem, operands: Operands) -> Explanation:
     import cupy
 
     ordinal = cupy.cuda.runtime.getDevice()
-    arrays = inputs_of(problem, operands)
+    arrays = inputs_of(operands)
     addresses_of(arrays, ordinal)  # for the check
     layout, host = layout_of(arrays, operands), _on_host(problem, operands)
     return explain_on(describe.device_of(ordinal), problem, layout, host, load_all)

@@ -18,13 +18,12 @@ from tileattn.backends.addresses import Overlap
 from tileattn.backends.cupy.describe import refuse_device
 from tileattn.backends.cupy.execute import Bound, Executable
 from tileattn.backends.cupy.streams import is_capturing
-from tileattn.call.options import Options
+from tileattn.call.options import PAIR_ARRAYS, Options
 from tileattn.call.sequences import given_for
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, ROWS, ArrayLayout, alignment_of
 from tileattn.kernels.cuda.plan.workspace import ALIGNED
 from tileattn.results import Attention, Gradients
 
-_PAIRS = ("mask", "bias")
 _PART = "_init"  # of the constructor of a CuPy array
 _address = attrgetter("data.ptr")
 
@@ -64,7 +63,7 @@ class Pass:
         self.inputs = inputs
         names = list(enumerate((*inputs, *results)))
         self._rows = itemgetter(*(n for n, name in names if name in ROWS))
-        self._pairs = [n for n, name in names if name in _PAIRS]
+        self._pairs = [n for n, name in names if name in PAIR_ARRAYS]
         self.executables: dict[Any, Executable] = {}  # by `key`
         self.nbytes = 0  # of a workspace that is enough for all of these
         self._number = next(_numbers)

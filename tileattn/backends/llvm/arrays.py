@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from tileattn.algorithm.function_mask import BLOCK, extrema
 from tileattn.backends.addresses import address_of
+from tileattn.call.options import PAIR_ARRAYS, ROWS
 from tileattn.call.problem import Operands, Problem
+from tileattn.call.sequences import Places
 from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.kernels.cuda.plan.block_sparse import once, partial_blocks
 from tileattn.kernels.llvm.params import EMPTY, FULL, UNKNOWN
@@ -30,25 +32,18 @@ def as_batch(P: Problem, x: Operands) -> Problem:
 
 def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
     """Return the arrays that both passes read, by the name of their field."""
-    arrays = {name: contiguous(getattr(x, name)) for name in ("q", "k", "v")}
-    for name in ("kv_lengths", "q_offset"):
-        arrays[name] = contiguous(getattr(x, name))
-    if x.bias is not None:
-        arrays["bias"] = x.bias if x.bias.flags.aligned else x.bias.copy()
-    if x.mask is not None:
-        arrays["mask"] = x.mask
-    if x.packing is not None:
-        arrays |= {n: given for n, given in x.packing._asdict().items() if given is not None}
-    if x.paging is not None:
-        arrays["block_table"] = contiguous(x.paging.block_table)
-    if x.origin is not None and P.dropout_p:
+    rows = {name: getattr(x, name) for name in ROWS}
+    arrays = {name: contiguous(a) for name, a in (rows | Places.of(x).integers).items()}
+    for name, array in x.option_arrays.items():
+        if name in PAIR_ARRAYS:
+            arrays[name] = array if array.flags.aligned else array.copy()
+        else:
+            arrays[name] = contiguous(np.asarray(array, P.accum_dtype))
+    if P.has_dropout_origin:
         arrays["origin"] = x.origin
     arrays |= _blocks(P, x)
     if x.aux:
         arrays["aux"] = aux_table(x.aux)
-    for name in ("alibi_slopes", "sinks"):
-        if getattr(x, name) is not None:
-            arrays[name] = contiguous(np.asarray(getattr(x, name), P.accum_dtype))
     return arrays
 
 

@@ -168,7 +168,7 @@ class PassPlanner:
     def _may_split(self, count: int, split: int) -> bool:
         """Return True if query heads may be split: one entry or one key head, and no sinks."""
         P = self._P
-        is_plain = self._only_order and "sinks" not in P.enabled_options
+        is_plain = self._only_order and not P.has_sinks
         return split == 1 or (is_plain and (P.B == 1 or count == P.Hkv // self._n))
 
     def occupancy(self, plan: Plan) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tileattn.call.options import OPTIONS
 from tileattn.call.problem import Operands, Problem
 from tileattn.distributed.call import Call
 from tileattn.distributed.layout import Layout
@@ -71,7 +72,7 @@ def workload(
     """Describe a call; each rank has its own rows of the arrays named in ``with_rows``."""
     rows = []
     for name in with_rows:
-        array, gradient = getattr(x, name), name == "bias"
+        array, gradient = getattr(x, name), OPTIONS[name].gradient
         B, heads, _, keys = array.shape
         itemsize = array.dtype.itemsize
         if gradient:  # it is sent in the accumulation dtype

@@ -3,17 +3,26 @@
 import struct
 from typing import Any, NamedTuple
 
+from tileattn.call.options import OPTIONS, options_with
+
+_OPTIONS = options_with(value="array", lowered=False)
+_INTEGERS = options_with(value="integers", lowered=False)
+
 ARRAYS = {
-    # name: its axes, for which there are strides in bytes
-    "q": "bhi", "k": "bhj", "v": "bhj", "out": "bhi", "lse": "bhi", "kv_lengths": "",
-    "q_offset": "", "row_max": "bhi", "log_l": "bhi",
-    "dout": "bhi", "delta": "bhi", "dq_accum": "bhi", "dq": "bhi", "dk": "bhj", "dv": "bhj",
-    "bias": "bhij", "mask": "bhij", "dbias": "bhij", "alibi_slopes": "bh", "sinks": "h",
-    "block_kinds": "bhij", "block_bits": "nij", "semaphore": "",
-    "dlse": "bhi", "q_t": "", "v_t": "", "dout_t": "", "unusual": "bh",
-    "partials": "nsr", "ended": "", "aux": "", "cu_seqlens_q": "", "cu_seqlens_k": "",
-    "block_table": "bj", "origin": "", "dq_high": "bhi", "dq_low": "bhi", "dq_section": "bhn",
+    "q": "bhi", "k": "bhj", "v": "bhj", "out": "bhi", "lse": "bhi",
+    **dict.fromkeys(_INTEGERS, ""), "block_table": "bj",
+    "dout": "bhi", "dlse": "bhi", "dq": "bhi", "dk": "bhj", "dv": "bhj", "dbias": "bhij",
+    **{name: OPTIONS[name].axes for name in _OPTIONS},
+    "row_max": "bhi", "log_l": "bhi", "delta": "bhi", "partials": "nsr", "ended": "", "aux": "",
+    "block_kinds": "bhij", "block_bits": "nij", "semaphore": "", "unusual": "bh",
+    "q_t": "", "v_t": "", "dout_t": "",
+    "dq_accum": "bhi", "dq_high": "bhi", "dq_low": "bhi", "dq_section": "bhn",
 }  # fmt: skip
+"""Axes of each array that have a stride, in bytes, in the block.
+
+The block starts with the arrays of every forward pass, lengths and offsets last.
+"""
+
 _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in ARRAYS.items()}
 
 BF16_ARRAYS = {

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from tileattn.call.problem import Problem
+from tileattn.call.problem import Problem, problem_of
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.context import KernelLaunch
-from tileattn.kernels.cuda.plan.catalog import context_of, problem_of
+from tileattn.kernels.cuda.plan.catalog import context_of
 from tileattn.kernels.cuda.plan.device import Device, device_of_arch
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, contiguous_inputs
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forward

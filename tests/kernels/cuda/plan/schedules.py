@@ -4,11 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from tests.kernels.cuda.plan.planning import H200, ON_HOPPER
-from tileattn.call.problem import Problem
+from tileattn.call.problem import Problem, problem_of
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import HOPPER
-from tileattn.kernels.cuda.plan.catalog import problem_of
 from tileattn.kernels.cuda.plan.layout import CallLayout, contiguous_inputs
 from tileattn.kernels.cuda.plan.scheduler import Schedule, schedule_of
 

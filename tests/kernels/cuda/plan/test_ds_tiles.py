@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200, asked, kernels
+from tileattn.call.problem import problem_of
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.families.shared_memory import hopper_ds_bytes
-from tileattn.kernels.cuda.plan.catalog import context_of, problem_of
+from tileattn.kernels.cuda.plan.catalog import context_of
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import contiguous, contiguous_inputs
 from tileattn.kernels.cuda.plan.plan import plan_backward

@@ -15,6 +15,7 @@ from tests.kernels.cuda.plan.planning import (
     hopper_launches,
     kernels,
 )
+from tileattn.call.problem import problem_of
 from tileattn.dtypes import NAMED
 from tileattn.kernels.cuda.families import hopper
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
@@ -35,7 +36,6 @@ from tileattn.kernels.cuda.families.hopper import (
 from tileattn.kernels.cuda.families.shared_memory import (
     hopper_backward_bytes,
 )
-from tileattn.kernels.cuda.plan.catalog import problem_of
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, contiguous_inputs
 from tileattn.kernels.cuda.plan.tensor_map import can_map, tensor_map
 from tileattn.kernels.cuda.tuning import TileSize

@@ -11,6 +11,7 @@ from tests.kernels.cuda.plan.planning import (
     ON_HOPPER,
     hopper_launches,
 )
+from tileattn.call.problem import problem_of
 from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
@@ -25,7 +26,6 @@ from tileattn.kernels.cuda.families.shared_memory import (
     hopper_wide_dq_bytes,
 )
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
-from tileattn.kernels.cuda.plan.catalog import problem_of
 from tileattn.kernels.cuda.tuning import TileSize
 
 CAUSAL = (None, 0)

@@ -198,7 +198,7 @@ def calls(names: tuple[str, ...], n: Sizes, dtype: str) -> tuple[Problem, Operan
 
 
 def plans(problem: Problem, operands: Operands, device: Device) -> Iterator[tuple[Any, CallLayout]]:
-    layout = layout_of(inputs_of(problem, operands), operands)
+    layout = layout_of(inputs_of(operands), operands)
     yield plan_forward(problem, layout.with_contiguous_results(problem, "forward"), device), layout
     if problem.page is None:
         both = layout.with_contiguous_results(problem, "backward")

@@ -24,10 +24,9 @@ from tileattn import BlockMask
 from tileattn.algorithm.mask import SlidingWindow
 from tileattn.algorithm.tiles import cut
 from tileattn.call.block_mask import EMPTY, FULL
-from tileattn.call.problem import Problem
+from tileattn.call.problem import Problem, problem_of
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.plan.block_sparse import tile_kinds
-from tileattn.kernels.cuda.plan.catalog import problem_of
 from tileattn.kernels.cuda.plan.layout import CallLayout
 from tileattn.kernels.cuda.plan.scheduler import (
     Schedule,

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200, forward, kernels
-from tileattn.call.problem import Problem
+from tileattn.call.problem import Problem, problem_of
 from tileattn.expressions.functions import mask_expression
 from tileattn.kernels.cuda.families import split
 from tileattn.kernels.cuda.families.hopper import HOPPER
 from tileattn.kernels.cuda.families.split_sm90 import tile_of
 from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS
-from tileattn.kernels.cuda.plan.catalog import problem_of
 from tileattn.kernels.cuda.tuning import DEFAULT
 
 TREE = mask_expression(lambda _b, _h, i, j: i >= j, (), "mask_mod")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.cupy import partial_rows
-from tileattn.call.problem import Problem
+from tileattn.call.problem import Problem, problem_of
 from tileattn.dtypes import DTYPES, NAMED
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
@@ -25,7 +25,7 @@ from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.latent import LATENT_FAMILY
 from tileattn.kernels.cuda.families.tile_lists import KERNELS as TILE_LISTS
 from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS, tuned_tiles
-from tileattn.kernels.cuda.plan.catalog import WINDOWS, context_of, problem_of
+from tileattn.kernels.cuda.plan.catalog import WINDOWS, context_of
 from tileattn.kernels.cuda.plan.device import device_of_arch
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, contiguous, contiguous_inputs
 from tileattn.kernels.cuda.plan.plan import plans_of

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tileattn.call.problem import problem_of
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import HOPPER_DS
@@ -58,7 +59,7 @@ def test_every_kernel_of_hopper_is_looked_at() -> None:
 
 def pair_keys() -> list[KernelKey]:
     """List the kernels of wide heads in float64, with and without the sums of dq."""
-    problem, context = catalog.problem_of("float64", 256), catalog.context_of(ARCH)
+    problem, context = problem_of("float64", 256), catalog.context_of(ARCH)
     launches = [
         *forward_launches(problem, context),
         *backward_launches(problem, context, deterministic=False, sinks=False),

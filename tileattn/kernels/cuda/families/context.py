@@ -147,22 +147,9 @@ def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
     }
 
 
-# Facts of a problem that some kernels do not support, and what messages call them.
-_CALLED: dict[str, Callable[[Problem], str]] = {
-    "has_alibi": lambda _: "alibi_slopes",
-    "has_bias": lambda _: "bias",
-    "has_block_mask": lambda _: "block_mask",
-    "has_dropout": lambda _: "dropout_p",
-    "has_mask": lambda _: "mask",
-    "mask_mod": lambda P: next(iter(P.mask_options), "mask_mod"),
-    "score_mod": lambda _: "score_mod",
-}
-
-
 def refused(problem: Problem, *facts: str) -> str | None:
-    """Name the first of some facts that holds of a problem; None if there is none."""
-    held = (fact for fact in facts if getattr(problem, fact))
-    return next((_CALLED[fact](problem) for fact in held), None)
+    """Name the option of the first fact that is true of a problem; None if there is none."""
+    return next((problem.option_of(fact) for fact in facts if getattr(problem, fact)), None)
 
 
 def function_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from tileattn.call.problem import Problem
-from tileattn.dtypes import NAMED
+from tileattn.call.problem import problem_of
 from tileattn.kernels.cuda.families.context import LaunchContext
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan.device import device_of_arch
@@ -28,17 +27,6 @@ def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> l
         plans = plans_of(problem, contiguous_inputs(problem), device)
         found |= {launch.key: None for plan in plans for launch in plan.launches}
     return list(found)
-
-
-def problem_of(dtype: str, dim: int, enabled_options: Iterable[str] = ()) -> Problem:
-    """Make a problem of one query and two keys that needs the kernels for some options."""
-    names = frozenset(enabled_options)
-    kind = NAMED[dtype]
-    softcap, dropped = (1.0 if "softcap" in names else None), float("dropout_p" in names) / 2
-    packed = 1 if "cu_seqlens_q" in names else None
-    sizes = 1, 1, 1, 1, 2, dim, dim
-    window = None, None
-    return Problem(*sizes, kind, 1.0, softcap, window, dropped, 0, 4, names, sequences=packed)
 
 
 def context_of(arch: str, alignment_bytes: int = MAX_ALIGNMENT) -> LaunchContext:

@@ -9,18 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.call.block_mask import BlockMask
+from tileattn.call.options import options_with
 from tileattn.call.problem import Problem
 
 MAX_ALIGNMENT = 16  # bytes of the widest copy: kernels know of no stricter alignment
 MIN_ALIGNMENT = 4  # bytes of the narrowest copy that does not go through registers
 
 # Integers that kernels read with 4 or 8 bytes each, in the order of these sizes in the parameters.
-INTEGERS = ("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k", "block_table")
+INTEGERS = options_with(value="integers", host_only=False, lowered=False)
 
 # Arrays of any strides in which a row is contiguous; those that are contiguous, in the accumulation
 # dtype; and in another.
 ROWS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
-_ACCUMULATED = frozenset({"alibi_slopes", "sinks", "dsinks"})
+_ACCUMULATED = frozenset({*options_with(value="array", broadcasts=False, lowered=False), "dsinks"})
 _CONTIGUOUS = frozenset({"lse", *INTEGERS})
 
 
@@ -136,7 +137,7 @@ class CallLayout:
             more["dq"] = contiguous((P.B, P.Hq, P.Nq, P.D), dtype)
             more["dk"] = contiguous((P.B, P.Hkv, P.Nk, P.D), dtype)
             more["dv"] = contiguous((P.B, P.Hkv, P.Nk, P.Dv), dtype)
-            for name in ("bias", "sinks"):
+            for name in options_with(value="array", gradient=True):
                 x = self.get(name)
                 if x is not None:
                     more[f"d{name}"] = contiguous(x.shape, x.dtype)

@@ -84,7 +84,7 @@ def evaluating(P: Problem, visible: Node) -> Problem:
     """Let kernels evaluate a block mask that is known as an expression: no pair of it is stored."""
     if P.mask_mod is not None:
         visible = apply("bitwise_and", P.mask_mod, visible)
-    return replace(P, mask_mod=visible, enabled_options=P.enabled_options - {"block_mask"})
+    return replace(P.without_block_mask(), mask_mod=visible)
 
 
 @lru_cache(maxsize=256)
