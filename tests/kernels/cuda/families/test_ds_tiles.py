@@ -9,12 +9,10 @@ from tests.kernels.cuda.plan.planning import A100, H200, asked, kernels
 from tileattn.call.problem import problem_of
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.context import KernelLaunch
-from tileattn.kernels.cuda.families.shared_memory import hopper_ds_bytes
 from tileattn.kernels.cuda.plan.catalog import context_of
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import contiguous, contiguous_inputs
 from tileattn.kernels.cuda.plan.plan import plan_backward
-from tileattn.kernels.cuda.tuning import TileSize
 
 B, HQ, NQ, NK = 2, 6, 300, 530
 SHAPES = [(B, HQ, NQ, NK), (1, HQ, NQ, NK), (B, 1, 1, NK), (1, 1, NQ, 1), (1, 1, 1, 1)]
@@ -81,9 +79,3 @@ def test_without_arrays_for_other_gradients(device: Device) -> None:
     assert kernels(plan)[2:] == [dbias, "backward_dsinks"]
     assert "dq_at" not in plan.fields
     assert not plan.workspace.starts.keys() & {"dq_accum", "dq_semaphore"}
-
-
-def test_shared_memory() -> None:
-    tile = TileSize(128, 128, 8)
-    assert hopper_ds_bytes(tile, 128, 128) == 4 * 128 * 256 + 8 * 128 * 4
-    assert hopper_ds_bytes(tile, 64, 128, 4) == 2 * 128 * (128 + 256) + 8 * 128 * 4 + 128 * 512

@@ -76,8 +76,8 @@ def test_what_the_hopper_kernel_does_not_take(page: int, changed: Any, why: str)
 
 
 @pytest.mark.parametrize(("Nq", "first"), [(1, SPLIT), (8, SPLIT), (32, HOPPER)])
-def test_few_queries_are_cut_into_pieces(Nq: int, first: str) -> None:
-    """Of many rows that share keys by the Hopper kernel, which joins no rows of 33 queries."""
+def test_the_keys_of_few_queries_are_split(Nq: int, first: str) -> None:
+    """By the Hopper kernel if many rows share keys."""
     made = plan(16, Nq=Nq, Nk=1 << 16)
     assert kernels(made) == [first, COMBINE]
     assert made.launches[0].key.split_kv == (first == HOPPER)
