@@ -117,7 +117,7 @@ OPTIONS = [(), ("softcap",), ("alibi_slopes",), ("mask",), ("sinks", "kv_lengths
 def test_the_main_kernels(dims: tuple[int, int], options: tuple[str, ...]) -> None:
     """Each has columns for both head dimensions, the call's options, and at most a wave."""
     D, Dv = dims
-    sizes: dict[str, int] = {"B": 30, "Hq": 6, "Hkv": 3, "Nq": 300, "Nk": 3100, "Dv": Dv}
+    sizes: dict[str, Any] = {"B": 30, "Hq": 6, "Hkv": 3, "Nq": 300, "Nk": 3100, "Dv": Dv}
     problem = replace(problem_of("bfloat16", D, options), **sizes)
     (launch,) = forward_launches(problem, ON_HOPPER)
     own = main_of(hopper_launches(problem))
