@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 
@@ -24,6 +26,7 @@ def collected(seed: int) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.slow
 def test_names_do_not_depend_on_the_order_of_sets() -> None:
     # Workers have seeds of their own besides, and pytest-xdist compares what they find.
     first, second = (collected(seed) for seed in (1, 2))

@@ -53,6 +53,7 @@ def test_pairs_are_turned(positions: Any, rows: Array, half: int, interleaved: b
     cos, sin = COS[:, :half], SIN[:, :half]
     found = tileattn.rope(X, cos, sin, positions=positions, interleaved=interleaved)
     expected = by_complex_numbers(X, ANGLE[:, :half], rows, interleaved)
+    # error_bound is for attention. A rotation in float64 is two products: a few ulp of either.
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
 
 
@@ -73,6 +74,7 @@ def test_the_gradient_is_the_rotation_back(seed: int, interleaved: bool, offset:
     options: dict[str, Any] = {"positions": offset, "interleaved": interleaved}
     forward = np.vdot(y, tileattn.rope(x, *tables, **options))
     backward = np.vdot(x, tileattn.rope(y, *tables, inverse=True, **options))
+    # Sums of the same products in another order; cancellation costs four digits at most.
     np.testing.assert_allclose(forward, backward, rtol=1e-10)
 
 
@@ -83,6 +85,7 @@ def test_sums_have_at_least_32_bits(dtype: Any) -> None:
     assert found.dtype == x.dtype
     exact = tileattn.rope(x.astype(np.float64), COS, SIN)
     rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[x.dtype.name]
+    # Half an ulp of the dtype, and float32 sums of two products of about 3.
     np.testing.assert_allclose(found.astype(np.float64), exact, rtol=rounding, atol=4e-7)
 
 

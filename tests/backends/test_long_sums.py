@@ -27,6 +27,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("Nq", "Nk"), SIZES.values(), ids=SIZES)
 def test_accuracy_of_long_calls_on_normal_inputs(backend: str, Nq: int, Nk: int) -> None:
     """The promise holds at any length, also of gradients of a bias that is broadcast."""
@@ -42,6 +43,8 @@ def test_accuracy_of_long_calls_on_normal_inputs(backend: str, Nq: int, Nk: int)
         for name in ("dq", "dk", "dv", *(["dbias"] if shape == (1, Nk) else [])):  # else it is 0
             results[name] = getattr(grads, name), getattr(wanted, name)
         errors = {name: relative_error(*pair) for name, pair in results.items()}
+        # docs/numerics.md promises 1e-6 for float32 on normal inputs at any length; error_bound
+        # grows with the length, so it would let uncompensated sums pass.
         ok = all(error <= 1e-6 for error in errors.values())
         assert ok, errors
 

@@ -62,6 +62,7 @@ def test_the_gallery(runner: Runner, name: str, more: dict[str, Any]) -> None:
     check(runner, AttentionCase(q, k, v, dout, dlse, options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gallery_in_less_precision(backend: Runner, name: str) -> None:
     dtype = (np.float16, np.float32)[NAMES.index(name) % 2]
@@ -103,7 +104,11 @@ def test_a_mask_function_hides_pairs_of_full_blocks(
 
 
 @pytest.mark.parametrize("name", FROM_THE_END)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)],
+    ids=lambda x: x.__name__,
+)
 def test_negative_indices_count_from_the_end(runner: Runner, name: str, dtype: Any) -> None:
     options = options_of(name, dtype)
     able(runner, options)

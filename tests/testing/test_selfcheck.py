@@ -23,9 +23,12 @@ from tileattn.testing.selfcheck import Case, Family
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
 
-def test_right_results_pass(cpu_backend: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--problems", "12", "--seed", "7"]) == 0
-    assert f"all 12 problems on backend {cpu_backend!r} agree" in capsys.readouterr().out
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("llvm", marks=pytest.mark.slow)])
+def test_right_results_pass(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if (reason := tileattn.available_backends()[backend]) is not None:
+        pytest.skip(reason)
+    assert main(["check", "--problems", "12", "--seed", "7", "--backend", backend]) == 0
+    assert f"all 12 problems on backend {backend!r} agree" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])

@@ -33,6 +33,7 @@ def change(folder: Path, name: str, how: Callable[[Any], None]) -> None:
     (folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_pictures_and_pages_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # a check needs none
     assert pictures.main(["--check"]) == 0

@@ -90,7 +90,8 @@ def test_flash_attention_is_within_constants_of_its_theorem(kind: str) -> None:
 def test_the_exponents_of_flash_attention(kind: str) -> None:
     """Away from M = N D, where q, k, v and out themselves are all that moves.
 
-    What moves once, and the numbers of each query, are what the slopes are off by.
+    What moves once, and the numbers of each query, bend the lines: the slopes of this range differ
+    from the theorem's by up to 0.05 in D, where the numbers of a query count most at D = 16.
     """
     elements = flash(kind)
     N, D, M = 1 << 16, 64, 1 << 14

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,12 @@ from tileattn.backends.llvm import execute
 from tileattn.backends.llvm.backend import LlvmBackend
 from tileattn.call.parse import parse
 from tileattn.call.prepared import CALLS
+from tileattn.dtypes import DTYPES
 from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.llvm import compile as compiling
 from tileattn.kernels.llvm.compile import bf16_host, host
 from tileattn.kernels.llvm.target import AVX2, GENERIC, Target
-from tileattn.testing import assert_attention_close, error_bound, selfcheck
+from tileattn.testing import assert_attention_close, error_bound
 
 Array = NDArray[Any]
 Sizes = tuple[int, ...]
@@ -117,7 +117,13 @@ def other_target(request: pytest.FixtureRequest) -> Iterator[str]:
 @on_x86
 @pytest.mark.parametrize(
     ("other_target", "dtype"),
-    [(AVX2, ml_dtypes.bfloat16), (AVX2, np.float32), (AVX2, np.float64), (GENERIC, np.float32)],
+    [
+        (AVX2, np.float32),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((AVX2, ml_dtypes.bfloat16), (AVX2, np.float64), (GENERIC, np.float32))
+        ),
+    ],
     indirect=["other_target"],
     ids=lambda x: x.name if isinstance(x, Target) else np.dtype(x).name,
 )
@@ -240,7 +246,13 @@ def test_gradient_of_a_bias_that_usual_and_other_heads_share(shape: tuple[int, .
 
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 @pytest.mark.parametrize("behind", [True, False])
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        np.float32,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in DTYPES if x != np.float32),
+    ],
+)
 @pytest.mark.parametrize(("sizes", "chosen"), CASES.values(), ids=CASES)
 def test_nothing_beside_an_array_is_touched(
     guarded: Callable[[Array, bool], Array],
@@ -278,7 +290,9 @@ BESIDE: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
 """Problems of several key blocks, whose tasks wait for each other to add to dQ."""
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize(
+    "workers", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 16)), 7]
+)
 def test_callers_beside_each_other_get_the_same_bits_from_any_number_of_workers(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,12 +437,6 @@ def test_an_explanation_names_the_target_and_its_tiles() -> None:
     assert found.forward_tile == (host().width(4), 64)
     assert found.backward_tile == (64, host().width(4))
     assert found.tiles["full"] > 0
-
-
-def test_the_check_command_takes_it() -> None:
-    drawn = selfcheck.cases(np.random.default_rng(0), "llvm", families=1)
-    for case in islice(drawn, 10):
-        selfcheck.check(case, "llvm")
 
 
 def test_targets_are_told_by_their_features() -> None:

@@ -20,7 +20,13 @@ Guarded = Callable[[Array, bool], Array]
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 
-DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+DTYPES = [
+    *(
+        pytest.param(x, marks=pytest.mark.slow)
+        for x in (np.float16, ml_dtypes.bfloat16, np.float64)
+    ),
+    np.float32,
+]
 
 
 @pytest.mark.parametrize("behind", [True, False])
