@@ -164,7 +164,11 @@ class Call:
         return rows, slice(keys.start, keys.stop) if x.shape[3] > 1 else slice(None)
 
 
+def gradients_of(options: Mapping[str, Any]) -> set[str]:
+    """Return the names of all inputs of a call that have a gradient."""
+    return {name for name in DIFFERENTIABLE if name in "qkv" or options.get(name) is not None}
+
+
 def requested_gradients(wrt: frozenset[str], options: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return ``wrt`` for a call; None, which is faster, if it covers all gradients of the call."""
-    found = {name for name in DIFFERENTIABLE if name in "qkv" or options.get(name) is not None}
-    return None if wrt == found else tuple(sorted(wrt))
+    return None if wrt == gradients_of(options) else tuple(sorted(wrt))

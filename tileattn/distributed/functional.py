@@ -6,13 +6,14 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from tileattn.call.options import DIFFERENTIABLE, Options, wanted
+from tileattn.call.options import Options, wanted
 from tileattn.call.parse import check_array, four_axes
-from tileattn.distributed.call import Call
+from tileattn.distributed.call import gradients_of
 from tileattn.distributed.comm.connect import check_timeout, communicator
+from tileattn.distributed.comm.failures import CheckedComm
 from tileattn.distributed.comm.protocol import TIMEOUT
 from tileattn.distributed.model.planner import plan_passes
-from tileattn.distributed.schedules.names import Schedule, check, check_known
+from tileattn.distributed.schedules.names import Schedule, check_divisible, check_known
 from tileattn.distributed.schedules.passes import Passes
 from tileattn.distributed.validated_calls import (
     ValidatedCall,
@@ -125,26 +126,13 @@ def forward(
     """
     options = read_valid_functions(options)
     ranks = communicator(comm, timeout, q)
-    others = "forward", layout, layout_k, backend, schedule
-    signature = signature_of(ranks, (q, k, v), others, options)
-    known = recall(ranks, signature)
-    if known is None:
-
-        def check() -> Mapping[str, Any]:
-            check_timeout(timeout)
-            check_known(schedule)
-            return {"schedule": schedule}
-
-        given: dict[str, Any] = {"step": "forward", "backend": backend, "check": check}
-        call = agreed(q, k, v, ranks, layout, layout_k, options, **given)
-        known = ValidatedCall(call, _passes(call, schedule, backward=False))
-        remember(ranks, signature, known)
-    else:
-        check_timeout(timeout)
-        call = with_arrays(known.call, q, k, v, options)
+    given: dict[str, Any] = {"layout": layout, "layout_k": layout_k, "schedule": schedule}
+    given |= {"backend": backend, "timeout": timeout}
+    call, passes = _validated("forward", (q, k, v), ranks, options, **given)
     with ranks.in_step():
-        found = known.passes.forward(call)
-    return _of_rank(found, q.ndim)
+        found = passes.forward(call)
+    lead = (0,) * (4 - q.ndim)
+    return Attention(found.out[lead], found.lse[lead])
 
 
 def backward(
@@ -219,46 +207,36 @@ def backward(
     """
     options = read_valid_functions(options)
     ranks = communicator(comm, timeout, q)
-    names = frozenset[str]()
+
+    def requested() -> frozenset[str]:
+        asked = wanted(wrt, options)
+        return frozenset(gradients_of(options)) if asked is None else asked
 
     def check() -> Mapping[str, Any]:
-        nonlocal names
-        check_timeout(timeout)
-        check_known(schedule)
         if not isinstance(deterministic, bool | np.bool_):
             raise TypeError(f"deterministic must be True or False; got {deterministic!r}")
         check_array("out", out, (*q.shape[:-1], v.shape[-1]), q.dtype)
         check_array("dout", dout, out.shape, out.dtype)
+        wide = np.dtype("f8" if q.dtype.itemsize == 8 else "f4")
         for name, x in (("lse", lse), ("dlse", dlse)):
             if x is not None:
-                check_array(
-                    name, x, q.shape[:-1], np.dtype("f8" if q.dtype.itemsize == 8 else "f4")
-                )
-        asked = wanted(wrt, options)
-        names = asked if asked is not None else _all(options)
+                check_array(name, x, q.shape[:-1], wide)
         return {
-            "schedule": schedule,
             "deterministic": bool(deterministic),
-            "wrt": sorted(names),
+            "wrt": sorted(requested()),
             "dlse": None if dlse is None else "given",
         }
 
-    others = "backward", layout, layout_k, backend, schedule, deterministic, wrt
-    signature = signature_of(ranks, (dout, q, k, v, out, lse, dlse), others, options)
-    known = recall(ranks, signature)
-    if known is None:
-        given: dict[str, Any] = {"step": "backward", "backend": backend, "check": check}
-        call = agreed(q, k, v, ranks, layout, layout_k, options, **given)
-        call = replace(call, deterministic=bool(deterministic))
-        known = ValidatedCall(call, _passes(call, schedule, backward=True), names)
-        remember(ranks, signature, known)
-    else:
-        check_timeout(timeout)
-        call = with_arrays(known.call, q, k, v, options)
-    saved = Attention(four_axes(out), _rows(call, lse))
-    dlse = None if dlse is None else _rows(call, dlse)
+    given: dict[str, Any] = {"layout": layout, "layout_k": layout_k, "schedule": schedule}
+    given |= {"backend": backend, "timeout": timeout}
+    given |= {"deterministic": deterministic, "wrt": wrt, "check": check}
+    arrays = q, k, v, dout, out, lse, dlse
+    call, passes = _validated("backward", arrays, ranks, options, **given)
+    rows = call.problem.B, call.problem.Hq, call.problem.Nq
+    saved = Attention(four_axes(out), lse.reshape(rows))
+    dlse = None if dlse is None else dlse.reshape(rows)
     with ranks.in_step():
-        grads = known.passes.backward(call, four_axes(dout), saved, dlse, known.names)
+        grads = passes.backward(call, four_axes(dout), saved, dlse, requested())
     of_rank = {
         name: None if x is None else x.reshape(like.shape)
         for name, x, like in zip(("dq", "dk", "dv"), grads[:3], (q, k, v), strict=True)
@@ -305,23 +283,44 @@ def vjp(
     return attention, pullback
 
 
-def _passes(call: Call, schedule: Schedule, *, backward: bool) -> Passes:
-    """Prepare both passes; all ranks raise if the schedule does not support the call."""
-    check(schedule, call.problem.Hkv, call.comm.size)
-    return Passes(call, *plan_passes(call, schedule, backward=backward))
+def _validated(
+    step: str,
+    arrays: tuple[Any, ...],
+    comm: CheckedComm,
+    options: Options,
+    *,
+    layout: Any,
+    layout_k: Any,
+    schedule: Schedule,
+    backend: str,
+    timeout: float,
+    deterministic: bool = False,
+    wrt: Any = None,
+    check: Callable[[], Mapping[str, Any]] = dict,
+) -> ValidatedCall:
+    """Return this rank's call and the passes of its schedule; all ranks have validated it.
 
+    ``arrays`` start with q, k and v. ``check`` validates the other arguments of the step, and
+    returns those that must be the same on all ranks.
+    """
+    q, k, v, *_ = arrays
+    others = step, layout, layout_k, backend, schedule, deterministic, wrt
+    signature = signature_of(comm, arrays, others, options)
+    known = recall(comm, signature)
+    if known is not None:
+        check_timeout(timeout)
+        return known._replace(call=with_arrays(known.call, q, k, v, options))
 
-def _all(options: Options) -> frozenset[str]:
-    """Return the names of all inputs of the call that have a gradient."""
-    return frozenset(n for n in DIFFERENTIABLE if n in "qkv" or options.get(n) is not None)
+    def checked() -> Mapping[str, Any]:
+        check_timeout(timeout)
+        check_known(schedule)
+        return {"schedule": schedule, **check()}
 
-
-def _rows(call: Call, x: Any) -> Any:
-    P = call.problem
-    return x.reshape(P.B, P.Hq, P.Nq)
-
-
-def _of_rank(result: Attention, ndim: int) -> Attention:
-    """Remove the leading axes that q lacks."""
-    lead = (0,) * (4 - ndim)
-    return Attention(result.out[lead], result.lse[lead])
+    given: dict[str, Any] = {"step": step, "backend": backend, "check": checked}
+    call = agreed(q, k, v, comm, layout, layout_k, options, **given)
+    call = replace(call, deterministic=bool(deterministic))
+    check_divisible(schedule, call.problem.Hkv, comm.size)
+    plans = plan_passes(call, schedule, backward=step == "backward")
+    known = ValidatedCall(call, Passes(call, *plans))
+    remember(comm, signature, known)
+    return known

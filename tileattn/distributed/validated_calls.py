@@ -21,21 +21,13 @@ _CAPACITY = 256  # calls
 
 
 class ValidatedCall(NamedTuple):
-    """A call that all ranks have validated.
+    """A call that all ranks have validated, and both passes of its schedule.
 
-    Parameters
-    ----------
-    call : Call
-        The call, without its arrays if it comes from the cache.
-    passes : Passes
-        Both passes of its schedule.
-    names : frozenset of str
-        The gradients to compute.
+    In the cache the call has no arrays.
     """
 
     call: Call
     passes: Passes
-    names: frozenset[str] = frozenset()
 
 
 def signature_of(

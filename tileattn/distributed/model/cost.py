@@ -18,6 +18,7 @@ from tileattn.distributed.model.message_counts import (
     attending_ranks,
     exchanged,
     gathered,
+    lengths_of,
     passed_on,
 )
 from tileattn.distributed.model.workload import Workload, flops_per_pair
@@ -151,107 +152,88 @@ class Cost(NamedTuple):
 
 def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -> Cost:
     """Predict both passes of a schedule that the call supports."""
-    n, held = group_size(schedule, work.ranks), planners(work, schedule, on_gpu=on_gpu)
-    plans = [x.plan for x in held]
-    matmuls = _computing(work, schedule, rates, held)
-    whole = rates.between(on_host=work.ranks <= rates.ranks_per_host)
+    n, passes = group_size(schedule, work.ranks), planners(work, schedule, on_gpu=on_gpu)
+    groups = [x.plan.groups for x in passes]
+    one_host, whole_groups = work.ranks <= rates.ranks_per_host, rates.ranks_per_host % n == 0
+    everywhere, inside = (rates.between(on_host=x) for x in (one_host, one_host or whole_groups))
+    # For each pass: messages before the matmuls, during them, and after them, and their links.
     if schedule == "gather":
         keys, gradients = gathered(work)
-        returned = Sent(*map(np.zeros_like, gradients)), gradients
-        sent, seconds = [], []
-        for plan, whole_back, own in zip(plans, returned, matmuls, strict=True):
-            there, back = keys.in_groups(plan.groups), whole_back.in_groups(plan.groups)
-            sent.append(there.plus(back))
-            travel = _seconds(there, whole)
-            first = travel / plan.groups if plan.ahead else travel
-            seconds.append(first + max(own, travel - first) + _seconds(back, whole))
-    else:
-        inside = rates.between(
-            on_host=work.ranks <= rates.ranks_per_host or rates.ranks_per_host % n == 0
-        )
-        groups = [plan.groups for plan in plans]
-        heads, ring = exchanged(work, n, groups), passed_on(work, n, groups)
-        sent = [x.plus(y) for x, y in zip(heads, ring, strict=True)]
-        # Ring messages overlap with computation; the all-to-all does not.
-        seconds = [
-            _seconds(x, inside) + max(_seconds(y, whole), own)
-            for x, y, own in zip(heads, ring, matmuls, strict=True)
+        messages = [
+            [(_in_groups(x, count), everywhere) for x in (keys * 0, keys, back)]
+            for count, back in zip(groups, (gradients * 0, gradients), strict=True)
         ]
-    costs = (
-        PassCost(
-            *(int(x.messages.max()), int(x.nbytes.max()), float(time), plan.groups),
-            *((nbytes := one.nbytes(plan)), nbytes / one.fair_share if one.fair_share else 1.0),
-        )
-        for x, time, plan, one in zip(sent, seconds, plans, held, strict=True)
-    )
+    else:
+        none = np.zeros((2, work.ranks)), everywhere
+        both = zip(exchanged(work, n, groups), passed_on(work, n, groups), strict=True)
+        messages = [[(heads, inside), (ring, everywhere), none] for heads, ring in both]
+    costs = []
+    for x, own, parts in zip(
+        passes, _computing(work, schedule, rates, passes), messages, strict=True
+    ):
+        before, during, after = (_seconds(*part) for part in parts)
+        if schedule == "gather":  # the keys of the first head group arrive before its matmuls
+            before = during / x.plan.groups if x.plan.ahead else during
+            during -= before
+        seconds = before + max(during, own) + after
+        count, sent = (int(y) for y in sum(part for part, _ in parts).max(axis=1))
+        held = x.nbytes(x.plan)
+        share = held / x.fair_share if x.fair_share else 1.0
+        costs.append(PassCost(count, sent, float(seconds), x.plan.groups, held, share))
     return Cost(schedule, *costs)
+
+
+def _in_groups(sent: Sent, count: int) -> Sent:
+    """Send the same bytes in ``count`` times as many messages."""
+    return sent * np.array([[count], [1]])
 
 
 def _seconds(sent: Sent, link: Link) -> float:
     """Return the time of the rank that sends for longest."""
-    return float(np.max(sent.messages * link.latency + sent.nbytes / link.bandwidth))
+    messages, nbytes = sent
+    return float(np.max(messages * link.latency + nbytes / link.bandwidth))
 
 
 def _computing(
-    work: Workload, schedule: Schedule, rates: Rates, held: tuple[PassPlanner, PassPlanner]
+    work: Workload, schedule: Schedule, rates: Rates, passes: tuple[PassPlanner, PassPlanner]
 ) -> Array:
     """Return the time of both passes on the rank that computes for longest.
 
     A block takes one call for each head group, each split of its heads and each cut of its queries.
     """
-    P, n, plans = work.problem, group_size(schedule, work.ranks), [x.plan for x in held]
+    P, n, gathers = work.problem, group_size(schedule, work.ranks), schedule == "gather"
+    layouts = layout_across(work.q_layout, n), layout_across(work.k_layout, n)
+    queries, keys = map(lengths_of, layouts)
+    occupancy = [x.occupancy(x.plan) if rates.on_gpu else 1.0 for x in passes]
+    matmuls = [[flops_per_pair(P, backward=x > 0) / y] for x, y in enumerate(occupancy)]
     pairs = work.visibility.pairs(work.q_layout).reshape(-1, n).sum(axis=1)
-    filled = [
-        x.occupancy(plan) if rates.on_gpu else 1.0 for x, plan in zip(held, plans, strict=True)
-    ]
-    matmuls = np.array([[flops_per_pair(P, backward=x > 0) / y] for x, y in enumerate(filled)])
-    flops = pairs * (P.Hq // n) * matmuls
-    gathers, lengths = schedule == "gather", _lengths(work, n)
-    blocks = _blocks(work, n, lengths, gathers=gathers)
-    # Sums over blocks: out, dq, dk and dv. On a GPU the first result of a query is written in
-    # place, and copies take as long as sums.
-    queries, of_keys = (P.B * heads // n * P.accum_dtype.itemsize for heads in (P.Hq, P.Hkv))
-    added = blocks.queries - rates.on_gpu * lengths[0]
-    out = added * (queries * P.Dv)
-    gradients = added * (queries * P.D) + blocks.keys * (of_keys * (P.D + P.Dv))
-    moved = np.stack([out, gradients])
-    if rates.on_gpu:
-        moved = moved + _copied(work, n, lengths, gathers=gathers)
-    calls = [x.calls(plan) for x, plan in zip(held, plans, strict=True)]
-    starts = np.stack([blocks.number * number for number in calls]) * rates.block.latency
+    flops = pairs * (P.Hq // n) * np.array(matmuls)
+    blocks = _blocks(work, *layouts, gathers=gathers)
+    # Results of blocks that are added: out; dq, dk and dv. On a GPU the first result of a query is
+    # written in place, and copies take as long as sums.
+    of_query, of_key = (P.B * heads // n * P.accum_dtype.itemsize for heads in (P.Hq, P.Hkv))
+    added = blocks.queries - rates.on_gpu * queries
+    gradients = added * (of_query * P.D) + blocks.keys * (of_key * (P.D + P.Dv))
+    moved = np.stack([added * (of_query * P.Dv), gradients])
+    if rates.on_gpu:  # the bytes that are copied into place: all keys, or heads of all tokens
+        each = P.B * (P.D + P.Dv) * P.dtype.itemsize
+        if gathers:
+            moved += keys.sum() * P.Hkv * each
+        elif n > 1:
+            moved += [[1], [2]] * (queries * (P.Hq // n) + keys * (P.Hkv // n)) * each
+    calls = np.array([[x.calls(x.plan)] for x in passes])
+    starts = blocks.number * calls * rates.block.latency
     slowest: Array = (flops / rates.flops + starts + moved / rates.block.bandwidth).max(axis=1)
     return slowest
 
 
-def _copied(work: Workload, n: int, lengths: tuple[Array, Array], *, gathers: bool) -> Array:
-    """Count the bytes that a rank copies into place: all keys, or its heads of all tokens."""
-    P, (queries, keys) = work.problem, lengths
-    each = P.B * (P.D + P.Dv) * P.dtype.itemsize
-    if gathers:
-        return np.full(2, keys.sum() * P.Hkv * each)[:, np.newaxis]
-    if n == 1:
-        return np.zeros((2, 1))
-    of_heads = (queries * (P.Hq // n) + keys * (P.Hkv // n)) * each
-    return np.stack([of_heads, 2 * of_heads])
-
-
-def _blocks(work: Workload, n: int, lengths: tuple[Array, Array], *, gathers: bool) -> BlockCounts:
+def _blocks(work: Workload, queries: Layout, keys: Layout, *, gathers: bool) -> BlockCounts:
     """Count the blocks of each rank: one for each rank whose keys it gets, or for each segment."""
-    queries, keys = layout_across(work.q_layout, n), layout_across(work.k_layout, n)
     if gathers or not work.only_order:
         whole = Layout.contiguous([keys.length]) if gathers else keys
         return work.visibility.blocks(queries, whole)
     number, attended = np.zeros((2, queries.ranks))
-    for ranks, length in zip(attending_ranks(work, queries, keys), lengths[1], strict=True):
+    for ranks, length in zip(attending_ranks(work, queries, keys), lengths_of(keys), strict=True):
         number += ranks
         attended += ranks * length
-    return BlockCounts(number, number * lengths[0], attended)
-
-
-def _lengths(work: Workload, n: int) -> tuple[Array, Array]:
-    """Count the queries and keys of each group of n ranks."""
-    queries, keys = (
-        np.array([x.length_of(rank) for rank in range(x.ranks)], np.float64).reshape(-1, n)
-        for x in (work.q_layout, work.k_layout)
-    )
-    return queries.sum(axis=1), keys.sum(axis=1)
+    return BlockCounts(number, number * lengths_of(queries), attended)

@@ -14,6 +14,7 @@ import numpy as np
 
 from tileattn.call.problem import Problem
 from tileattn.distributed.layout import Layout, layout_across
+from tileattn.distributed.model.message_counts import lengths_of
 from tileattn.distributed.model.occupancy import Occupancy
 from tileattn.distributed.model.workload import Workload, flops_per_pair
 from tileattn.distributed.schedules.names import Plan, Schedule, group_size
@@ -24,34 +25,16 @@ _ROW_NUMBERS = 4  # numbers that a backward pass keeps for each query
 
 
 class Device(NamedTuple):
-    """Minimum work that justifies a kernel launch or a communication step.
+    """Minimum work that justifies a kernel launch or a communication step."""
 
-    Parameters
-    ----------
-    on_gpu : bool
-        True if blocks keep the dtype of the call, and float32 sums are kept in two halves.
-    tile : int
-        Queries (backward: keys) of a work tile.
-    units : int
-        Work tiles that run at the same time.
-    flops : float
-        FLOP/s.
-    call, step : float
-        Seconds of computation that justify one more call, and one more communication step.
-    rows : int
-        Minimum number of queries of a call whose queries are cut.
-    budget : float
-        Bytes that a rank may hold, relative to its share of what one call holds.
-    """
-
-    on_gpu: bool
-    tile: int
-    units: int
-    flops: float
-    call: float
-    step: float
-    rows: int = 1024
-    budget: float = 1.15
+    on_gpu: bool  # blocks keep the dtype of the call, and float32 sums are kept in two halves
+    tile: int  # queries (backward: keys) of a work tile
+    units: int  # work tiles that run at the same time
+    flops: float  # FLOP/s
+    call: float  # seconds of computation that justify one more call
+    step: float  # seconds of computation that justify one more communication step
+    rows: int = 1024  # minimum queries of a call whose queries are cut
+    budget: float = 1.15  # bytes that a rank may hold, relative to its share of one call's
 
 
 # A CPU with some cores, and a Hopper GPU with its 132 SMs.
@@ -64,22 +47,8 @@ _MIN_RELATIVE_OCCUPANCY = 0.9  # of a divided call, relative to one call for all
 class PassPlanner:
     """Counts the memory of one pass of a schedule, and divides the pass.
 
-    Parameters
-    ----------
-    problem : Problem
-        The call; its number of queries is ignored.
-    layouts : (Layout, Layout)
-        Queries and keys of each rank.
-    schedule : str or (str, int)
-        A schedule that the call supports.
-    device : Device
-        CPU or GPU.
-    visibility : Visibility
-        Which keys are visible.
-    backward : bool
-        True for the backward pass.
-    only_order : bool
-        As in `Plan`.
+    The layouts are those of queries and of keys, on all ranks. The number of queries of the problem
+    is ignored. ``fair_share`` is the bytes of one call divided by the number of ranks.
     """
 
     def __init__(
@@ -178,8 +147,7 @@ class PassPlanner:
     def _occupancy(self, count: int, split: int, rows: int | None) -> float:
         """Return the occupancy of calls of a divided pass."""
         hq, hk = self._heads(count)
-        hq //= split
-        return self._tiles.of_calls(self._P.B * (hk if self._backward else hq), hq // hk, rows)
+        return self._tiles.of_calls(self._P.B * (hk if self._backward else hq // split), rows)
 
     def calls(self, plan: Plan) -> int:
         """Return the maximum number of calls for one block."""
@@ -341,7 +309,7 @@ def _planners(
 
 
 def _longest_part(layout: Layout) -> int:
-    return max(map(layout.length_of, range(layout.ranks)), default=0)
+    return int(max(lengths_of(layout), default=0))
 
 
 def _longest_segments(layout: Layout) -> list[int]:

@@ -6,7 +6,7 @@ large.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,27 +16,7 @@ from tileattn.distributed.model.workload import Workload
 from tileattn.distributed.visibility import reach
 
 Array = NDArray[Any]
-
-
-class Sent(NamedTuple):
-    """Messages and bytes that each rank sends in a pass.
-
-    Parameters
-    ----------
-    messages, nbytes : array, shape (P,)
-        For each of P ranks.
-    """
-
-    messages: Array
-    nbytes: Array
-
-    def plus(self, other: "Sent") -> "Sent":
-        """Add other messages."""
-        return Sent(self.messages + other.messages, self.nbytes + other.nbytes)
-
-    def in_groups(self, count: int) -> "Sent":
-        """Send the same bytes in ``count`` groups of heads."""
-        return self._replace(messages=count * self.messages)
+Sent = NDArray[Any]  # shape (2, P): messages and bytes that each of P ranks sends in a pass
 
 
 def exchanged(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
@@ -63,7 +43,7 @@ def exchanged(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
         ([q, *rows], [k, v], once, [out, lse], [], []),
         ([q, out, out, lse, *rows], [k, v], once, [q, *dbias], [k, v], dshared),
     )
-    own = [_lengths(x) for x in (work.q_layout, work.k_layout)]
+    own = [lengths_of(x) for x in (work.q_layout, work.k_layout)]
     others = [np.repeat(x.reshape(-1, n).sum(axis=1), n) - x for x in own]
     (q_own, k_own), (q_others, k_others) = [(n - 1) * x for x in own], others
     tokens = q_own, k_own, q_own, q_others, k_others, q_others
@@ -72,7 +52,7 @@ def exchanged(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
         times = count, min(count, max(1, P.Hkv // n)), 1
         messages = sum(m * len(x) for m, x in zip((*times, *times), sizes, strict=True))
         nbytes = sum((x * sum(y) for x, y in zip(tokens, sizes, strict=True)), np.zeros(work.ranks))
-        found.append(Sent(np.full(work.ranks, (n - 1) * messages), nbytes))
+        found.append(np.stack([np.full(work.ranks, (n - 1.0) * messages), nbytes]))
     return found
 
 
@@ -82,7 +62,7 @@ def passed_on(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
     P, size = work.problem, keys.ranks
     steps = np.array(reach(work.visibility.attending(queries, keys)))
     some = (steps > 0).astype(np.float64)
-    elements = _lengths(keys) * (P.B * P.Hkv // n * (P.D + P.Dv))
+    elements = lengths_of(keys) * (P.B * P.Hkv // n * (P.D + P.Dv))
     last = (np.arange(size) + steps) % size  # returns the gradients
     item, wide = P.dtype.itemsize, P.accum_dtype.itemsize
     found = []
@@ -91,9 +71,9 @@ def passed_on(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
         returned = np.bincount(last, some * sizes, size)
         found.append((of_keys, of_keys - some * sizes + returned))
     (parts, back), (of_keys, gradients) = found
-    forward = Sent(2 * parts * groups[0], of_keys * item)
-    backward = Sent(2 * (parts + back) * groups[1], of_keys * item + gradients * wide)
-    return [Sent(*(np.repeat(x, n) for x in sent)) for sent in (forward, backward)]
+    forward = np.stack([2 * parts * groups[0], of_keys * item])
+    backward = np.stack([2 * (parts + back) * groups[1], of_keys * item + gradients * wide])
+    return [np.repeat(sent, n, axis=1) for sent in (forward, backward)]
 
 
 def _sums_on_the_way(steps: Array, sizes: Array) -> Array:
@@ -109,15 +89,15 @@ def _sums_on_the_way(steps: Array, sizes: Array) -> Array:
 def gathered(work: Workload) -> tuple[Sent, Sent]:
     """Count the messages of an all-gather with one head group, and of the gradients sent back."""
     P, size = work.problem, work.ranks
-    elements = _lengths(work.k_layout) * (P.B * P.Hkv * (P.D + P.Dv))
-    sent, back = (Sent(np.zeros(size), np.zeros(size)) for _ in range(2))
+    elements = lengths_of(work.k_layout) * (P.B * P.Hkv * (P.D + P.Dv))
+    sent, back = np.zeros((2, 2, size))
     for rank, others in enumerate(attending_ranks(work, work.q_layout, work.k_layout)):
         others[rank] = False
-        sent.messages[rank] = 2 * others.sum()
-        back.messages[others] += 2
-        back.nbytes[others] += elements[rank]
-    sent = sent._replace(nbytes=sent.messages / 2 * elements * P.dtype.itemsize)
-    return sent, back._replace(nbytes=back.nbytes * P.accum_dtype.itemsize)
+        number = others.sum()
+        sent[:, rank] = 2 * number, number * elements[rank] * P.dtype.itemsize
+        back[0, others] += 2
+        back[1, others] += elements[rank] * P.accum_dtype.itemsize
+    return sent, back
 
 
 def attending_ranks(work: Workload, queries: Layout, keys: Layout) -> Iterator[Array]:
@@ -128,5 +108,6 @@ def attending_ranks(work: Workload, queries: Layout, keys: Layout) -> Iterator[A
         yield np.unpackbits(bits, count=size, bitorder="little").astype(bool)
 
 
-def _lengths(layout: Layout) -> Array:
+def lengths_of(layout: Layout) -> Array:
+    """Count the tokens of each rank."""
     return np.array([layout.length_of(rank) for rank in range(layout.ranks)], np.float64)

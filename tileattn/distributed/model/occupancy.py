@@ -1,12 +1,11 @@
-"""Share of time in which the work tiles of a rank's calls occupy its device.
+"""Share of time in which the work tiles of a rank's calls occupy its GPU.
 
-One number for a call, ceil(tiles / SMs), is not enough: with causal masks tiles of unequal length
-decide between schedules (benchmarks/results/distributed_gpu.json).
+Work tiles are as unequal as a causal mask makes them: rounding their number up to whole waves
+chooses slower schedules (benchmarks/results/distributed_gpu.json).
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,26 +17,19 @@ from tileattn.distributed.visibility import Visibility
 
 Array = NDArray[Any]
 
-# Both in units of one tile of pairs; H100, forward, benchmarks/results/distributed_gpu.json.
-_LAUNCH = 1.2  # start of a work tile
-_TAIL = 0.12  # of the mean work tile: how far apart equal work tiles end
-_MAX_WAVES = 64  # more waves even out
+# Mean work tiles between the end of the first and the last of equal work tiles. 0.04 to 0.2 choose
+# the same schedules of two H100, bf16, 32768 and 131072 tokens; without it one is 9 % slower
+# (benchmarks/results/distributed_gpu.json, 2026-11-25).
+_TAIL = 0.12
+_MAX_WAVES = 64  # more waves keep all units busy until the tail
 _SOURCES = 4  # ranks whose keys are sampled
 
 
 class Occupancy:
     """Occupancy in one pass, sampled on the first and the last rank with the keys of a few ranks.
 
-    Parameters
-    ----------
-    visibility : Visibility
-        Which keys are visible; only the first batch entry is used.
-    layouts : (Layout, Layout)
-        Queries and keys of each rank of a ring.
-    tile, units : int
-        Queries and keys of a tile, and work tiles that run at the same time.
-    gathers, backward, only_order : bool
-        True if one part has all keys; true for the backward pass; as in `Plan`.
+    Only the first batch entry counts, and the left side of a window does not. With ``gathers`` one
+    block has all keys. ``units`` work tiles of ``tile`` queries (backward: keys) run at a time.
     """
 
     def __init__(
@@ -55,25 +47,24 @@ class Occupancy:
         self._gathers, self._backward, self._only_order = gathers, backward, only_order
         self.of_calls = lru_cache(maxsize=None)(self._of_calls)
 
-    def _of_calls(self, heads: int, group: int, rows: int | None) -> float:
+    def _of_calls(self, heads: int, rows: int | None) -> float:
         """Return the occupancy of calls with some heads and at most ``rows`` queries.
 
-        Heads are query heads; backward they are key heads with a ``group`` of query heads each.
+        Heads are query heads, backward key heads: each has work tiles of its own.
         """
         if self._units == 1:
             return 1.0
-        found = []
+        found = [1.0]
         for rank in {0, self._layouts[0].ranks - 1}:
-            times = [
-                (number * ideal, number * real)
-                for number, costs in self._costs(rank, group, rows)
-                for ideal, real in [self._times(costs, heads)]
-            ]
-            ideal, real = (sum(x) for x in zip(*times, strict=True)) if times else (1.0, 1.0)
-            found.append(ideal / real if real else 1.0)
+            ideal = real = 0.0
+            for number, costs in self._blocks(rank, rows):
+                ideal += number * heads * float(costs.sum()) / self._units
+                real += number * self._time(costs, heads)
+            if real:
+                found.append(ideal / real)
         return min(found)
 
-    def _costs(self, rank: int, group: int, rows: int | None) -> Iterator[tuple[float, Array]]:
+    def _blocks(self, rank: int, rows: int | None) -> Iterator[tuple[float, Array]]:
         """Yield the number of similar blocks, and the costs of the work tiles of one head."""
         given, size = (self._visibility, *self._layouts, rank, rows), self._layouts[0].ranks
         blocks = RankBlocks(*given, only_order=self._only_order)
@@ -85,40 +76,35 @@ class Occupancy:
         for source in sorted(number):
             for c, queries in blocks.of(source):
                 for a in queries:
-                    cost = self._tile_costs(a, c, group)
-                    yield number[source], np.sort(cost[cost > 0])[::-1]
+                    cost = self._tile_costs(a, c)
+                    if cost.any():
+                        yield number[source], np.sort(cost[cost > 0])[::-1]
 
-    def _tile_costs(self, a: Segment, c: Segment, group: int) -> Array:
+    def _tile_costs(self, a: Segment, c: Segment) -> Array:
         """Count the tiles of pairs of each query tile, or backward of each key tile."""
-        (_, right), lengths, offsets = self._visibility
-        rows, keys = a.stop - a.start, min(c.stop, int(lengths[0])) - c.start
+        window = self._visibility.windows(a, c)[0]
+        rows, keys, right = window.Nq, window.length, window.right
         # The first query attends to this many keys, and each further query to one more.
-        first = keys if right is None else a.start + int(offsets[0]) + right - c.start + 1
+        first = keys if right is None else window.offset + right + 1
         if self._backward:
-            starts = np.arange(0, max(keys, 0), self._tile)
-            each = group * -(-(rows - np.clip(starts + 1 - first, 0, rows)) // self._tile)
+            counts = rows - np.clip(np.arange(0, keys, self._tile) + 1 - first, 0, rows)
         else:
             ends = np.minimum(np.arange(0, rows, self._tile) + self._tile, rows)
-            each = -(-np.clip(first + ends - 1, 0, max(keys, 0)) // self._tile)
-        found: Array = np.where(each > 0, each + _LAUNCH, 0.0)
+            counts = np.clip(first + ends - 1, 0, keys)
+        found: Array = -(-counts // self._tile)
         return found
 
-    def _times(self, costs: Array, heads: int) -> tuple[float, float]:
-        """Return the time of a call with divisible work tiles, and with whole ones.
+    def _time(self, costs: Array, heads: int) -> float:
+        """Return the time of a call, in tiles of pairs.
 
         In each wave the unit that is free first takes the longest work tile left.
         """
-        units, ideal = self._units, heads * float(costs.sum()) / self._units
-        number = heads * len(costs)
+        units, number, tail = self._units, heads * len(costs), _TAIL * float(costs.mean())
         if number > _MAX_WAVES * units:
-            return ideal, ideal
-        if not number:
-            return 0.0, 0.0
-        tail = _TAIL * float(costs.mean())
-        if costs[0] == costs[-1]:
-            return ideal, -(-number // units) * float(costs[0]) + tail
+            return heads * float(costs.sum()) / units + tail
         tiles, busy = np.repeat(costs, heads), np.zeros(units)
-        for start, stop in pairwise([*range(0, number, units), number]):
+        for start in range(0, number, units):
+            wave = tiles[start : start + units]
             busy.sort()
-            busy[: stop - start] += tiles[start:stop]
-        return ideal, float(busy.max()) + tail
+            busy[: len(wave)] += wave
+        return float(busy.max()) + tail

@@ -14,7 +14,7 @@ def check_known(schedule: Any) -> None:
         raise ValueError(f"schedule must be one of {ACCEPTED}; got {schedule!r}")
 
 
-def check(schedule: Schedule, Hkv: int, ranks: int) -> None:
+def check_divisible(schedule: Schedule, Hkv: int, ranks: int) -> None:
     """Raise if a schedule does not support these numbers of key heads and ranks."""
     reason = why_not(schedule, Hkv, ranks)
     if reason is not None:
