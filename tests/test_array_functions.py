@@ -109,13 +109,16 @@ def test_masks_that_pytorch_combines() -> None:
         (lambda s, *_: torch.clamp(s, 0, 1, 2), "clamp"),
         (
             lambda s, *_: s.to(torch.complex64),
-            "score_mod converts to torch.complex64; bool, int and",
+            "score_mod must convert to bool, int or float; got torch.complex64",
         ),
         (
             lambda s, *_: s.to([torch.int32]),
-            r"score_mod converts to \[torch.int32\]; it must be a dtype, a device or a flag",
+            r"score_mod must convert to a dtype or a device, or with a flag; got \[torch.int32\]",
         ),
-        (lambda s, *_: s.type("torch.LongTensor"), "score_mod converts to 'torch.LongTensor'"),
+        (
+            lambda s, *_: s.type("torch.LongTensor"),
+            "score_mod must convert to a dtype .* got 'torch.LongTensor'",
+        ),
         (
             lambda s, *_: torch.div(s, 2, rounding_mode="trunc"),
             "score_mod divides with rounding_mode",

@@ -152,7 +152,7 @@ def test_what_cannot_be_captured_says_how() -> None:
     words = np.array(["a", "b"])
     with pytest.raises(TypeError, match=r"^mask_mod indexes `words`, an array of dtype <U1"):
         tileattn.forward(q, k, v, mask_mod=lambda b, h, i, j: words[i] == words[j])
-    with pytest.raises(TypeError, match=r"^score_mod computes with an array of shape"):
+    with pytest.raises(TypeError, match=r"^score_mod must compute with elements of an array"):
         tileattn.forward(q, k, v, score_mod=lambda s, b, h, i, j: s + TABLE)
 
 

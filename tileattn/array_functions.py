@@ -175,7 +175,7 @@ def _to(n: ArrayFunctions, x: Any, *given: Any, **options: Any) -> Any:
             return x.astype(dtype)
         is_other = y is None or type(y).__name__ in ("bool", "int", "device", "memory_format")
         if not is_other and (not isinstance(y, str) or y.endswith("Tensor")):
-            raise n.refused(f"converts to {y!r}; it must be a dtype, a device or a flag")
+            raise n.refused(f"must convert to a dtype or a device, or with a flag; got {y!r}")
     return x
 
 

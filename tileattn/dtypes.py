@@ -50,5 +50,5 @@ def tensor_map_type(name: str) -> int:
     """Return the ``CUtensorMapDataType`` of a type, by its name."""
     code = _TYPES[NAMED[name]].tensor_map
     if code is None:
-        raise TypeError(f"{name} has no tensor map; float16 and bfloat16 are accepted")
+        raise TypeError(f"{name} has no tensor map; the dtype must be float16 or bfloat16")
     return code

@@ -9,9 +9,9 @@ from tileattn.backends.buffers import ensure_writable
 from tileattn.backends.registry import ensure_one_owner
 from tileattn.call.parse import check_dtype
 from tileattn.call.sequences import Paging, integers, offsets_of, paging
-from tileattn.messages import called
+from tileattn.messages import called, must_be
 from tileattn.rotary import check_tables, rope
-from tileattn.validation import check_flags, must_be
+from tileattn.validation import check_flags
 
 
 def append_kv(

@@ -9,8 +9,8 @@ from tileattn.algorithm.softmax import RowState
 from tileattn.backends.registry import ensure_one_owner
 from tileattn.call.parse import check_array, check_dtype
 from tileattn.dtypes import accum_dtype
+from tileattn.messages import must_be
 from tileattn.results import Attention
-from tileattn.validation import must_be
 
 
 def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:

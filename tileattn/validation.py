@@ -1,43 +1,13 @@
-"""What the arguments of any call must be, and the form of the messages that say so."""
+"""Checks of plain arguments: arrays, flags, numbers and tuples of integers."""
 
 import math
 import numbers
-import reprlib
 from typing import Any
 
 import numpy as np
 
 from tileattn.dtypes import BFLOAT16
-from tileattn.messages import called
-
-_LONGEST = 200  # bits of an integer that a message writes out
-_brief = reprlib.Repr()
-_brief.maxstring = _brief.maxother = _brief.maxlong = 80
-
-
-def must_be(name: str, what: str, x: Any, remedy: str = "") -> str:
-    """Write the message for an argument that is not what it must be."""
-    return f"{called(name)} must be {what}; got {shown(x)}" + (f" ({remedy})" if remedy else "")
-
-
-def shown(x: Any) -> str:
-    """Describe an argument: a plain value by itself, an array by its dtype and shape."""
-    if isinstance(x, int) and x.bit_length() > _LONGEST:
-        return f"an integer of {x.bit_length()} bits"
-    if isinstance(x, bool | int | float | complex | str | bytes | np.generic | None):
-        return _brief.repr(x)
-    if isinstance(x, tuple | list | dict | set | frozenset):
-        return " ".join(_brief.repr(x).split())
-    kind = x if isinstance(x, type) else type(x)
-    named = kind.__qualname__
-    if kind.__module__ != "builtins":
-        named = f"{kind.__module__}.{named}"
-    if kind is x:
-        return f"the class {named}"
-    nested = getattr(x, "is_nested", False)  # PyTorch's nested tensors have no shape
-    if hasattr(x, "dtype") and not nested and hasattr(x, "shape"):
-        return f"{named} of dtype {x.dtype} and shape {x.shape}"
-    return f"an object of type {named}"
+from tileattn.messages import called, must_be
 
 
 def require_array(name: str, x: Any) -> None:

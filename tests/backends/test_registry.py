@@ -78,7 +78,7 @@ def test_arguments_of_backward_are_of_the_library_of_q(cupy: FakeArray) -> None:
 
 
 def test_an_array_whose_library_was_never_imported_is_nobodys() -> None:
-    message = f"q is cupy.ndarray; arrays of numpy or cupy are accepted; {TO_NUMPY}"
+    message = f"q must be an array of numpy or cupy; got cupy.ndarray ({TO_NUMPY})"
     refused(TypeError, message, FakeArray(), K, K)
 
 
@@ -93,7 +93,7 @@ def test_an_array_whose_library_was_never_imported_is_nobodys() -> None:
 )
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 def test_what_is_no_array_of_any_backend(q: Any, kind: str, remedy: str) -> None:
-    message = f"q is {kind}; arrays of numpy or cupy are accepted; {remedy}"
+    message = f"q must be an array of numpy or cupy; got {kind} ({remedy})"
     refused(TypeError, message, q, K, K)
     message = f"bias is {kind}, which backend 'numpy' does not take; {remedy}"
     refused(TypeError, message, Q, K, K, bias=q)
@@ -181,7 +181,7 @@ def test_without_llvmlite_numpy_runs_and_says_why() -> None:
 def test_unknown_backend() -> None:
     refused(
         ValueError,
-        "backend is 'cuda'; accepted are auto, numpy, llvm, cupy",
+        "backend must be one of auto, numpy, llvm, cupy; got 'cuda'",
         Q,
         K,
         K,
@@ -192,7 +192,7 @@ def test_unknown_backend() -> None:
 
 def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEATTN_BACKEND", "cuda")
-    refused(ValueError, "backend is 'cuda'; accepted are auto, numpy, llvm, cupy", Q, K, K)
+    refused(ValueError, "backend must be one of auto, numpy, llvm, cupy; got 'cuda'", Q, K, K)
     assert tileattn.forward(Q, K, K, backend="numpy").out.shape == Q.shape
     monkeypatch.setenv("TILEATTN_BACKEND", "cupy")
     with pytest.raises(
@@ -265,15 +265,23 @@ def named(name: Any) -> NumpyBackend:
         (
             object(),
             TypeError,
-            "backend is object; it lacks backward, explain, forward, name, owns, unavailable, "
-            "why_not",
+            "backend must be a Backend; object lacks backward, explain, forward, name, owns, "
+            "unavailable, why_not",
         ),
-        (NumpyBackend, TypeError, "backend is the class NumpyBackend; an instance is accepted"),
-        (named("a b"), ValueError, "backend has the name 'a b'; an identifier is accepted"),
-        (named(""), ValueError, "backend has the name ''; an identifier is accepted"),
-        (named(7), ValueError, "backend has the name 7; an identifier is accepted"),
-        (named("auto"), ValueError, "backend has the name 'auto'; a lower-case one is accepted"),
-        (named("Mine"), ValueError, "backend has the name 'Mine'; a lower-case one is accepted"),
+        (NumpyBackend, TypeError, "backend must be an instance; got the class NumpyBackend"),
+        (named("a b"), ValueError, "backend.name must be an identifier; got 'a b'"),
+        (named(""), ValueError, "backend.name must be an identifier; got ''"),
+        (named(7), ValueError, "backend.name must be an identifier; got 7"),
+        (
+            named("auto"),
+            ValueError,
+            "backend.name must be in lower case, and not 'auto'; got 'auto'",
+        ),
+        (
+            named("Mine"),
+            ValueError,
+            "backend.name must be in lower case, and not 'auto'; got 'Mine'",
+        ),
     ],
 )
 def test_what_cannot_be_registered(backend: Any, error: type[Exception], message: str) -> None:

@@ -17,8 +17,8 @@ from tileattn.expressions.state import state_of
 TABLE = np.zeros(8)
 FLOATS = (np.zeros(8), np.zeros((3, 4)))
 OUTSIDE = "arrays are passed as aux=(array, ...) and indexed inside"
-IF = "numpy.where(condition, x, y) is accepted in place of if"
-NUMBER = "numpy's functions are accepted in place of math's"
+IF = "use numpy.where(condition, x, y) in place of if"
+NUMBER = "use numpy's functions in place of math's"
 
 
 def refused(function: Any, message: str, aux: Any = (), name: str = "score_mod") -> None:
@@ -39,8 +39,8 @@ def refused(function: Any, message: str, aux: Any = (), name: str = "score_mod")
         (lambda s, b, h, i, j: float(s), "asks for the number of a traced value"),
         (lambda s, b, h, i, j: int(i), "asks for the number of a traced value"),
         (lambda s, b, h, i, j: round(s), "asks for the number of a traced value"),
-        (lambda s, b, h, i, j: s + TABLE, "computes with an array of shape (8,); its elements"),
-        (lambda s, b, h, i, j: TABLE * s, "computes with an array of shape (8,); its elements"),
+        (lambda s, b, h, i, j: s + TABLE, "must compute with elements of an array"),
+        (lambda s, b, h, i, j: TABLE * s, "must compute with elements of an array"),
         (
             lambda s, b, h, i, j: s + TABLE[h],
             "indexes `TABLE`, an array of dtype float64 that is no",
@@ -55,20 +55,38 @@ def refused(function: Any, message: str, aux: Any = (), name: str = "score_mod")
         (lambda s, b, h, i, j: s.clip(0, 1, 2), "calls clip with other arguments: too many"),
         (lambda s, b, h, i, j: np.round(s, 2), "rounds to 2 decimals; it must be 0"),
         (lambda s, b, h, i, j: np.isin(i, j), "calls isin; its second argument must be a list"),
-        (lambda s, b, h, i, j: s * 1j, "computes with complex; booleans, integers and floats are"),
-        (lambda s, b, h, i, j: s + "1", "computes with str; booleans, integers and floats are"),
-        (lambda s, b, h, i, j: s + 2**70, "computes with 1180591620717411303424; integers of 64"),
+        (
+            lambda s, b, h, i, j: s * 1j,
+            "must compute with booleans, integers and floats; got complex",
+        ),
+        (lambda s, b, h, i, j: s + "1", "must compute with booleans, integers and floats; got str"),
+        (lambda s, b, h, i, j: s + 2**70, "must compute with integers of 64 bits; got 11805"),
         (lambda s, b, h, i, j: s[0], "indexes a number with 0"),
         (lambda s, b, h, i, j: sum(s), "asks for the elements of a traced value, which is one"),
-        (lambda s, b, h, i, j: s // 2, "calls numpy.floor_divide of floats; integers are accepted"),
-        (lambda s, b, h, i, j: s & 1, "calls numpy.bitwise_and of floats; booleans and integers"),
+        (
+            lambda s, b, h, i, j: s // 2,
+            "calls numpy.floor_divide of floats; its inputs must be integers",
+        ),
+        (lambda s, b, h, i, j: s & 1, "calls numpy.bitwise_and of floats; its inputs must be"),
         (lambda s, b, h, i, j: s + i**j, "calls numpy.power of integers with other exponents"),
-        (lambda s, b, h, i, j: s - -(i > j), "calls numpy.negative of booleans; ~ and ^ are"),
-        (lambda s, b, h, i, j: s.astype(complex), "converts to <class 'complex'>; bool, int and"),
-        (lambda s, b, h, i, j: None, "returns NoneType; one value computed from its parameters"),
-        (lambda s, b, h, i, j: TABLE, "returns ndarray; one value computed from its parameters"),
-        (lambda s, b, h, i, j: (s, s), "returns tuple; one value computed from its parameters"),
-        (lambda s, b, h, i, j: s > 0, "returns booleans; the new score is accepted (mask_mod="),
+        (lambda s, b, h, i, j: s - -(i > j), "calls numpy.negative of booleans; use ~ or ^"),
+        (
+            lambda s, b, h, i, j: s.astype(complex),
+            "must convert to bool, int or float; got <class 'complex'>",
+        ),
+        (
+            lambda s, b, h, i, j: None,
+            "must return one value computed from its parameters; got NoneType",
+        ),
+        (
+            lambda s, b, h, i, j: TABLE,
+            "must return one value computed from its parameters; got ndarray",
+        ),
+        (
+            lambda s, b, h, i, j: (s, s),
+            "must return one value computed from its parameters; got tuple",
+        ),
+        (lambda s, b, h, i, j: s > 0, "must return the new score; got booleans (mask_mod="),
         (lambda s, b, h, i: s, "has the parameters (s, b, h, i); it is called with (s, b, h, i, j"),
     ],
 )
@@ -100,11 +118,17 @@ def test_what_is_no_function_is_named(value: Any) -> None:
         (lambda s, b, h, i, j, t, u: s + TABLE * t, "computes with aux[0], an array of 1 axes"),
         (lambda s, b, h, i, j, t, u: s + (u[i] * u[j]).sum(), "computes with aux[1], an array of"),
         (lambda s, b, h, i, j, t, u: s + u[i] @ u[j], "computes with aux[1], an array of 2 axes"),
-        (lambda s, b, h, i, j, t, u: t, "returns an array of aux; one value"),
-        (lambda s, b, h, i, j, t, u: t[s], "indexes aux[0] with a float; integers are"),
-        (lambda s, b, h, i, j, t, u: t[i > j], "indexes aux[0] with a boolean; integers"),
-        (lambda s, b, h, i, j, t, u: t[1:], "indexes aux[0] with slice(1, None, None); integers"),
-        (lambda s, b, h, i, j, t, u: u[i, None], "indexes aux[1] with None; integers"),
+        (
+            lambda s, b, h, i, j, t, u: t,
+            "must return one value computed from its parameters; got an array of aux",
+        ),
+        (lambda s, b, h, i, j, t, u: t[s], "must index aux[0] with integers; got a float"),
+        (lambda s, b, h, i, j, t, u: t[i > j], "must index aux[0] with integers; got a boolean"),
+        (
+            lambda s, b, h, i, j, t, u: t[1:],
+            "must index aux[0] with integers; got slice(1, None, None)",
+        ),
+        (lambda s, b, h, i, j, t, u: u[i, None], "must index aux[1] with integers; got None"),
         (lambda s, b, h, i, j, t, u: t[i, j], "indexes aux[0] with 2 indices; it has 1 axes"),
     ],
 )
@@ -115,9 +139,18 @@ def test_what_is_not_done_with_aux(function: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda b, h, i, j: i - j, "returns integers; booleans are accepted, True where the pair"),
-        (lambda b, h, i, j: i * 0.5, "returns floats; booleans are accepted"),
-        (lambda b, h, i, j: 1, "returns integers; booleans are accepted"),
+        (
+            lambda b, h, i, j: i - j,
+            "must return booleans, True where the pair is visible; got integers",
+        ),
+        (
+            lambda b, h, i, j: i * 0.5,
+            "must return booleans, True where the pair is visible; got floats",
+        ),
+        (
+            lambda b, h, i, j: 1,
+            "must return booleans, True where the pair is visible; got integers",
+        ),
         (lambda b, h, i, j: i >= j and h > 0, f"asks whether a traced value is true; {IF}"),
         (lambda s, b, h, i, j: i >= j, "has the parameters (s, b, h, i, j); it is called with (b"),
     ],

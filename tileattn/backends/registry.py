@@ -12,8 +12,7 @@ from tileattn.backends.protocol import Backend
 from tileattn.call.prepared import CALLS
 from tileattn.call.problem import Problem
 from tileattn.errors import BackendUnavailableError, UnsupportedError
-from tileattn.messages import called
-from tileattn.validation import must_be
+from tileattn.messages import called, must_be
 
 _BUILT_IN = {
     "numpy": "tileattn.backends.numpy.backend:NumpyBackend",
@@ -33,7 +32,7 @@ def get(name: str) -> Backend:
     """Return a backend by name, loading it where it is not loaded yet; it may be unavailable."""
     if name not in _loaded:
         if name not in _BUILT_IN:
-            raise ValueError(f"backend is {name!r}; accepted are {', '.join(['auto', *names()])}")
+            raise ValueError(must_be("backend", f"one of {', '.join(['auto', *names()])}", name))
         module, attribute = _BUILT_IN[name].split(":")
         _loaded[name] = getattr(importlib.import_module(module), attribute)()
     return _loaded[name]
@@ -73,15 +72,17 @@ def register_backend(backend: Backend) -> None:
     True
     """
     if isinstance(backend, type):
-        raise TypeError(f"backend is the class {backend.__name__}; an instance is accepted")
+        raise TypeError(f"backend must be an instance; got the class {backend.__name__}")
     if not isinstance(backend, Backend):
         members = [m for m in dir(Backend) if not m.startswith("_")] + ["name"]
         missing = sorted({m for m in members if not hasattr(backend, m)})
-        raise TypeError(f"backend is {type(backend).__name__}; it lacks {', '.join(missing)}")
+        raise TypeError(
+            f"backend must be a Backend; {type(backend).__name__} lacks {', '.join(missing)}"
+        )
     if not isinstance(backend.name, str) or not backend.name.isidentifier():
-        raise ValueError(f"backend has the name {backend.name!r}; an identifier is accepted")
+        raise ValueError(must_be("backend.name", "an identifier", backend.name))
     if backend.name == "auto" or backend.name != backend.name.lower():
-        raise ValueError(f"backend has the name {backend.name!r}; a lower-case one is accepted")
+        raise ValueError(must_be("backend.name", "in lower case, and not 'auto'", backend.name))
     _loaded[backend.name] = backend
     CALLS.clear()
 
@@ -201,9 +202,7 @@ def _owner(arrays: dict[str, Any]) -> Backend:
         if get(name).owns(x):
             return get(name)
     libraries = " or ".join(name for name in names() if name != _FASTER)
-    raise TypeError(
-        f"{called(key)} is {_kind(x)}; arrays of {libraries} are accepted; {_remedy(x)}"
-    )
+    raise TypeError(f"{called(key)} must be an array of {libraries}; got {_kind(x)} ({_remedy(x)})")
 
 
 def _kind(x: Any) -> str:

@@ -19,7 +19,8 @@ from tileattn.expressions.build import apply
 from tileattn.expressions.functions import check_parameters, mask_expression
 from tileattn.expressions.nodes import INDICES, Node, constant, replaced
 from tileattn.expressions.quadtree import kinds_by_intervals
-from tileattn.validation import integers_of, lengths_of, must_be, refuse_masked
+from tileattn.messages import must_be
+from tileattn.validation import integers_of, lengths_of, refuse_masked
 
 __all__ = ["EMPTY", "FULL", "PARTIAL", "BlockMask"]
 

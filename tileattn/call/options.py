@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from tileattn.validation import must_be
+from tileattn.messages import must_be
 
 Value = Literal[
     "number",  # of Python, or a NumPy array without axes

@@ -25,8 +25,8 @@ from tileattn.errors import UnsupportedError
 from tileattn.expressions.aux_arrays import check_kind
 from tileattn.expressions.functions import check_indices, mask_expression, score_expression
 from tileattn.expressions.nodes import Node
-from tileattn.messages import called
-from tileattn.validation import must_be, require_array, scalar
+from tileattn.messages import called, must_be
+from tileattn.validation import require_array, scalar
 
 _BOOLEAN = (np.dtype(np.bool_),)
 _PLACES = options_with(role="place")

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tileattn.validation import integer, must_be, real
+from tileattn.messages import must_be
+from tileattn.validation import integer, real
 
 _CAP = "a positive number, or None for no cap"
 _PROBABILITY = "a number from 0 up to, but not including, 1"

@@ -7,8 +7,8 @@ import numpy as np
 
 from tileattn.call.options import options_with
 from tileattn.errors import UnsupportedError
-from tileattn.messages import called
-from tileattn.validation import must_be, refuse_masked
+from tileattn.messages import called, must_be
+from tileattn.validation import refuse_masked
 
 FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 from tileattn.call.sequences import FAR
-from tileattn.validation import check_flags, integer, must_be
+from tileattn.messages import must_be
+from tileattn.validation import check_flags, integer
 
 _PAIR = "a pair (left, right), each a non-negative integer or None, or None"
 

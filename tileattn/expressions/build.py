@@ -75,17 +75,17 @@ def apply(op: str, *inputs: Node) -> Node:
     elif kind == Kind.BOOLEAN and op == "absolute":
         return inputs[0]
     elif kind == Kind.BOOLEAN and op in ("negative", "subtract", "sign"):
-        raise TypeError(f"numpy.{op} of booleans; ~ and ^ are accepted, or .astype(int) first")
+        raise TypeError(f"numpy.{op} of booleans; use ~ or ^, or .astype(int) first")
     if op in _INTEGERS_ALONE:
         if kind == Kind.FLOAT:
             hint = "numpy.floor(x / y)" if op == "floor_divide" else ".astype(int) first"
-            raise TypeError(f"numpy.{op} of floats; integers are accepted ({hint})")
+            raise TypeError(f"numpy.{op} of floats; its inputs must be integers ({hint})")
         kind = Kind.INTEGER
     elif op in _FLOATS_ALONE:
         kind = Kind.FLOAT
     elif op in _BITWISE:
         if kind == Kind.FLOAT:
-            raise TypeError(f"numpy.{op} of floats; booleans and integers are accepted")
+            raise TypeError(f"numpy.{op} of floats; its inputs must be booleans or integers")
     elif op in _SAME_FOR_INTEGERS and kind != Kind.FLOAT:
         return inputs[0]
     elif op not in _COMPARISONS:

@@ -1,7 +1,7 @@
 """Replace the caller's functions by expressions, and validate them.
 
 Each entry of the library calls `read_functions` once. An expression is a value, independent of the
-caller's objects, and is accepted in place of a function.
+caller's objects, and may be passed in place of a function.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from tileattn.expressions.intervals import all_bounds
 from tileattn.expressions.nodes import INDICES, Kind, Node, constant, elements
 from tileattn.expressions.state import state_of
 from tileattn.expressions.trace import Source, Traced, TracedArray, node_of, trace
-from tileattn.validation import must_be
+from tileattn.messages import must_be
 
 _MOST = 256  # traced functions that are kept
 
@@ -81,8 +81,8 @@ _EXPRESSIONS = {"score_mod": score_expression, "mask_mod": mask_expression}
 def _score(node: Node, name: str) -> Node:
     if node.kind == Kind.BOOLEAN:
         raise TypeError(
-            f"{name} returns booleans; the new score is accepted (mask_mod= takes a function "
-            "that returns which pairs are visible)"
+            f"{name} must return the new score; got booleans (mask_mod= takes a function that "
+            "returns which pairs are visible)"
         )
     return build.cast(node, Kind.FLOAT)
 
@@ -91,8 +91,8 @@ def _mask(node: Node, name: str) -> Node:
     if node.kind != Kind.BOOLEAN:
         kinds = {Kind.INTEGER: "integers", Kind.FLOAT: "floats"}
         raise TypeError(
-            f"{name} returns {kinds[node.kind]}; booleans are accepted, True where the pair is "
-            "visible (a comparison makes them)"
+            f"{name} must return booleans, True where the pair is visible; got "
+            f"{kinds[node.kind]} (a comparison makes booleans)"
         )
     return node
 
@@ -195,7 +195,7 @@ def _result(value: Any, name: str) -> Node:
     kind = "an array of aux" if isinstance(value, TracedArray) else type(value).__name__
     kind = "ndarray" if isinstance(value, np.ndarray) else kind
     raise TypeError(
-        f"{name} returns {kind}; one value computed from its parameters is accepted"
+        f"{name} must return one value computed from its parameters; got {kind}"
         + (" (is there a return?)" if value is None else "")
     )
 

@@ -13,13 +13,13 @@ from tileattn.expressions.aux_arrays import AuxArrays, is_array, kind_of
 from tileattn.expressions.nodes import Kind, Node, constant
 
 _WITHOUT_IF = (
-    "numpy.where(condition, x, y) is accepted in place of if, &, | and ~ in place of and, or and "
-    "not, (a <= x) & (x < b) in place of a <= x < b, numpy.minimum and numpy.maximum in place of "
+    "use numpy.where(condition, x, y) in place of if, &, | and ~ in place of and, or and not, "
+    " (a <= x) & (x < b) in place of a <= x < b, numpy.minimum and numpy.maximum in place of "
     "min and max"
 )
 _NOT_A_NUMBER = (
-    "numpy's functions are accepted in place of math's, and .astype(int) and .astype(float) in "
-    "place of int() and float()"
+    "use numpy's functions in place of math's, and .astype(int) and .astype(float) in place of "
+    "int() and float()"
 )
 _KINDS = {"bool": Kind.BOOLEAN, "int": Kind.INTEGER, "float": Kind.FLOAT}
 
@@ -42,7 +42,7 @@ class Traced(ArrayFunctions, NDArrayOperatorsMixin):
         try:
             kind = _KINDS[kind_name(dtype) or str(kind_name(np.dtype(dtype)))]
         except (KeyError, TypeError):
-            raise self.refused(f"converts to {dtype!r}; bool, int and float are accepted") from None
+            raise self.refused(f"must convert to bool, int or float; got {dtype!r}") from None
         return Traced(build.cast(self.node, kind), self.function)
 
     def named(self, name: str, *given: Any) -> "Traced":
@@ -168,12 +168,12 @@ class TracedArray:
         indices = list(self._indices)
         for x in keys:
             if isinstance(x, slice | list | tuple) or x is None or x is Ellipsis:
-                raise TypeError(f"{function} indexes {name} with {x!r}; integers are accepted")
+                raise TypeError(f"{function} must index {name} with integers; got {x!r}")
             node = node_of(x, Traced(constant(0), function))
             if node.kind != Kind.INTEGER:
                 raise TypeError(
-                    f"{function} indexes {name} with a {node.kind.name.lower()}; integers are "
-                    "accepted (.astype(int) makes one)"
+                    f"{function} must index {name} with integers; got a "
+                    f"{node.kind.name.lower()} (.astype(int) makes an integer)"
                 )
             indices.append(node)
         if len(indices) > self._ndim:
@@ -237,21 +237,19 @@ def node_of(x: Any, among: Traced) -> Node:
         return constant(x)
     if isinstance(x, int):
         if not build.INT64.min <= x <= build.INT64.max:
-            raise among.refused(f"computes with {x}; integers of 64 bits are accepted")
+            raise among.refused(f"must compute with integers of 64 bits; got {x}")
         return constant(int(x))
     if isinstance(x, float):
         return constant(float(x))
     if is_array(x):
         raise among.refused(
-            f"computes with an array of shape {tuple(x.shape)}; its elements are accepted, as "
-            "array[h, i - j]"
+            "must compute with elements of an array, such as array[h, i - j]; got an array of "
+            f"shape {tuple(x.shape)}"
         )
     symbol = None if among.source.arrays is None else among.source.arrays.symbol(x)
     if symbol is not None:
         return node_of(among.source.captured(symbol), among)
-    raise among.refused(
-        f"computes with {type(x).__name__}; booleans, integers and floats are accepted"
-    )
+    raise among.refused(f"must compute with booleans, integers and floats; got {type(x).__name__}")
 
 
 def _is_constant(x: Any) -> bool:

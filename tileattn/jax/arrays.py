@@ -9,7 +9,8 @@ import numpy as np
 from tileattn.call.options import ARRAYS, INTEGERS, ROWS, options_with
 from tileattn.call.parse import aux_arrays
 from tileattn.call.sequences import as_integers
-from tileattn.validation import must_be, refuse_masked
+from tileattn.messages import must_be
+from tileattn.validation import refuse_masked
 
 Arrays = dict[str, Any]
 """Arrays by their names; ``aux`` is a tuple of them."""

@@ -13,14 +13,14 @@ from tileattn.call.prepared import CALLS
 from tileattn.call.scalars import number_of, seed_of
 from tileattn.call.window import window_of
 from tileattn.errors import UnsupportedError
-from tileattn.messages import called, calling
+from tileattn.messages import called, calling, must_be
 from tileattn.results import Attention
 from tileattn.torch import eager
 from tileattn.torch.block_mask_names import name_of
 from tileattn.torch.functions import read_functions
 from tileattn.torch.operators import INPUTS, TENSORS
 from tileattn.torch.tensors import autocast, check_integers, check_tensor
-from tileattn.validation import check_flags, must_be
+from tileattn.validation import check_flags
 
 _NEVER_NONE = {*options_with(value="flag"), *options_with(role="dropout")}
 _REMEDIES = {  # for tensors that require a gradient which no call computes
