@@ -340,7 +340,7 @@ def test_meta_tensors_have_the_shapes_of_the_result() -> None:
 
 def test_nested_tensors_are_named() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(5, 8)], layout=torch.jagged)
-    with pytest.raises(UnsupportedError, match="q is a nested tensor"):
+    with pytest.raises(UnsupportedError, match="q must be a dense tensor; got a nested tensor"):
         attention(nested, nested, nested)
 
 

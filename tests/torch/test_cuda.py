@@ -79,14 +79,46 @@ def refused(where: str, name: str) -> Callable[[], Any]:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (refused("cuda:0", "k"), ValueError, "k is on cuda:0; it must be on the device of q, cpu"),
-        (refused("cuda:0", "q"), ValueError, "k is on cpu; it must be on the device of q, cuda:0"),
-        (refused("cuda:1", "mask"), ValueError, "mask is on cuda:1; .* the device of q, cpu"),
-        (refused("cuda:0", "sinks"), ValueError, "sinks is on cuda:0; .* the device of q, cpu"),
-        (refused("cuda:0", "kv_lengths"), ValueError, "kv_lengths is on cuda:0; .* on the CPU are"),
-        (refused("cuda:0", "seed"), ValueError, r"seed is on cuda:0; .* \(seed.cpu\(\) is a copy"),
-        (refused("mps:0", "q"), UnsupportedError, "q is on mps:0; .* CPU and on NVIDIA GPUs"),
-        (refused("xpu:0", "q"), UnsupportedError, "q is on xpu:0; .* CPU and on NVIDIA GPUs"),
+        (
+            refused("cuda:0", "k"),
+            ValueError,
+            "k must be on the device of q, cpu; got a tensor on cuda:0",
+        ),
+        (
+            refused("cuda:0", "q"),
+            ValueError,
+            "k must be on the device of q, cuda:0; got a tensor on cpu",
+        ),
+        (
+            refused("cuda:1", "mask"),
+            ValueError,
+            "mask must be on the device of q, cpu; got .* cuda:1",
+        ),
+        (
+            refused("cuda:0", "sinks"),
+            ValueError,
+            "sinks must be on the device of q, cpu; got .* cuda:0",
+        ),
+        (
+            refused("cuda:0", "kv_lengths"),
+            ValueError,
+            "kv_lengths must be on the CPU; got .* cuda:0",
+        ),
+        (
+            refused("cuda:0", "seed"),
+            ValueError,
+            r"seed must be on the CPU; .* \(seed.cpu\(\) is a copy",
+        ),
+        (
+            refused("mps:0", "q"),
+            UnsupportedError,
+            "q must be on the CPU or on an NVIDIA GPU; got .* mps:0",
+        ),
+        (
+            refused("xpu:0", "q"),
+            UnsupportedError,
+            "q must be on the CPU or on an NVIDIA GPU; got .* xpu:0",
+        ),
     ],
 )
 def test_other_devices_are_named(call: Any, error: Any, message: str) -> None:
@@ -101,7 +133,7 @@ def test_a_cache_on_another_device_is_named(name: str) -> None:
     given |= dict.fromkeys(("rotary_cos", "rotary_sin"), torch.zeros(8, 4))
     given |= {"cache_seqlens": torch.tensor([0, 0]), "block_table": torch.zeros(2, 1).int()}
     given[name] = elsewhere("cuda:0", given[name])
-    with pytest.raises(ValueError, match=f"{name} is on cuda:0"):
+    with pytest.raises(ValueError, match=f"{name} must be on .*; got a tensor on cuda:0"):
         flash_attn_with_kvcache(**given)
 
 

@@ -312,7 +312,7 @@ def test_a_cache_has_no_gradient() -> None:
 
 
 def test_rows_of_another_rank_are_named() -> None:
-    with pytest.raises(ValueError, match=r"q must have shape \(B, N, H, D\) or.* got \(8, 16\)"):
+    with pytest.raises(ValueError, match=r"q must have shape \(B, N, H, D\), or.* got \(8, 16\)"):
         flash.flash_attn_func(*torch.zeros(3, 8, 16))
 
 

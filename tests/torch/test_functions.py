@@ -421,7 +421,7 @@ def test_what_is_no_function_is_named(name: str, value: Any) -> None:
             r"^aux\[0\] must hold .*; got dtype complex64",
         ),
         ({"aux": ()}, r"^score_mod has the parameters \(s, b, h, i, j, t\)"),
-        ({"block_mask": Slope()}, "^`block_mask` must be a tileattn.BlockMask; got Slope"),
+        ({"block_mask": Slope()}, "^block_mask must be a tileattn.BlockMask; got Slope"),
     ],
 )
 def test_wrong_arguments_are_named(changed: dict[str, Any], message: str) -> None:

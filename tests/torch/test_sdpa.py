@@ -168,7 +168,7 @@ def test_causal_biases(kind: str, sizes: tuple[int, int]) -> None:
         torch.testing.assert_close(x, y)
     for wrong in ({"attn_mask": getattr(biases, kind)(5, 9)}, {"is_causal": True}):
         with pytest.raises(
-            ValueError, match=r"(attn_mask is a CausalBias of shape|is_causal must be False)"
+            ValueError, match=r"(attn_mask must be a CausalBias of|is_causal must be False)"
         ):
             scaled_dot_product_attention(
                 *tensors, **({"attn_mask": bias, "enable_gqa": True} | wrong)
@@ -375,7 +375,11 @@ Q, K = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8)
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ((Q, K, K), {}, "query has shape .*enable_gqa=True"),
+        (
+            (Q, K, K),
+            {},
+            "query, key and value must have .* broadcast; got shapes .*enable_gqa=True",
+        ),
         (
             (Q, Q, Q),
             {"attn_mask": torch.ones(5, 5) > 0, "is_causal": True},
@@ -388,7 +392,7 @@ Q, K = torch.zeros(2, 4, 5, 8), torch.zeros(2, 2, 7, 8)
         ),
         ((Q[0, 0, 0], Q, Q), {}, r"query must have shape .*; got \(8,\)"),
         ((Q, [1], Q), {}, "key must be a torch.Tensor; got list"),
-        ((Q, Q.to("meta"), Q), {}, "key is on meta"),
+        ((Q, Q.to("meta"), Q), {}, "key must be on the device of query, cpu; got a tensor on meta"),
         ((Q, Q, Q.to_sparse()), {}, "value must be .*; got layout torch.sparse_coo"),
         ((Q, Q, Q), {"dropout_p": 1.5}, "dropout_p must be .*; got 1.5"),
         ((Q, Q, Q), {"dropout_p": None}, "dropout_p must be a number; got None"),

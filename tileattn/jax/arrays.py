@@ -1,4 +1,4 @@
-"""The arrays of a call, as JAX's; what is no array is refused by its name."""
+"""Check the arrays of a call, and convert them to JAX arrays."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,18 +13,18 @@ from tileattn.messages import must_be
 from tileattn.validation import refuse_masked
 
 Arrays = dict[str, Any]
-"""Arrays by their names; ``aux`` is a tuple of them."""
+"""Arrays by name; ``aux`` is a tuple of arrays."""
 
 TRACED = frozenset((*ARRAYS, *INTEGERS, *options_with(value="arrays")))
 """Options that may be traced."""
 
-_INTEGERS = "an integer, a sequence of integers, or an array of them of JAX or NumPy"
-_ARRAY = "an array of JAX or NumPy"
-_OF_NUMPY = np.ndarray | np.generic
+_INTEGERS = "an integer, or a sequence or JAX or NumPy array of integers"
+_ARRAY = "a JAX or NumPy array"
+_NUMPY = np.ndarray | np.generic
 
 
 def arrays_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Arrays:
-    """Convert the arrays of a call to JAX's; return them by name."""
+    """Convert the arrays of a call to JAX arrays; return them by name."""
     given = dict(zip(ROWS, (q, k, v), strict=True))
     given |= {name: x for name, x in options.items() if name in TRACED and x is not None}
     return {
@@ -36,7 +36,7 @@ def arrays_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Arrays:
 
 
 def holds_arrays_of_jax(x: Any) -> bool:
-    """Return True for an array of JAX, traced or not, and a sequence that contains one."""
+    """Return True for a JAX array, traced or not, and for a sequence that contains one."""
     if isinstance(x, list | tuple):
         return any(map(holds_arrays_of_jax, x))
     return isinstance(x, jax.Array) or (
@@ -48,32 +48,32 @@ def _integers(name: str, x: Any) -> jax.Array:
     if holds_arrays_of_jax(x):
         return _converted(name, x, _INTEGERS)
     found = as_integers(name, x, _INTEGERS)
-    if not isinstance(found, _OF_NUMPY):
+    if not isinstance(found, _NUMPY):
         raise TypeError(must_be(name, _INTEGERS, x))
     return _converted(name, found, _INTEGERS)
 
 
 def _array(name: str, x: Any) -> jax.Array:
     refuse_masked(name, x)
-    of_numpy = isinstance(x, _OF_NUMPY) and not isinstance(x, np.matrix)
+    of_numpy = isinstance(x, _NUMPY) and not isinstance(x, np.matrix)
     if isinstance(x, list | tuple) or not (of_numpy or holds_arrays_of_jax(x)):
         raise TypeError(must_be(name, _ARRAY, x, f"jax.numpy.asarray({name}) makes one"))
     return _converted(name, x, _ARRAY)
 
 
 def _converted(name: str, x: Any, what: str) -> jax.Array:
-    """Make an array of JAX's, which has no 64 bits by default: integers must fit what it has."""
+    """Make a JAX array; JAX cuts 64-bit integers to 32 bits by default, so they must fit."""
     try:
         found = jax.numpy.asarray(x)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(must_be(name, what, x)) from None
-    if not isinstance(found.dtype, np.dtype):  # the keys of random numbers
+    if not isinstance(found.dtype, np.dtype):  # JAX's keys of random numbers
         raise TypeError(must_be(name, what, x))
-    if isinstance(x, _OF_NUMPY) and x.dtype.kind in "iu" and x.dtype != found.dtype:
+    if isinstance(x, _NUMPY) and x.dtype.kind in "iu" and x.dtype != found.dtype:
         values, limits = np.asarray(x), np.iinfo(found.dtype)
         for wrong in values[(values < limits.min) | (values > limits.max)].flat:
             raise ValueError(
-                f"{name} must hold integers of {found.dtype}, which JAX makes of {x.dtype}; got "
-                f"{wrong} (jax.config.update('jax_enable_x64', True) keeps 64 bits)"
+                f"{name} must hold integers that fit in {found.dtype}, to which JAX converts "
+                f"{x.dtype}; got {wrong} (jax.config.update('jax_enable_x64', True) keeps 64 bits)"
             )
     return found

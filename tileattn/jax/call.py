@@ -1,4 +1,4 @@
-"""The static part of a call: checked when the program is traced, and compiled into it."""
+"""The static part of a call: it is checked while JAX traces, and compiled into the program."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from tileattn.jax.arrays import TRACED, holds_arrays_of_jax
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The options that are not arrays: equal ones share a compiled program.
+    """The options that are not arrays; equal calls share a compiled program.
 
-    Functions among them are expressions, so that nothing of the caller's lives on in a program.
+    Functions are expressions, so that a compiled program keeps no object of the caller alive.
     """
 
     backend: str
@@ -31,7 +31,7 @@ class Call:
 
 
 def call_of(arrays: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> Call:
-    """Check a call by what is known of its arrays: shapes, dtypes, and integers of the host."""
+    """Check a call by the shapes and dtypes of its arrays, and by integers on the host."""
     check_names(options)
     check_name(backend)
     fixed = {name: _fixed(name, x) for name, x in options.items() if name not in TRACED}
@@ -51,11 +51,11 @@ def call_of(arrays: Mapping[str, Any], backend: str, options: Mapping[str, Any])
 
 
 def _fixed(name: str, x: Any) -> Any:
-    """Return an option that is compiled into the program; a number may be in an array."""
+    """Return an option that is compiled into the program; a number may be a JAX array."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
-            f"{name} must be a value of Python, as a part of the compiled program; got a traced "
-            "array (close over the value, or name it in static_argnames of jax.jit)"
+            f"{name} must be a Python value: it is compiled into the program; got a traced array "
+            "(close over the value, or name it in static_argnames of jax.jit)"
         )
     in_array = name in NUMBERS and isinstance(x, jax.Array) and isinstance(x.dtype, np.dtype)
     return np.asarray(x) if in_array else x
@@ -71,12 +71,12 @@ def _plain(name: str, x: Any, problem: Problem) -> Any:
 
 
 def _stand_in(x: Any) -> NDArray[Any]:
-    """Make an array of the same shape and dtype, without memory of its own."""
+    """Make a NumPy array of the same shape and dtype that takes no memory."""
     return np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
 
 def _array(name: str, x: Any, arrays: Mapping[str, Any]) -> Any:
-    """Stand in for an array; integers whose values are checked have some that are right."""
+    """Stand in for an array; stand-ins of offsets are valid, because their values are checked."""
     rows = arrays["q" if name.endswith("q") else "k"]
     if name.startswith("cu_seqlens") and x.ndim == 1 and x.size and rows.ndim > 1:
         total = rows.shape[-2]

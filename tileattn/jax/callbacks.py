@@ -1,4 +1,4 @@
-"""Calls of the library from a compiled program."""
+"""Both passes of a call, as callbacks from a compiled program to the library."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from tileattn.jax.arrays import Arrays
 from tileattn.jax.call import Call
 from tileattn.jax.host_call import called
 
-_AS_MADE = sorted(DIFFERENTIABLE, key=lambda name: name != "aux")
-"""Gradients in the order in which the library allocates them: those of aux first."""
+_ALLOCATED = sorted(DIFFERENTIABLE, key=lambda name: name != "aux")
+"""Names of the gradients in the order in which the library allocates them: aux comes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """Both passes of a call, by one callback each."""
+    """Both passes of a call; each is one callback."""
 
     call: Call
 
@@ -32,8 +32,8 @@ class Callbacks:
     def backward(
         self, arrays: Arrays, out: Any, lse: Any, dout: Any, dlse: Any, wanted: frozenset[str]
     ) -> Mapping[str, Any]:
-        """Compute the gradients that are wanted, by the names of their arrays."""
-        names = tuple(name for name in _AS_MADE if name in wanted)
+        """Compute the wanted gradients; return them by the names of their arrays."""
+        names = tuple(name for name in _ALLOCATED if name in wanted)
         if not names:
             return {}
         like = [arrays[name] for name in names]
@@ -82,14 +82,14 @@ class _Backward:
 
 
 def _rows(given: Arrays) -> tuple[Any, Any, Any, Arrays]:
-    """Return q, k, v and the options."""
+    """Split the arrays into q, k, v and options."""
     others = dict(given)
     q, k, v = (others.pop(name) for name in "qkv")
     return q, k, v, others
 
 
 def _whole(x: Any, found: Any) -> Any:
-    """Fill in zeros where arrays of ``aux`` have no gradient."""
+    """Replace absent gradients of ``aux`` by zeros."""
     if isinstance(x, tuple):
         return tuple(np.zeros_like(y) if dy is None else dy for y, dy in zip(x, found, strict=True))
     return found

@@ -1,6 +1,6 @@
-"""A program's arrays on a GPU as arrays of the library: without copies, on XLA's stream.
+"""A program's arrays on a GPU as the library's arrays, without copies, on XLA's stream.
 
-XLA provides the memory of a call. It is reused in the order of the stream.
+XLA provides the memory of a call, and reuses it in stream order.
 """
 
 import math
@@ -21,11 +21,10 @@ def _memory() -> ExternalMemory:
 
 
 class Memory(ExitStack):
-    """Within it the library computes on the program's device and stream, in XLA's memory.
+    """Context in which the library computes on the program's device and stream, in XLA's memory.
 
-    XLA allocates a program's results before the call. An allocation of the call takes the place of
-    a result of its size that is left. So a result that is allocated before others of its size is
-    computed in its place.
+    XLA allocates a program's results before the call. An allocation of the library gets the memory
+    of the first unused result of its size, so that most results are computed in place.
     """
 
     def __init__(self, frame: Frame) -> None:
@@ -49,11 +48,11 @@ class Memory(ExitStack):
         return self._external.array(address, nbytes, shape, dtype, None, None, self._device)
 
     def offer(self, results: Sequence[Any]) -> None:
-        """Let later allocations take the places of results."""
+        """Let later allocations use the memory of results."""
         self._left = list(results)
 
     def place(self, found: Sequence[Any], results: Sequence[Any]) -> None:
-        """Copy results that are not in their places. One may be in the place of another."""
+        """Copy results that are not in place; one may occupy the memory of another."""
         at = self._external.address_of
         pairs = zip(found, results, strict=True)
         moved = [(result, x.copy()) for x, result in pairs if at(x) != at(result)]

@@ -1,4 +1,4 @@
-"""The rule of differentiation: what any way of computing attention has as a function of JAX."""
+"""The differentiation rule that calls on one device and on a ring share."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -8,14 +8,16 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from tileattn.call.options import DIFFERENTIABLE
+from tileattn.call.options import ARRAYS, DIFFERENTIABLE
 from tileattn.errors import UnsupportedError
 from tileattn.jax.arrays import Arrays
 from tileattn.jax.partition import sharded_as
 
+_WITHOUT_GRADIENT = {*ARRAYS} - {*DIFFERENTIABLE}
+
 
 class Passes(Protocol):
-    """Both passes of a call; hashable, and equal where the compiled programs are."""
+    """Both passes of a call; hashable, and equal if they may share a compiled program."""
 
     def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         """Compute the output and the logsumexp."""
@@ -23,7 +25,7 @@ class Passes(Protocol):
     def backward(
         self, arrays: Arrays, out: Any, lse: Any, dout: Any, dlse: Any, wanted: frozenset[str]
     ) -> Mapping[str, Any]:
-        """Compute the gradients that are wanted, by the names of their arrays."""
+        """Compute the wanted gradients; return them by the names of their arrays."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -33,11 +35,13 @@ def differentiable(passes: Passes, arrays: Arrays) -> tuple[jax.Array, jax.Array
 
 
 def _forward(passes: Passes, primals: Any) -> Any:
-    """Compute both passes' common part; primals say which of them are differentiated."""
-    if primals.get("alibi_slopes") is not None and primals["alibi_slopes"].perturbed:
-        raise UnsupportedError(
-            "alibi_slopes has no gradient; jax.lax.stop_gradient(alibi_slopes) leaves it out"
-        )
+    """Run the forward pass; ``perturbed`` of a primal is True if its gradient is wanted."""
+    for name in primals.keys() & _WITHOUT_GRADIENT:
+        if primals[name].perturbed:
+            raise UnsupportedError(
+                f"{name} must not be differentiated: it has no gradient; "
+                f"jax.lax.stop_gradient({name}) treats it as a constant"
+            )
     arrays = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
     wanted = {
         name
@@ -78,7 +82,7 @@ def _gradient(x: jax.Array, found: Any) -> Any:
 
 @jax.tree_util.register_static
 class _Static:
-    """Names that go with residuals."""
+    """Names among the residuals, which must be arrays or static."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names

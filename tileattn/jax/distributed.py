@@ -1,4 +1,4 @@
-"""The call inside ``shard_map``, on a sequence that the devices of an axis share."""
+"""``tileattn.jax.ring_attention``: inside ``shard_map``, on a sequence that devices share."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tileattn.jax.differentiation import differentiable
 from tileattn.jax.manual_axes import axes_of, varying
 from tileattn.jax.ring import LAYOUTS, Ring
 from tileattn.results import Attention
-from tileattn.validation import check_flags
+from tileattn.validation import check_flags, must_be
 
 _BY_INDEX = [x for x in options_with(by_index=True, shared=True) if x not in INTEGERS]
 _PLACES = options_with(role="place", shared=True)
@@ -40,7 +40,7 @@ def ring_attention(
 ) -> Any:
     """Exact attention over a sequence that the devices of a mesh axis share.
 
-    It is for ``jax.shard_map``, where each device calls it with its part of the sequence, and is
+    Each device calls it inside ``jax.shard_map`` with its part of the sequence. It is
     differentiable in q, k, v, bias, sinks and aux.
 
     Parameters
@@ -60,11 +60,11 @@ def ring_attention(
     backend : str
         As for ``tileattn.forward``; it computes the blocks.
     **options
-        Those of ``tileattn.forward``, the same on all devices of the axis. Indices, positions and
-        lengths are those of the whole sequence. ``bias`` and ``mask`` have the rows of this
-        device's queries, and all keys in their order. ``block_mask``, ``tree_mask``, packed
-        sequences and pages are not supported; ``mask_mod`` is. What may be traced is as for
-        ``tileattn.jax.attention``.
+        The options of ``tileattn.forward``, the same on all devices of the axis. Indices, positions
+        and lengths refer to the whole sequence. ``bias`` and ``mask`` have the rows of this
+        device's queries, and all keys in order. ``block_mask``, ``tree_mask``, ``prefix``, packed
+        sequences and pages are not supported; ``mask_mod`` is. The same options as in
+        ``tileattn.jax.attention`` may be traced.
 
     Returns
     -------
@@ -74,19 +74,19 @@ def ring_attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument is not as described, or no axis of this name is mapped where the call is
-        written; the message names it.
+        If an argument is not as described, or the call is not inside ``jax.shard_map`` over this
+        axis; the message names it.
     UnsupportedError
-        For an option that is not supported, an array on a device that is neither a CPU nor an
-        NVIDIA GPU, or the gradient of ``alibi_slopes``.
+        If an option is not supported, an array is on a device other than CPUs and NVIDIA GPUs, or
+        ``alibi_slopes`` is differentiated.
 
     Notes
     -----
     Keys and values travel in their dtype, by ``jax.lax.ppermute``, and no further than windows
-    reach. Blocks that a causal mask, window or length leaves empty are not computed. Partial
-    results and gradients are kept in the accumulation dtype, and rounded once. All axes of the mesh
-    must be manual, as for any callback, and JAX wants the mapped function under ``jax.jit``. Traced
-    lengths beyond the sequence count as its length.
+    reach. Blocks without a visible pair, by causal mask, window or length, are not computed.
+    Partial results and gradients are kept in the accumulation dtype, and rounded once. As for any
+    callback all axes of the mesh must be manual, and the mapped function must be under ``jax.jit``.
+    Traced lengths beyond the sequence count as its length.
 
     References
     ----------
@@ -140,24 +140,25 @@ def _size(axis_name: Any) -> int:
         return int(jax.lax.axis_size(axis_name))
     except NameError:
         raise ValueError(
-            f"axis_name is {axis_name!r}, and no axis of this name is mapped here; ring_attention "
-            "is called inside jax.shard_map over a mesh that has it"
+            f"axis_name must be an axis of jax.shard_map's mesh; got {axis_name!r} (ring_attention "
+            "must be called inside jax.shard_map)"
         ) from None
 
 
 def _check_layout(layout: Any, arrays: Arrays) -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; accepted are {', '.join(map(repr, LAYOUTS))}")
+        raise ValueError(must_be("layout", " or ".join(map(repr, LAYOUTS)), layout))
     for name in "qk":
         n = arrays[name].shape[-2]
         if layout == "zigzag" and n % 2:
             raise ValueError(
-                f"{name} has {n} tokens on each device; layout='zigzag' accepts an even number"
+                f"{name} must have an even number of tokens on each device with layout='zigzag'; "
+                f"got {n}"
             )
 
 
 def _whole(x: Any, size: int) -> Any:
-    """Stand in for what all devices hold together."""
+    """Describe the array that all devices hold together."""
     shape = x.shape if x.ndim < 2 else (*x.shape[:-2], x.shape[-2] * size, x.shape[-1])
     return jax.ShapeDtypeStruct(shape, x.dtype)
 
@@ -177,7 +178,7 @@ def _places(options: Mapping[str, Any], arrays: Arrays, size: int) -> dict[str, 
 
 
 def _steps(ring: Ring, arrays: Arrays, places: Mapping[str, Any]) -> int:
-    """Count the devices that keys visit, at most; all where lengths or offsets are traced."""
+    """Count the devices that keys visit, at most; all devices if lengths or offsets are traced."""
     if any(isinstance(x, jax.core.Tracer) for x in places.values()):
         return ring.size
     Nq, Nk = (arrays[name].shape[2] for name in "qk")

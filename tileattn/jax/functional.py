@@ -1,4 +1,4 @@
-"""The call on JAX arrays."""
+"""``tileattn.jax.attention``: check a call on JAX arrays, and hand it on."""
 
 from typing import Any
 
@@ -38,8 +38,8 @@ def attention(
     backend : str
         As for ``tileattn.forward``.
     **options
-        Those of ``tileattn.forward``. Arrays are JAX's or NumPy's. Arrays, lengths and offsets may
-        be traced; the others are part of the compiled program.
+        The options of ``tileattn.forward``. Arrays are JAX or NumPy arrays. Arrays, lengths and
+        offsets may be traced; other options are compiled into the program.
 
     Returns
     -------
@@ -49,16 +49,16 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument is not as described; the message names it. Where it depends on values of
-        JAX's arrays, the compiled program raises an error of JAX with this message.
+        If an argument is not as described; the message names it. If only the values of a JAX
+        array are wrong, the compiled program raises a JAX error with this message.
     UnsupportedError
-        If no backend supports the call, an array is on another device, or the gradient of
-        ``alibi_slopes`` is asked for.
+        If no backend supports the call, an array is on another device, or ``alibi_slopes`` is
+        differentiated.
 
     Notes
     -----
-    The program calls the library, which reads its memory as NumPy or CuPy arrays; on a GPU it
-    computes on XLA's stream, without copies. Only the gradients that are needed are computed. Under
+    The compiled program calls the library on its own memory, as NumPy or CuPy arrays; on a GPU the
+    call runs on XLA's stream, without copies. Only the gradients that JAX needs are computed. Under
     ``vmap`` there is a call for each element, all with the same seed.
 
     Examples

@@ -1,4 +1,4 @@
-"""The function that compiled programs call: it runs one of Python on their arrays."""
+"""The C function that compiled programs call: it runs a Python function on their arrays."""
 
 import atexit
 import ctypes
@@ -21,7 +21,7 @@ from tileattn.jax import cuda
 from tileattn.jax.xla_ffi import HANDLER, Frame
 
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
-"""Where programs can call, by JAX's names; and XLA's."""
+"""Platforms whose programs can call: JAX's name to XLA's name."""
 
 Spec = tuple[tuple[int, ...], np.dtype[Any]]
 """Shape and dtype."""
@@ -29,27 +29,27 @@ Spec = tuple[tuple[int, ...], np.dtype[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A function of arrays, and the shapes and dtypes of what it takes and gives."""
+    """A function of arrays, and the shapes and dtypes of its arguments and results."""
 
     function: Callable[..., Sequence[Any]]
     arguments: tuple[Spec, ...]
     results: tuple[Spec, ...]
 
 
-# Compiled programs know calls by numbers. JAX may keep programs for other processes, in which these
-# numbers must mean nothing.
+# Compiled programs refer to calls by number. JAX may cache programs on disk for other processes, in
+# which these numbers must be invalid: they start at a random number.
 _numbers = count(secrets.randbits(62))
 _calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
 # A program may still run after its last reference is gone.
 _latest: deque[Call] = deque(maxlen=1024)
 
-_NAP, _QUIET = 0.01, 2  # at exit: seconds between two looks, and looks that find no call running
-_DEADLINE = 30.0  # seconds: a call that hangs, as one that waits for a dead rank, never ends
+_NAP, _QUIET = 0.01, 2  # at exit: seconds between checks, and checks in a row without a call
+_DEADLINE = 30.0  # seconds at exit; a call may hang, for example waiting for a dead rank
 _running = set[object]()
 
 
 def number_of(call: Call) -> int:
-    """Return a number for a call, which stays valid while the call lives."""
+    """Give a call a number, which is valid while the call lives."""
     number = next(_numbers)
     _calls[number] = call
     _latest.append(call)
@@ -70,17 +70,17 @@ def target(platform: str) -> str:
 def _finish(platform: str) -> None:
     """Wait for the programs of a platform before the interpreter ends.
 
-    A thread of XLA's that calls Python while the interpreter ends is ended by Python. XLA's client
-    would wait for this thread for good as it is deleted. Programs whose results nobody has cannot
-    be waited for, so the client of the CPU is never deleted, and no client whose calls still run
-    after a deadline.
+    Python kills a thread that calls it while the interpreter ends, and XLA's client would then wait
+    for that thread forever when it is deleted. A program whose results were dropped cannot be
+    waited for. So the CPU client is never deleted, nor is a client whose calls still run after the
+    deadline.
     """
     try:
         arrays, devices = jax.live_arrays(platform), jax.local_devices(backend=platform)
-    except RuntimeError:  # programs were compiled for devices that are not here
+    except RuntimeError:  # programs were compiled for devices that this machine lacks
         return
     for x in arrays:
-        with suppress(Exception):  # of a program that has failed, or an array that is deleted
+        with suppress(Exception):  # the program has failed, or the array was deleted
             x.block_until_ready()
     quiet, end = 0, time.monotonic() + _DEADLINE
     while quiet < _QUIET and time.monotonic() < end:
@@ -99,7 +99,7 @@ def _on_host(call: Call, frame: Frame) -> None:
 
 
 def _host_array(address: int, spec: Spec) -> Any:
-    """View memory of the host as an array."""
+    """View host memory as an array."""
     shape, dtype = spec
     if 0 in shape:
         return np.empty(shape, dtype)
@@ -119,7 +119,7 @@ def _on_cuda(call: Call, frame: Frame) -> None:
 
 
 def _handler(run: Callable[[Call, Frame], None]) -> Any:
-    """Make a handler; nothing may leave it but an error of XLA's."""
+    """Make a handler; it turns every exception into an XLA error."""
 
     def handle(pointer: Any) -> int | None:
         frame, call = Frame(pointer.contents), object()

@@ -1,8 +1,8 @@
 """A primitive that calls a function of arrays from a compiled program.
 
-The function gets the program's own memory: NumPy arrays on the CPU, CuPy arrays on a GPU. With
-``jax.pure_callback`` it would get copies, which the threads that run the devices make; and where
-each of these waits in a callback, none is left to copy.
+The function gets the program's own memory: NumPy arrays on the CPU, CuPy arrays on a GPU.
+``jax.pure_callback`` would pass copies, which the device threads make; if all of these wait in
+callbacks, none is left to copy, and the program hangs.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from tileattn.jax.handler import PLATFORMS, Call, number_of, target
 from tileattn.jax.manual_axes import axes_of, varying
 from tileattn.jax.partition import partition_of, partitioned, typed
 
-_KNOWN = " and ".join(map(repr, PLATFORMS))
+_KNOWN = " or ".join(map(repr, PLATFORMS))
 
 
 def called(on_host: Callable[..., Any], shapes: Any, *given: Any) -> Any:
@@ -38,7 +38,7 @@ def called(on_host: Callable[..., Any], shapes: Any, *given: Any) -> Any:
 
 @dataclass(frozen=True)
 class _OnArrays:
-    """A function of trees, as one of their leaves that gives leaves."""
+    """A function of trees as a function of their leaves, which returns leaves."""
 
     on_host: Callable[..., Any]
     tree: Any
@@ -71,8 +71,8 @@ def _lowered(context: Any, *arrays: Any, on_arrays: Callable[..., Any], shapes: 
     for platform in context.platforms or context.module_context.platforms:
         if platform not in PLATFORMS:
             raise UnsupportedError(
-                f"an array is on {platform!r}, and tileattn.jax runs on {_KNOWN}; nothing is "
-                "copied there by itself: jax.device_put(x, jax.devices('cpu')[0]) does it"
+                f"arrays must be on {_KNOWN}; got arrays on {platform!r} "
+                "(jax.device_put(x, jax.devices('cpu')[0]) copies one to the CPU)"
             )
         name = target(platform)
     partition = partition_of(on_arrays, context.avals_in, shapes)
@@ -88,7 +88,7 @@ def _lowered(context: Any, *arrays: Any, on_arrays: Callable[..., Any], shapes: 
 
 
 def _has_many_devices(axis_context: Any) -> bool:
-    """Return True if XLA partitions a program over a known mesh; not so inside shard_map."""
+    """Return True if XLA partitions the program over a known mesh; False inside shard_map."""
     devices = getattr(axis_context, "device_assignment", None)
     mesh = getattr(axis_context, "abstract_mesh", None)
     return devices is not None and len(devices) > 1 and mesh is not None
@@ -97,7 +97,7 @@ def _has_many_devices(axis_context: Any) -> bool:
 def _on_device(
     name: str, on_arrays: Callable[..., Any], kept: list[Call], shapes: Sequence[Any]
 ) -> Callable[..., Sequence[Any]]:
-    """Return the call of one device, which lives as long as ``kept``."""
+    """Return the call of one device; ``kept`` keeps it alive."""
 
     def run(*arrays: Any) -> Sequence[Any]:
         call = Call(on_arrays, tuple(map(_spec, arrays)), tuple(map(_spec, shapes)))
@@ -116,7 +116,7 @@ def _spec(aval: Any) -> Any:
 
 
 def _batched(arrays: Any, axes: Any, **more: Any) -> Any:
-    """Call for each element of a batch, one after the other."""
+    """Call the function for each element of a batch, one after another."""
     mapped = {
         n: jax.numpy.moveaxis(x, axis, 0)
         for n, (x, axis) in enumerate(zip(arrays, axes, strict=True))
@@ -131,11 +131,11 @@ def _batched(arrays: Any, axes: Any, **more: Any) -> Any:
 
 
 def _differentiated(*_: Any, **__: Any) -> Any:
-    raise UnsupportedError("tileattn.jax does not support second derivatives")
+    raise UnsupportedError("tileattn.jax.attention does not support second derivatives")
 
 
-with suppress(ImportError, AttributeError):  # without it arrays are gathered
-    # A program's devices are known at lowering only if some primitive asks for them.
+with suppress(ImportError, AttributeError):  # without it, sharded arrays are gathered
+    # JAX passes a program's devices to the lowering only of primitives in this set.
     dispatch = importlib.import_module("jax._src.dispatch")
     dispatch.prim_requires_devices_during_lowering.add(host_call)
 host_call.def_abstract_eval(_shapes)

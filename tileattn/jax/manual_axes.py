@@ -1,4 +1,4 @@
-"""Axes of a mesh over which arrays vary inside ``shard_map``: what a callback returns has none."""
+"""Mesh axes over which arrays vary inside ``shard_map``: JAX does not know them for callbacks."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import jax
 
 
 def axes_of(tree: Any) -> frozenset[str]:
-    """Return the axes over which some array varies."""
+    """Return the axes over which at least one array varies."""
     found: frozenset[str] = frozenset()
     return found.union(*map(_axes, jax.tree.leaves(tree)))
 
 
 def varying(tree: Any, axes: frozenset[str]) -> Any:
-    """Let arrays vary over axes; the transpose sums over those that are new to an array."""
+    """Let arrays vary over axes; the transpose sums over the axes that are new to an array."""
 
     def cast(x: Any) -> Any:
         return jax.lax.pcast(x, tuple(sorted(axes - _axes(x))), to="varying")
@@ -22,6 +22,6 @@ def varying(tree: Any, axes: frozenset[str]) -> Any:
 
 def _axes(x: Any) -> frozenset[str]:
     kind = jax.typeof(x)
-    # JAX has renamed the attribute.
+    # Newer versions of JAX have renamed the attribute.
     axes = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return frozenset(axes)

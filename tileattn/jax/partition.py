@@ -1,8 +1,8 @@
-"""Calls on arrays that are sharded over the batch or the heads: each device computes its own part.
+"""Calls on arrays that are sharded over the batch or the heads: each device computes its part.
 
-A call is partitioned if no result depends on the indices of batch entries and heads themselves:
-dropout, functions and block masks count from the first. The arrays of other calls are gathered. All
-are gathered along the axes of tokens and of head dimensions.
+A call is partitioned if no result depends on the indices of batch entries and heads: dropout,
+functions and block masks do. The arrays of other calls are gathered. Axes of tokens and of head
+dimensions are always gathered.
 """
 
 import importlib
@@ -26,14 +26,14 @@ Roles = tuple[str | None, ...]
 """Roles of the axes of an array: ``"b"``, batch; ``"h"`` and ``"g"``, heads of q and of k."""
 
 Axes = Mapping[str, tuple[str, ...]]
-"""Axes of the mesh that share the batch, and those that share the heads."""
+"""Mesh axes over which the batch is sharded (``"b"``), and the heads (``"heads"``)."""
 
 _FREE = frozenset(
     name
     for name, x in OPTIONS.items()
     if x.value in ("number", "integer", "flag", "window") and not x.by_index
 )
-"""Options that mean the same for each batch entry and head."""
+"""Static options that mean the same for each batch entry and head."""
 
 _ROLES: dict[str, Roles] = {
     "q": ("b", "h", None, None),
@@ -47,7 +47,7 @@ _ROLES: dict[str, Roles] = {
         if x.axes and "." not in x.axes
     },
 }
-"""By name of the array; leading axes may be left out."""
+"""Roles by name of the array; leading axes may be left out."""
 
 _SHARED_BY = {"b": "b", "h": "heads", "g": "heads"}
 _PER_ROW = ("q", "k", "v", "out", "lse")  # arrays that lack the same leading axes
@@ -60,9 +60,9 @@ class Partition:
     Parameters
     ----------
     operands, results : tuple of Roles
-        Those of each array.
+        Roles of the axes of each array.
     sizes : mapping of str to int
-        How long an axis of each role is.
+        Length of the axes of each role.
     """
 
     operands: tuple[Roles, ...]
@@ -70,7 +70,7 @@ class Partition:
     sizes: Mapping[str, int]
 
     def rule(self) -> SdyShardingRule:
-        """Return the rule that derives shardings of arrays from one another."""
+        """Return the rule by which XLA propagates shardings between the arrays."""
         are_equal, whole = self.sizes["h"] == self.sizes["g"], list[str]()  # as they appear
 
         def factor(role: str | None) -> str:
@@ -86,7 +86,7 @@ class Partition:
         return SdyShardingRule(operands, results, need_replication_factors=tuple(whole))
 
     def axes(self, mesh: Mapping[str, int], specs: Sequence[Any]) -> Axes:
-        """Choose the axes of a mesh, of these sizes, by the shardings of the operands."""
+        """Choose mesh axes for batch and heads from the shardings of the operands."""
         found: dict[str, tuple[str, ...]] = {"b": (), "heads": ()}
         for roles, spec in zip(self.operands, specs, strict=True):
             for role, entry in zip(roles, spec, strict=False):
@@ -106,7 +106,7 @@ class Partition:
 
     @staticmethod
     def summed(roles: Roles, axes: Axes) -> tuple[str, ...]:
-        """List the axes over which a result is summed that each device has a part of."""
+        """List the mesh axes over which the devices' parts of a result are summed."""
         own = {_SHARED_BY[role] for role in roles if role is not None}
         return tuple(x for name, those in axes.items() if name not in own for x in those)
 
@@ -120,7 +120,7 @@ def partition_of(on_arrays: Any, avals: Sequence[Any], shapes: Sequence[Any]) ->
     used = {name for name, x in options.items() if not (x is None or x is False or x == 0)}
     if not used <= _FREE or not {*names, *results} <= _ROLES.keys():
         return None
-    # A result that is an operand's gradient has its name and shape.
+    # A gradient has the name and the shape of its operand.
     known = {name: x.shape for name, x in zip((*results, *names), (*shapes, *avals), strict=True)}
     ndim = len(known["q"])
     q, k = ((1,) * (4 - ndim) + known[name] for name in "qk")
@@ -134,7 +134,7 @@ def partition_of(on_arrays: Any, avals: Sequence[Any], shapes: Sequence[Any]) ->
     everywhere = {"b": ("b",), "heads": ("heads",)}
     for roles, x in zip(found, shapes, strict=True):
         if Partition.summed(roles, everywhere) and np.dtype(x.dtype).itemsize < 4:
-            return None  # parts of its sum would be rounded
+            return None  # each part would be rounded before the sum
     return Partition(operands, found, sizes)
 
 
@@ -148,7 +148,7 @@ def _names(tree: Any, count: int) -> tuple[str, ...]:
 
 
 def _roles(name: str, shape: tuple[int, ...], ndim: int, sizes: Mapping[str, int]) -> Roles:
-    """Return the roles of axes with the full length of their role; other axes broadcast."""
+    """Return the roles of an array's axes; None for axes that broadcast."""
     every = _ROLES[name]
     lacking = 4 - ndim if name in _PER_ROW else len(every) - len(shape)
     return tuple(
@@ -180,10 +180,10 @@ def sharded_as(x: jax.Array, found: jax.Array) -> jax.Array:
 def partitioned(
     partition: Partition, shapes: Sequence[Any], made: Callable[[Sequence[Any]], Any]
 ) -> Any:
-    """Return a function that XLA partitions; ``made(shapes)`` makes it for result shapes."""
+    """Return a function that XLA partitions; ``made(shapes)`` makes it for these results."""
 
     def parts(mesh: Any, operands: Any, results: Any) -> Any:
-        """Return the shardings of arrays, and the function that each device runs."""
+        """Return the shardings of the arrays, and the function that each device runs."""
         axes = partition.axes(mesh.shape, [_spec(mesh, x) for x in operands])
         given, found = (
             tuple(NamedSharding(mesh, partition.spec(roles, axes)) for roles in every)
@@ -204,7 +204,7 @@ def partitioned(
         return mesh, on_device, list(found), given
 
     def followed(mesh: Any, operands: Any, _results: Any) -> Any:
-        """Return the shardings of results, for a partitioner that reads no rule."""
+        """Return the shardings of the results, for partitioners that ignore the rule."""
         axes = partition.axes(mesh.shape, [_spec(mesh, x) for x in operands])
         return [NamedSharding(mesh, partition.spec(roles, axes)) for roles in partition.results]
 
@@ -214,9 +214,9 @@ def partitioned(
 
 
 def _spec(mesh: Any, x: Any) -> Any:
-    """Return the sharding of an array; none if it uses a part of a mesh axis."""
+    """Return the sharding of an array; () if it uses a part of a mesh axis."""
     try:
         decode = importlib.import_module("jax._src.sharding_impls").parse_flatten_op_sharding
         return decode(x.sharding._hlo_sharding, mesh)[0]
-    except Exception:  # JAX has no name for its error, and may move what this reads
+    except Exception:  # JAX's error has no public name, and the private names may move
         return ()

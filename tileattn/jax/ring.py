@@ -24,7 +24,7 @@ from tileattn.jax.callbacks import Callbacks
 from tileattn.jax.manual_axes import axes_of, varying
 
 State = tuple[Any, Any]
-"""Output and logsumexp of some queries over the keys so far."""
+"""Output and logsumexp of queries over the keys visited so far."""
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -36,17 +36,17 @@ class Ring:
     Parameters
     ----------
     call : Call
-        Of this device's queries and all keys.
+        The call of this device's queries on all keys.
     axis_name : str
         The axis of the mesh.
     size : int
-        Devices of the axis.
+        Number of devices on the axis.
     layout : str
         Which tokens each device holds.
     window : (int or None, int or None)
         Keys to the left and right; causal is a right side of 0.
     steps : int
-        How many devices the keys of each visit, at most: up to the last that attends to them.
+        Number of devices that keys visit, at most: up to the last device that attends to them.
     """
 
     call: Call
@@ -76,7 +76,7 @@ class Ring:
     def backward(
         self, arrays: Arrays, out: Any, lse: Any, dout: Any, dlse: Any, wanted: frozenset[str]
     ) -> Mapping[str, Any]:
-        """Compute the gradients that are wanted: of this device's arrays, by their names."""
+        """Compute the wanted gradients of this device's arrays; return them by name."""
         rows = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
         sums = {
             name: jax.tree.map(lambda x: jnp.zeros_like(x, dtype=self.wider(x)), arrays[name])
@@ -104,7 +104,7 @@ class Ring:
         }
 
     def visible(self, a: Segment, c: Segment, kv_lengths: Any, q_offset: Any) -> Any:
-        """Return True if lengths and window let some query attend to some key."""
+        """Return True if lengths and window let at least one query attend to a key."""
         (left, right), some = self.window, kv_lengths > c.start
         if left is not None:
             first = a.start + q_offset - left
@@ -114,7 +114,7 @@ class Ring:
         return some.any()
 
     def segments(self, device: Any, n: int) -> list[Segment]:
-        """List which of the tokens a device holds, of n; its number may be traced."""
+        """List the ranges of the n tokens of a device, whose number may be traced."""
         chunks, starts = 1, [device]
         if self.layout == "zigzag":
             chunks, starts = 2, [device, 2 * self.size - 1 - device]
@@ -125,28 +125,28 @@ class Ring:
         ]
 
     def wider(self, x: Any) -> Any:
-        """Return the accumulation dtype of an array."""
+        """Return the dtype in which an array is accumulated."""
         floating = jnp.issubdtype(x.dtype, jnp.floating)
         return jnp.promote_types(x.dtype, self.call.lse[1]) if floating else x.dtype
 
     def _before_last(self, step: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """Run all steps but the last, after which keys do not travel on."""
+        """Run all steps but the last, after which the keys stop."""
         return jax.lax.fori_loop(0, self.steps - 1, step, carry) if self.steps > 1 else carry
 
     def _passed_on(self, tree: Any, shift: int = 1) -> Any:
-        """Send arrays to a device further on, and get those of one further back."""
+        """Pass arrays on by ``shift`` devices, all around the ring."""
         to = [(n, (n + shift) % self.size) for n in range(self.size)]
         return jax.lax.ppermute(tree, self.axis_name, to) if shift % self.size else tree
 
     def _blocks(self, t: Any, arrays: Arrays) -> Iterator[tuple[Segment, Segment, Any]]:
-        """List the blocks of a step: queries, keys, and whether some are attended to."""
+        """Yield the blocks of a step: queries, keys, and True if any pair is visible."""
         device = jax.lax.axis_index(self.axis_name)
         for a in self.segments(device, arrays["q"].shape[2]):
             for c in self.segments((device - t) % self.size, arrays["k"].shape[2]):
                 yield a, c, self.visible(a, c, arrays["kv_lengths"], arrays["q_offset"])
 
     def _attended(self, t: Any, arrays: Arrays, state: State) -> State:
-        """Take in the keys of a step."""
+        """Update the state with the keys of a step."""
 
         def block(state: State, a: Segment, c: Segment) -> State:
             mine: Any = tuple(x[:, :, a.rows] for x in state)
@@ -160,7 +160,7 @@ class Ring:
         return state
 
     def _summed(self, t: Any, arrays: Arrays, rows: tuple[Any, ...], sums: Arrays) -> Arrays:
-        """Add the gradients of a step's blocks."""
+        """Add the gradients of the blocks of a step."""
 
         def block(sums: Arrays, a: Segment, c: Segment) -> Arrays:
             out, lse, dout, *dlse = (x[:, :, a.rows] for x in rows)
@@ -181,7 +181,7 @@ class Ring:
         )
 
     def _block(self, arrays: Arrays, a: Segment, c: Segment) -> Arrays:
-        """Return the arrays of a block's call, without sinks, with shifted lengths and offsets."""
+        """Cut out the arrays of a block, without sinks, and shift lengths and offsets."""
         given = {name: x for name, x in arrays.items() if name != "sinks"}
         given |= {name: cut(given[name]) for name, cut in cuts(a, c).items() if name in given}
         given |= {name: given[name].astype(self.wider(given[name])) for name in "qkv"}
@@ -193,7 +193,7 @@ class Ring:
 
 
 def cuts(a: Segment, c: Segment) -> dict[str, Callable[[Any], Any]]:
-    """Return functions that take a block's part of each array, by name."""
+    """Return functions that cut a block's part out of each array, by name."""
 
     def queries(x: Any) -> Any:
         return x[:, :, a.rows]
@@ -211,7 +211,7 @@ def cuts(a: Segment, c: Segment) -> dict[str, Callable[[Any], Any]]:
 
 
 def added(total: Any, part: Any, cut: Callable[[Any], Any] | None) -> Any:
-    """Add a part of a sum where ``cut`` takes it from; None adds the whole."""
+    """Add a gradient to the part of the sum that ``cut`` cuts out, or to the whole."""
     if cut is None:
         return jax.tree.map(jnp.add, total, part)
     _, pullback = jax.vjp(cut, total)
@@ -219,12 +219,12 @@ def added(total: Any, part: Any, cut: Callable[[Any], Any] | None) -> Any:
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> State:
-    """State of rows without any keys."""
+    """Return the state of queries that have visited no key."""
     return jnp.zeros(shape, dtype), jnp.full(shape[:-1], -jnp.inf, dtype)
 
 
 def merge(one: State, other: State) -> State:
-    """Join results over disjoint sets of keys, as ``tileattn.merge`` does."""
+    """Merge results over disjoint sets of keys, as ``tileattn.merge`` does."""
     lse = jnp.logaddexp(one[1], other[1])
     shift = jnp.where(jnp.isfinite(lse), lse, 0)
     out, more = (x * jnp.exp(y - shift)[..., None] for x, y in (one, other))

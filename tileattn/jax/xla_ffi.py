@@ -1,7 +1,7 @@
-"""XLA's foreign function interface, as far as a handler in Python needs it.
+"""The part of XLA's foreign function interface that a handler in Python needs.
 
-The structures are those of ``xla/ffi/api/c_api.h``, which jaxlib has in ``jax.ffi.include_dir()``;
-new versions add fields at their ends.
+The structures mirror ``xla/ffi/api/c_api.h``, which jaxlib ships in ``jax.ffi.include_dir()``. New
+versions of the interface append fields.
 """
 
 import ctypes
@@ -17,23 +17,23 @@ FUNCTIONS = (
     *("ThreadPool_NumThreads", "Future_Create", "Future_SetAvailable", "Future_SetError"),
     *("RunId_Get", "DeviceOrdinal_Get"),
 )
-"""Pointers to functions that end the structure ``XLA_FFI_Api``, in order."""
+"""Names of the function pointers at the end of the structure ``XLA_FFI_Api``, in order."""
 
 VERSION = (0, 3)
-"""The version of the interface in which these structures are."""
+"""Version of the interface that these structures belong to."""
 
-_MOST_ALIGNED = 16  # that XLA accepts; see `Frame.allocate`
-_ALIGNMENT = 256
+_MOST_ALIGNED = 16  # bytes; the largest alignment that XLA allocates
+_ALIGNMENT = 256  # bytes; what the kernels get
 _METADATA = 1
 _INVALID_ARGUMENT, _INTERNAL = 3, 13
 
 
 def _struct(name: str, *, headed: bool = True, **fields: Any) -> Any:
-    """Make a structure; most begin with their size and a list of extensions."""
+    """Make a ctypes structure; most begin with their size and a list of extensions."""
     head = {"struct_size": c_size_t, "extension": c_void_p} if headed else {}
     made: Any = type(name, (ctypes.Structure,), {"_fields_": [*(head | fields).items()]})
     last = getattr(made, [*fields][-1])
-    made.nbytes = last.offset + last.size  # as XLA counts them: without what pads the end
+    made.nbytes = last.offset + last.size  # XLA counts no padding at the end
     return made
 
 
@@ -88,7 +88,7 @@ class Frame:
         self._api = ctypes.addressof(frame.api.contents)
 
     def answers_metadata(self) -> bool:
-        """Return True if XLA asks only for the handler's version, after filling it in."""
+        """Return True if XLA only requests the handler's metadata, after filling it in."""
         if not self._frame.extension:
             return False
         extension = Extension.from_address(self._frame.extension)
@@ -98,12 +98,12 @@ class Frame:
         found = extension.metadata.contents
         found.version.struct_size = Version.nbytes
         found.version.major, found.version.minor = min(VERSION, (theirs.major, theirs.minor))
-        found.traits = 0  # not for command buffers: a call may allocate, and compile
+        found.traits = 0  # no command buffers: a call may allocate and compile
         return True
 
     @property
     def handle(self) -> int:
-        """The only attribute of the call."""
+        """The number of the call, its only attribute."""
         value: int = self._frame.attributes.at[0].contents.value[0]
         return value
 
@@ -119,7 +119,7 @@ class Frame:
 
     @property
     def stream(self) -> int:
-        """The stream of the device that the program runs on."""
+        """The device stream on which the program runs."""
         return self._call("Stream_Get").stream or 0
 
     @property
@@ -129,23 +129,23 @@ class Frame:
         return ordinal
 
     def allocate(self, nbytes: int) -> tuple[int, tuple[int, int]]:
-        """Allocate memory on the device; give an aligned address, and what `free` takes."""
+        """Allocate device memory; return an aligned address, and the arguments of `free`."""
         size = nbytes + _ALIGNMENT - _MOST_ALIGNED
         data = self._call("DeviceMemory_Allocate", size=size, alignment=_MOST_ALIGNED).data
         return -(-data // _ALIGNMENT) * _ALIGNMENT, (data, size)
 
     def free(self, data: int, size: int) -> None:
-        """Free memory; the next that has it comes later on the stream."""
+        """Free memory; XLA reuses it in stream order."""
         self._call("DeviceMemory_Free", data=data, size=size)
 
     def error(self, error: BaseException) -> int:
-        """Make an error of XLA's of an exception."""
+        """Convert an exception to an XLA error."""
         text = "".join(traceback.format_exception(error))
         code = _INVALID_ARGUMENT if isinstance(error, TypeError | ValueError) else _INTERNAL
         return _called(self._api, "Error_Create", message=text.encode(), code=code)[1]
 
     def _call(self, name: str, **arguments: Any) -> Any:
-        """Call a function of the interface; give the structure with what it has found."""
+        """Call a function of the interface; return the structure that it has filled in."""
         found, error = _called(self._api, name, context=self._frame.context, **arguments)
         if error:
             _raise(self._api, name, error)
@@ -153,7 +153,7 @@ class Frame:
 
 
 def _called(api: int, name: str, **arguments: Any) -> tuple[Any, int]:
-    """Call a function; give the structure with what it has found, and its error or 0."""
+    """Call a function; return the structure that it has filled in, and its error or 0."""
     struct = _STRUCTS[name]
     made = struct(struct_size=struct.nbytes, **arguments)
     return made, _function(api, name)(ctypes.addressof(made)) or 0
@@ -178,8 +178,8 @@ def _function(api: int, name: str) -> Any:
     found, place = Api.from_address(api), FUNCTIONS.index(name)
     if found.struct_size < Api.functions.offset + (place + 1) * ctypes.sizeof(c_void_p):
         raise RuntimeError(
-            f"jaxlib's foreign function interface is version "
-            f"{found.version.major}.{found.version.minor}, which has no {name}; {VERSION[0]}."
-            f"{VERSION[1]} or newer is needed: pip install --upgrade jax"
+            f"jaxlib's foreign function interface must be version {VERSION[0]}.{VERSION[1]} or "
+            f"newer, which has {name}; got {found.version.major}.{found.version.minor} "
+            "(pip install --upgrade jax)"
         )
     return _FUNCTION(found.functions[place])

@@ -1,4 +1,4 @@
-"""Operators on batches of tensors, as ``torch.vmap`` and batched gradients make them."""
+"""Rules of operators for batched tensors: ``torch.vmap`` and batched gradients."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -12,7 +12,7 @@ from tileattn.errors import UnsupportedError
 
 @cache
 def _key(name: str) -> Any:
-    """Look up a key of PyTorch's dispatcher, where it is used: its names are private."""
+    """Look up a dispatch key by its private name, at the first use."""
     return torch._C._dispatch_key_parse(name)
 
 
@@ -22,12 +22,12 @@ def are_gradients_batched() -> bool:
 
 
 def one_by_one(operator: Any) -> Callable[..., Any]:
-    """Make the rule of an operator for ``torch.vmap``: a call for each element of the batch."""
+    """Make a rule for ``torch.vmap`` that calls the operator for each element of the batch."""
 
     def rule(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
         calls = [
             operator(*(_element(n, x, dim) for x, dim in zip(inputs, in_dims, strict=True)))
-            for n in range(max(info.batch_size, 1))  # one says which shapes there would be
+            for n in range(max(info.batch_size, 1))  # an empty batch needs one call for the shapes
         ]
         stacked = [torch.stack(parts)[: info.batch_size] for parts in zip(*calls, strict=True)]
         whole = type(calls[0])(stacked)
@@ -42,11 +42,11 @@ def _element(n: int, x: Any, dim: Any) -> Any:
         return [_element(n, y, d) for y, d in zip(x, dim or [None] * len(x), strict=True)]
     if dim is None or n < x.shape[dim]:
         return x if dim is None else x.select(dim, n)
-    return x.sum(dim, dtype=x.dtype)  # of nothing, with a place in autograd's graph
+    return x.sum(dim, dtype=x.dtype)  # zeros that autograd still connects to x
 
 
 def of_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the same of the batches that ``torch.autograd.grad(is_grads_batched=True)`` makes."""
+    """Make the rule for batches of ``torch.autograd.grad(is_grads_batched=True)``."""
 
     def kernel(*inputs: Any) -> Any:
         tensors = [x for x in tree_leaves(inputs) if _is_batched(x)]
@@ -68,7 +68,7 @@ def _is_batched(x: Any) -> bool:
 
 
 def _whole(x: torch.Tensor, level: int) -> torch.Tensor:
-    """Return all elements of a batch of this level; other tensors become a batch of one."""
+    """Return a batch of this level as a plain tensor; other tensors get an axis of length 1."""
     return torch._remove_batch_dim(x, level, 1, 0)
 
 

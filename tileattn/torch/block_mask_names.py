@@ -1,4 +1,4 @@
-"""Block masks under names that an operator of PyTorch can take."""
+"""Names of block masks: a PyTorch operator takes a string, not an object."""
 
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,17 +12,17 @@ _compiled: dict[str, BlockMask] = {}
 
 
 def name_of(x: Any) -> str:
-    """Name a block mask, for as long as it lives; one in a compiled program lives on."""
+    """Name a block mask. The name is valid while the mask lives; compiled programs keep it."""
     if not isinstance(x, BlockMask):
         raise TypeError(
-            f"`block_mask` must be a tileattn.BlockMask; got {type(x).__name__} "
+            f"block_mask must be a tileattn.BlockMask; got {type(x).__name__} "
             "(BlockMask.from_mask makes one from a boolean array)"
         )
     return _name_in_program(x) if torch.compiler.is_compiling() else _name(x)
 
 
 def block_mask_of(name: str) -> BlockMask:
-    """Look up the block mask of a name."""
+    """Look up a block mask by its name."""
     return _named[name]
 
 

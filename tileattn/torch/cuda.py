@@ -1,7 +1,7 @@
-"""Tensors on a GPU as arrays of the library, and back, or as addresses: without copies.
+"""Tensors on a GPU as the library's arrays or as addresses, without copies.
 
-A call runs on PyTorch's current stream and takes its memory from PyTorch's caching allocator. The
-memory is reused in the order of the stream; during a capture it comes from the pool of the graph.
+A call runs on PyTorch's current stream, in memory of PyTorch's caching allocator. PyTorch reuses
+this memory in stream order; during a capture it comes from the graph's memory pool.
 """
 
 import functools
@@ -26,7 +26,7 @@ def _memory() -> ExternalMemory:
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Let the library compute on a device, PyTorch's current stream and PyTorch's memory."""
+    """Make the library compute on a device, on PyTorch's current stream, in PyTorch's memory."""
     index, memory = device.index, _memory()
     there = _device(index) if memory.current_device() != index else nullcontext()
     with there, _current_stream(index), memory.using(_allocator(device)):
@@ -35,7 +35,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _device(index: int) -> Iterator[None]:
-    """Make a device the current one of PyTorch and of the library."""
+    """Make a device current for PyTorch and for the library."""
     with torch.cuda.device(index), _memory().device(index):
         yield
 
@@ -50,7 +50,7 @@ def array_of(x: torch.Tensor) -> Any:
 
 
 def tensor_of(x: Any) -> torch.Tensor:
-    """View an array in a tensor's memory as a tensor, which autograd does not take for a view."""
+    """Make a tensor of an array in a tensor's memory; autograd does not see it as a view."""
     owner: torch.Tensor = _memory().owner_of(x)
     result = owner.new_empty(x.shape if not x.size else 0, dtype=_tensor_dtype(x.dtype))
     if not x.size:
@@ -61,7 +61,7 @@ def tensor_of(x: Any) -> torch.Tensor:
 
 
 class TensorPass:
-    """A forward or backward pass on tensors' addresses, in PyTorch's memory. No array is made.
+    """A forward or backward pass by the addresses of tensors: it makes no arrays.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class TensorPass:
     results : mapping of str to torch.Tensor
         Tensors with the shapes and dtypes of the results.
     returned : sequence of (str or None)
-        The results that a call returns; None in the place of a result that is not needed.
+        Names of the results that a call returns; None stands for a gradient that is not needed.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TensorPass:
         self._inputs = itemgetter(*(given_for(name, places) for name in known.inputs))
         self._returned = itemgetter(*map([*results, None].index, returned))
         # torch.empty takes 0.5 us less for numbers than for a shape. The gradient of a bias starts
-        # from zeros, because the kernels do not write its empty tiles.
+        # from zeros because the kernels do not write its empty tiles.
         self._results = [
             partial(torch.zeros if name == "dbias" else torch.empty, *x.shape, **_like(x))
             for name, x in results.items()
@@ -97,7 +97,7 @@ class TensorPass:
         self._bytes = partial(torch.empty, dtype=torch.uint8, device=device)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...] | None:
-        """Run the pass on the current stream; return None if no earlier call was like this one."""
+        """Run the pass on the current stream; return None if the launch needs a new plan."""
         device = self._device
         if self._current_device() != device:
             with _device(device):
@@ -106,7 +106,7 @@ class TensorPass:
         addresses = [x.data_ptr() for x in (*self._inputs(tensors), *results)]
         nbytes, at = self._known.nbytes, 0
         if nbytes:
-            workspace = self._bytes(nbytes)  # freed in the order of the stream
+            workspace = self._bytes(nbytes)  # PyTorch reuses it in stream order
             at = workspace.data_ptr()
         if not self._known.launch(addresses, at, device, _current_stream(device)):
             return None
@@ -119,13 +119,13 @@ def _like(x: torch.Tensor) -> dict[str, Any]:
 
 
 def _current_stream(device: int) -> Any:
-    """Return PyTorch's current stream as the library's; its handle takes 0.1 us."""
+    """Return PyTorch's current stream as the library's; reading the handle takes 0.1 us."""
     return _memory().stream(torch._C._cuda_getCurrentRawStream(device))
 
 
 @functools.lru_cache(maxsize=1024)
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Count the elements of memory from a tensor's first element to its last, gaps included."""
+    """Count the elements from a tensor's first to its last in memory, gaps included."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -133,7 +133,7 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 @functools.cache
 def _allocator(device: torch.device) -> Any:
-    """Make an allocator that takes memory from PyTorch's, a tensor for each result.
+    """Make an allocator of PyTorch memory, with a tensor for each result.
 
     PyTorch requires that the results of an operator are not views of each other.
     """

@@ -1,4 +1,4 @@
-"""The call of ranks that share a sequence, on tensors."""
+"""``tileattn.torch.distributed_attention``: ranks that share a sequence, on tensors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +19,7 @@ from tileattn.results import Attention
 from tileattn.torch.functional import refuse_gradients
 from tileattn.torch.functions import expressions_of, functions_of, tensors_of
 from tileattn.torch.tensors import array_of, autocast, check_memory, check_tensor, on, tensor_of
+from tileattn.validation import must_be
 
 _DIFFERENTIABLE = tuple(name for name in DIFFERENTIABLE if name != "aux")  # one tensor each
 
@@ -53,7 +54,7 @@ def distributed_attention(
     return_lse : bool
         Return the logsumexp of each query, too; it is differentiable. The same on all ranks.
     layout, layout_k : tileattn.distributed.Layout, str or None
-        Which tokens each rank holds, as for ``tileattn.distributed.forward``.
+        The tokens of each rank, as for ``tileattn.distributed.forward``.
     schedule : str or (str, int)
         As for ``tileattn.distributed.forward``.
     backend : str
@@ -61,7 +62,7 @@ def distributed_attention(
     timeout : float
         Seconds after which a rank that waits for another raises TimeoutError.
     **options
-        Those of ``tileattn.distributed.forward``, with tensors in place of arrays.
+        The options of ``tileattn.distributed.forward``, with tensors instead of arrays.
 
     Returns
     -------
@@ -71,7 +72,8 @@ def distributed_attention(
     Raises
     ------
     TypeError, ValueError
-        If an argument is not as described, or the ranks disagree, also in what requires a gradient.
+        If an argument is not as described, or the ranks disagree; they must also agree on which
+        inputs require a gradient.
     RuntimeError
         If another rank refuses the call; the message says which, and why.
     TimeoutError
@@ -82,10 +84,9 @@ def distributed_attention(
     Notes
     -----
     All ranks take part in the backward pass, in the same order of calls. Only the gradients that
-    are needed are computed. Those of sinks, aux and a bias without rows of its own for each rank
-    are summed over the ranks already. Tensors share their memory with the arrays of the library.
-    ``torch.compile`` leaves the call as it is. Autocast converts q, k and v as it does for
-    ``attention``.
+    autograd needs are computed. The gradients of sinks, aux and a bias that all ranks share are
+    already summed over the ranks. Tensors share their memory with the library. ``torch.compile``
+    does not compile the call. Autocast converts q, k and v as it does for ``attention``.
 
     Examples
     --------
@@ -103,7 +104,8 @@ def distributed_attention(
     return _attend(rows, comm, return_lse, how | {"timeout": timeout}, options)
 
 
-# Compilers look into a function that they are given, disabled or not, but not into what it calls.
+# Dynamo traces the function it is given even if that is disabled, but not the disabled functions
+# which that one calls.
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch's
 def _attend(
     rows: Mapping[str, Any],
@@ -125,7 +127,7 @@ def _attend(
 
 
 class _Shared(torch.autograd.Function):  # type: ignore[misc]  # untyped
-    """Both passes; the names are those of the tensors."""
+    """Both passes for autograd; ``names`` are the names of the tensors."""
 
     @staticmethod
     def forward(
@@ -165,9 +167,10 @@ Inputs = list[tuple[str, torch.Tensor]]
 def _agreed(
     comm: CheckedComm, given: Mapping[str, Any], return_lse: bool, device: torch.device
 ) -> tuple[Inputs, dict[str, Any]]:
-    """Return the tensors that may have a gradient, with their names, and the library's options.
+    """Return the named tensors that may have a gradient, and the library's options.
 
-    All ranks check what is given, and compare what requires a gradient; on GPUs once of each kind.
+    All ranks check their arguments, and compare which inputs require a gradient. On GPUs they
+    compare once for each signature.
     """
     kept: list[tuple[Inputs, dict[str, Any]]] = []
     kind = "tensors", tuple((name, *map(_kind, _each(x))) for name, x in given.items()), return_lse
@@ -175,7 +178,7 @@ def _agreed(
 
     def checked() -> dict[str, str]:
         if not isinstance(return_lse, bool):
-            raise TypeError(f"return_lse must be True or False; got {return_lse!r}")
+            raise TypeError(must_be("return_lse", "True or False", return_lse))
         if isinstance(given.get("aux"), AuxArrays):
             given["aux"] = tensors_of(given["aux"], device)
         _check(given)
@@ -192,7 +195,7 @@ def _agreed(
 
 
 def _divided(given: Mapping[str, Any]) -> tuple[Inputs, dict[str, Any]]:
-    """Divide what is given into tensors that have a gradient, and options of the library."""
+    """Divide the arguments into tensors that may have a gradient, and the library's options."""
     others = dict(given)
     qkv = zip("qkv", autocast(*(others.pop(name) for name in "qkv")), strict=True)
     inputs = [*qkv, *((n, others.pop(n)) for n in _DIFFERENTIABLE if n in others)]
@@ -202,10 +205,9 @@ def _divided(given: Mapping[str, Any]) -> tuple[Inputs, dict[str, Any]]:
 
 
 def _read(given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Put expressions, which both passes have, in the place of functions.
+    """Replace functions by their expressions; captured arrays join ``aux``.
 
-    Arrays that functions capture join ``aux``. What cannot be read stays: ``parse`` raises, on all
-    ranks.
+    A function that cannot be traced stays, so that the later check raises its error on all ranks.
     """
     functions = functions_of(given)
     if not functions:
@@ -221,7 +223,7 @@ def _read(given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _needed(given: Mapping[str, Any]) -> str:
-    """Name what requires a gradient."""
+    """Name the inputs that require a gradient."""
     if not torch.is_grad_enabled():
         return "nothing"
     found = {n for n, x in given.items() for y in _each(x) if getattr(y, "requires_grad", False)}

@@ -1,4 +1,4 @@
-"""PyTorch's own call, computed here."""
+"""``torch.nn.functional.scaled_dot_product_attention``, computed by the library."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -81,16 +81,16 @@ def scaled_dot_product_attention(
     variant = is_kind(attn_mask, "torch.nn.attention.bias", "CausalBias")
     tensors = rows if variant else (*rows, attn_mask)
     if has_torch_function(tensors):
-        # Subclasses with an answer of their own know PyTorch's function; modes see any.
+        # Subclasses that override functions know PyTorch's; a mode sees any function.
         theirs = functional.scaled_dot_product_attention
         return handle_torch_function(
-            theirs if any(map(_may_answer, tensors)) else scaled_dot_product_attention,
+            theirs if any(map(_overrides, tensors)) else scaled_dot_product_attention,
             tensors,
             *(*rows, attn_mask, dropout_p, is_causal),
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    if torch.jit.is_tracing():  # which takes down shapes as they are, unless it sees one operator
+    if torch.jit.is_tracing():  # it would record these shapes as constants: give it one operator
         operator = torch.ops.tileattn.scaled_dot_product_attention
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return operator(*rows, attn_mask, dropout_p, is_causal, **options)
@@ -98,7 +98,7 @@ def scaled_dot_product_attention(
         raise ValueError("is_causal must be False with attn_mask")
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     for name, x in zip(_ROWS, rows, strict=True):
-        # What else there is to check is checked once for all calls like this one.
+        # The other checks run once for all calls with the same signature.
         if not isinstance(x, torch.Tensor) or x.is_nested:
             check_tensor(name, x)
         if x.ndim < 2:
@@ -110,7 +110,7 @@ def scaled_dot_product_attention(
         options |= _causal_variant(attn_mask, query, key)
     q, k, v = _broadcast(rows, 3 if enable_gqa else 2)
     if enable_gqa:
-        k, v = _of_as_many_heads(k, v)
+        k, v = _same_heads(k, v)
     if attn_mask is not None and not variant:
         check_tensor("attn_mask", attn_mask)
         options[option_of(attn_mask)] = attn_mask
@@ -119,7 +119,7 @@ def scaled_dot_product_attention(
     return _attend(q, k, v, options)
 
 
-def _may_answer(x: Any) -> bool:
+def _overrides(x: Any) -> bool:
     """Return True if an argument's class has a ``__torch_function__`` of its own."""
     function = getattr(type(x), "__torch_function__", torch._C._disabled_torch_function_impl)
     own = getattr(function, "__func__", function)
@@ -133,7 +133,7 @@ def _causal_variant(bias: Any, query: torch.Tensor, key: torch.Tensor) -> dict[s
     """Translate a ``torch.nn.attention.bias.CausalBias``."""
     shape, own = (query.shape[-2], key.shape[-2]), (bias.seq_len_q, bias.seq_len_kv)
     if own != shape:
-        raise ValueError(f"attn_mask is a CausalBias of shape {own}; it must be of {shape}")
+        raise ValueError(f"attn_mask must be a CausalBias of shape {shape}; got one of {own}")
     lower = bias.variant.name == "LOWER_RIGHT"
     return {"causal": True, "q_offset": own[1] - own[0] if lower else 0}
 
@@ -141,7 +141,7 @@ def _causal_variant(bias: Any, query: torch.Tensor, key: torch.Tensor) -> dict[s
 def _dropout(dropout_p: Any, q: torch.Tensor) -> dict[str, Any]:
     """Translate the probability of dropping an entry."""
     if isinstance(dropout_p, int | float) and dropout_p == 1:
-        # All are dropped: queries that attend to nothing have output 0 and zero gradients.
+        # A mask without any pair: the output and all gradients are 0.
         return {"mask": torch.zeros(1, 1, dtype=torch.bool, device=q.device)}
     return new_dropout(dropout_p)
 
@@ -149,7 +149,7 @@ def _dropout(dropout_p: Any, q: torch.Tensor) -> dict[str, Any]:
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]
 ) -> torch.Tensor:
-    """Attend with any number of leading axes: they are folded to a batch and heads."""
+    """Fold any number of leading axes into a batch and heads, and attend."""
     if q.ndim <= 4:
         result: torch.Tensor = attend((q, k, v), options, names=NAMES)
         return result
@@ -157,7 +157,9 @@ def _attend(
     at = q.ndim - 3
     for name, x in masks.items():
         if x.ndim > q.ndim:
-            raise ValueError(f"attn_mask has shape {tuple(x.shape)}; query has {q.ndim} axes")
+            raise ValueError(
+                f"attn_mask must have at most the {q.ndim} axes of query; got {tuple(x.shape)}"
+            )
         masks[name] = x[(None,) * (q.ndim - x.ndim)]
         at = _batch_axes(masks[name].shape[:-2], q.shape[:-2])
     folded = (_folded(x, at) for x in (q, k, v))
@@ -167,7 +169,7 @@ def _attend(
 
 
 def _batch_axes(lead: Sequence[int], whole: Sequence[int]) -> int:
-    """Choose which leading axes are the batch, so that a mask broadcasts and is not written out."""
+    """Count the leading axes to fold into the batch, so that a mask need not be expanded."""
     sides = ((n, lead[:n], lead[n:], whole[:n], whole[n:]) for n in range(len(whole) - 1, -1, -1))
     for n, batch, heads, all_batch, all_heads in sides:
         if all(a in ((1,) * len(a), b) for a, b in ((batch, all_batch), (heads, all_heads))):
@@ -176,7 +178,10 @@ def _batch_axes(lead: Sequence[int], whole: Sequence[int]) -> int:
 
 
 def _folded(x: torch.Tensor, at: int, whole: Sequence[int] | None = None) -> torch.Tensor:
-    """Make one axis of the first leading axes, and one of the others; of a mask, also of ones."""
+    """Fold the first ``at`` leading axes into one, and the other leading axes into another.
+
+    With ``whole``, the shape that a mask broadcasts to, expand a group of axes unless all are 1.
+    """
     for last, first in ((x.ndim - 3, at), (at - 1, 0)):
         if last < first:
             x = x.unsqueeze(first)
@@ -188,22 +193,22 @@ def _folded(x: torch.Tensor, at: int, whole: Sequence[int] | None = None) -> tor
 
 
 def _broadcast(tensors: Sequence[torch.Tensor], own: int) -> Sequence[torch.Tensor]:
-    """Broadcast tensors against each other, but for their last axes."""
+    """Broadcast tensors against each other in all but their last ``own`` axes."""
     leads = [x.shape[:-own] for x in tensors]
     if leads[0] == leads[1] == leads[2]:
         return tensors
     try:
         batch = torch.broadcast_shapes(*leads)
     except RuntimeError:
-        pairs = zip(_ROWS, tensors, strict=True)
-        of_each = ", ".join(f"{name} has shape {tuple(x.shape)}" for name, x in pairs)
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
         hint = "" if own == 3 else " (enable_gqa=True lets query heads share a head of keys)"
-        raise ValueError(f"{of_each}; axes that broadcast are accepted{hint}") from None
+        message = "query, key and value must have leading axes that broadcast; got shapes"
+        raise ValueError(f"{message} {shapes}{hint}") from None
     return [x.expand(*batch, *x.shape[-own:]) for x in tensors]
 
 
-def _of_as_many_heads(k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Repeat heads of keys or values where they are not as many: each divides those of q."""
+def _same_heads(k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Repeat heads of k and v to the same number of heads; PyTorch lets these numbers differ."""
     if k.ndim < 3 or v.ndim < 3 or k.shape[-3] == v.shape[-3] or not (k.shape[-3] and v.shape[-3]):
         return k, v
     heads = math.lcm(k.shape[-3], v.shape[-3])
@@ -226,17 +231,17 @@ class Taken:
     Parameters
     ----------
     calls : int
-        Calls that were computed here; one in a compiled function counts when it is compiled.
+        Calls that the library computed; a call in a compiled function counts when it is compiled.
     """
 
     calls: int = 0
 
 
 _lock = Lock()
-_blocks: list[Taken] = []  # those that are open, of all threads
-_theirs: list[Any] = []  # what the first one replaced
+_blocks: list[Taken] = []  # the open `sdpa` blocks of all threads
+_theirs: list[Any] = []  # PyTorch's function and fast-path flag, while a block is open
 
-# What TorchScript calls in place of a Python function.
+# TorchScript calls this operator instead of a Python function.
 _LIBRARY = torch.library.Library("tileattn", "FRAGMENT")
 _LIBRARY.define(
     "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
@@ -258,19 +263,19 @@ def _count() -> None:
 
 @contextmanager
 def sdpa() -> Iterator[Taken]:
-    """Let ``torch.nn.functional.scaled_dot_product_attention`` be the one here, inside a block.
+    """Replace ``torch.nn.functional.scaled_dot_product_attention`` inside a ``with`` block.
 
     Yields
     ------
     Taken
-        Its attribute ``calls`` counts the calls that were computed here.
+        Its attribute ``calls`` counts the calls that the library computed.
 
     Notes
     -----
-    It holds for all threads. Modules of ``torch.nn`` do not take their fast path in a block, which
-    does not call the function; nor does ``torch.nn.MultiheadAttention`` with ``need_weights=True``,
-    its default, which stays PyTorch's. What has taken PyTorch's function before, as by
-    ``from ... import``, keeps it. TorchScript made in a block calls the function here for good.
+    The block applies to all threads. It switches off the fast path of ``torch.nn`` modules, which
+    does not call the function. ``torch.nn.MultiheadAttention`` with ``need_weights=True``, its
+    default, does not call it either and stays PyTorch's. Code that imported PyTorch's function
+    before, by ``from ... import``, keeps it. TorchScript compiled in a block keeps tileattn's.
 
     Examples
     --------
@@ -297,12 +302,12 @@ def sdpa() -> Iterator[Taken]:
 
 
 def _put(function: Any, fastpath: bool) -> tuple[Any, bool]:
-    """Put a function in the place of PyTorch's; give what was there before."""
+    """Replace PyTorch's function and fast-path flag; return the previous ones."""
     before = functional.scaled_dot_product_attention, mha.get_fastpath_enabled()
     functional.scaled_dot_product_attention = function
     mha.set_fastpath_enabled(fastpath)
     if function is scaled_dot_product_attention:
-        from torch.jit._builtins import _register_builtin  # private
+        from torch.jit._builtins import _register_builtin  # a private name
 
         _register_builtin(function, "tileattn::scaled_dot_product_attention")
     return before

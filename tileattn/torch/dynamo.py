@@ -1,9 +1,9 @@
-"""The text of a caller's function in a program that Dynamo traces, with guards on all it reads.
+"""Trace ``score_mod`` and ``mask_mod`` while Dynamo traces their caller.
 
-The function runs as it is, on traced values. What it reads, it reads through Dynamo: variables
-around it, globals, defaults, attributes and items are what they will be where the call stands, and
-Dynamo makes another program where they change. Tensors become arrays of ``aux``, and so do numbers
-that Dynamo keeps symbolic, such as sizes. They are not in the text: one program serves them all.
+The function runs unchanged on traced values, but reads its closure, globals, defaults, attributes
+and items through Dynamo. So it sees the values at this point of the program, and Dynamo sets
+guards: it compiles again when one of these values changes. Tensors become arrays of ``aux``.
+Numbers that Dynamo keeps symbolic, such as sizes, do too: one program then serves all values.
 """
 
 import operator
@@ -28,18 +28,18 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 _MODULES = ("numpy", "math", "operator", "torch")
 _KINDS = {int: Kind.INTEGER, float: Kind.FLOAT}
 _REMEDY = (
-    "a compiled program accepts numbers, and attributes and items that are numbers; pass others as "
-    "aux=(tensor, ...), which the function gets as parameters"
+    "in a compiled program the function may read numbers, and attributes and items that are "
+    "numbers; pass others as aux=(tensor, ...), which the function gets as parameters"
 )
 
 
 def text_in_program(
     name: str, function: Any, kinds: Sequence[tuple[torch.dtype, int]], first: int
 ) -> tuple[str | None, Sequence[Any]]:
-    """Return the text of a function, and what it captures: the arrays from ``first`` on.
+    """Return the text of a function, and the arrays it captures, numbered from ``first``.
 
-    ``kinds`` has the dtype and the number of axes of each array of ``aux``. The text is None where
-    Dynamo does not trace this.
+    ``kinds`` has the dtype and the number of axes of each array of ``aux``. The text is None if
+    Dynamo does not trace this function.
     """
     text: str | None = None
     captured: Sequence[Any] = ()
@@ -68,18 +68,18 @@ def _read(ctx: ComptimeContext) -> None:
 
 
 class _Reader:
-    """Reads Dynamo's variables as values, and puts guards on them.
+    """Reads Dynamo's variables as values, and sets guards on them.
 
     Parameters
     ----------
     tx : InstructionTranslatorBase
-        Dynamo's.
+        Dynamo's translator of the current frame.
     name : str
-        Of the function.
+        Name of the option, for messages.
     first : int
-        Number of the first array that is captured.
+        Number of the first captured array.
     keeps_symbols : bool
-        Whether symbolic numbers stay symbolic; otherwise the program is for their values.
+        True to keep symbolic numbers symbolic; False to compile for their present values.
     """
 
     def __init__(self, tx: Any, name: str, first: int, keeps_symbols: bool) -> None:
@@ -88,7 +88,7 @@ class _Reader:
         self.captured: list[VariableTracker] = []
 
     def value(self, x: Any) -> Any:
-        """Return what a variable holds, or an object that reads it."""
+        """Return the value of a variable, or an object that reads it."""
         x = x.realize()
         if isinstance(x, variables.SymNodeVariable):
             return self._number(x)
@@ -122,7 +122,7 @@ class _Reader:
         return self.apply(getattr, module, name)
 
     def call(self, x: Any, *args: Any, **keywords: Any) -> Any:
-        """Call a function of Python, whose closure and defaults are variables."""
+        """Call a Python function whose closure and defaults are Dynamo's variables."""
         code, own, stand_in = x.get_code(), x.self_args(), variables.ConstantVariable.create(None)
         if reads(code).is_opaque:
             raise TypeError(f"{code.co_name} imports a module, writes a variable, or inspects code")
@@ -143,7 +143,7 @@ class _Reader:
         return self._captured(x, kind, 0)
 
     def array(self, x: Any) -> Any:
-        """Return what stands for a tensor."""
+        """Return the traced array that stands for a tensor."""
         like = x.as_proxy().node.meta["example_value"]
         kind = kind_of(like)
         if kind is None:
@@ -161,13 +161,13 @@ class _Reader:
     def _cell(self, x: Any) -> CellType:
         try:
             contents = self._contents(x)
-        except exc.Unsupported:  # not assigned yet
+        except exc.Unsupported:  # the cell is still empty
             return CellType()
         return CellType(self.value(contents))
 
 
 class _Scope(dict[str, Any]):
-    """The globals of a function."""
+    """Globals of a function, read through Dynamo."""
 
     def __init__(self, reader: _Reader, scope: dict[str, Any]) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class _Scope(dict[str, Any]):
 
 
 class _Object:
-    """An object that a function reads: it may ask for attributes and items, and call it."""
+    """An object that a function reads; it has attributes and items, and can be called."""
 
     __slots__ = ("_reader", "_variable")
 
@@ -223,7 +223,7 @@ class _Object:
 
 
 def _is_plain(x: Any) -> bool:
-    """Return True for numbers, strings, containers of them, and what is always the same."""
+    """Return True for numbers, strings, containers of them, and objects that never change."""
     if isinstance(x, tuple | list | set | frozenset):
         return all(map(_is_plain, x))
     if isinstance(x, dict):
@@ -232,7 +232,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _is_fixed(x: Any) -> bool:
-    """Return True for modules of libraries, and functions that are always the same."""
+    """Return True for known modules, and functions that never change."""
     if isinstance(x, ModuleType):
         return x.__name__ in _MODULES
     if isinstance(x, BuiltinFunctionType) and x.__self__ is torch._C._VariableFunctions:

@@ -1,6 +1,6 @@
-"""Calls that bypass PyTorch's dispatcher, when nothing intercepts operators, to save its time.
+"""Calls that bypass PyTorch's dispatcher, to save its time, if nothing intercepts operators.
 
-A call of tensors and plain values is validated once for each layout of its tensors.
+A call with the same signature as an earlier one is not validated again.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ def _is_intercepted() -> bool:
 
 
 def layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...] | None:
-    """Return dtypes, shapes, strides and devices; None if memory does not hold the elements."""
+    """Return dtypes, shapes, strides and devices; None unless all are plain dense tensors."""
     key: list[Any] = []
     try:
         for x in tensors:
@@ -54,7 +54,7 @@ def layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...] | None:
             else:
                 return None
     except RuntimeError:
-        return None  # of nested tensors, which have no shape
+        return None  # a nested tensor, which has no shape
     return tuple(key)
 
 
@@ -63,8 +63,8 @@ def signature(
 ) -> tuple[Any, ...] | None:
     """Return the signature of a call of tensors and plain values; the tensors' names come first.
 
-    Calls of equal signatures are all valid or all invalid. None for other calls, and where
-    operators are looked at.
+    Calls of equal signatures are all valid or all invalid. None for other calls, and if something
+    intercepts operators.
     """
     if type(backend) is not str or type(deterministic) is not bool or not is_eager():
         return None
@@ -84,16 +84,16 @@ def signature(
 
 
 class Call:
-    """The calls of one signature: everything about them but their tensors.
+    """Both passes for all calls of one signature, which bring only their tensors.
 
     Parameters
     ----------
     inputs : sequence
-        Those of an operator, `INPUTS`.
+        Arguments of an operator, in the order of `INPUTS`.
     names : tuple of str
-        Which of them are such tensors, q, k and v first; all of ``aux`` are, too.
+        Names of the arguments that each call brings: q, k and v first. Each brings ``aux``, too.
     repeats : bool
-        Whether it is kept for other calls.
+        True if the call is kept for later calls.
     """
 
     def __init__(self, inputs: Sequence[Any], names: tuple[str, ...], repeats: bool) -> None:
@@ -101,16 +101,16 @@ class Call:
         self._names, self._places = names, [_PLACES[name] for name in names]
         self.options = names[len(ROWS) :]
         self._deterministic = inputs[_PLACES["deterministic"]]
-        # A block mask must not be dropped before the backward pass.
+        # Keep the block mask alive until the backward pass.
         block_mask = inputs[_PLACES["block_mask"]]
         self._alive = None if block_mask is None else block_mask_of(block_mask)
-        # What the host reads of tensors may differ from call to call.
+        # A pass by addresses reads no values, so all tensors must be on the GPU.
         self._by_addresses = repeats and all(inputs[n].is_cuda for n in self._places)
         self._forward: _Pass | None = None
         self._backward: dict[Any, _Pass] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the forward pass, and let autograd know of it."""
+        """Run the forward pass, recorded by autograd if a tensor requires a gradient."""
         if torch.is_grad_enabled():
             for x in tensors:
                 if x.requires_grad:
@@ -133,9 +133,9 @@ class Call:
     def backward(
         self, needs: Sequence[bool], dout: Any, dlse: Any, out: Any, lse: Any, *tensors: Any
     ) -> tuple[Any, ...]:
-        """Compute the gradients that are needed, None for the others."""
+        """Compute the needed gradients; return None for the others."""
         dout = operators.upstream(dout, out)
-        # Gradients are enabled for double backward, which the operators refuse.
+        # If gradients are enabled this may be double backward, which only the operators refuse.
         eager = not torch.is_grad_enabled() and is_eager() and not are_gradients_batched()
         rows = (*tensors, dout, out, lse, dlse)
         of_rows = layouts(rows) if eager else None
@@ -159,7 +159,7 @@ class Call:
         return *(found[n] for n in self._places), *found[-1]
 
     def _complete(self, tensors: Sequence[Any]) -> list[Any]:
-        """Put tensors, or what there is of each, in their places among the inputs."""
+        """Put one item for each tensor in its place among the inputs."""
         inputs = [*self._fixed]
         for n, x in zip(self._places, tensors, strict=False):
             inputs[n] = x
@@ -174,7 +174,7 @@ class Call:
         results: Mapping[str, torch.Tensor],
         returned: Sequence[str | None],
     ) -> _Pass:
-        """Make what repeats a pass that has just run, which reads ``others`` besides inputs."""
+        """Make a pass by addresses of the call that has just run on ``inputs`` and ``others``."""
         call = operators.prepared(inputs, tuple(others.values()))
         known = None if call is None else call.address_pass(deterministic, [*results])
         if known is None:
@@ -183,11 +183,11 @@ class Call:
 
 
 def _on_arrays(_tensors: Sequence[Any]) -> None:
-    """Run no pass: addresses are not enough for it."""
+    """Return None, so that the caller runs the pass on arrays: addresses are not enough."""
 
 
 class _Function(torch.autograd.Function):  # type: ignore[misc]  # untyped
-    """A call, its forward pass with its backward one."""
+    """Both passes of a `Call`, for autograd."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
@@ -203,14 +203,14 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # untyped
         return None, *ctx.call.backward(needs, dout, dlse, *ctx.saved_tensors)
 
 
-# Past what `apply` does for transforms, of which there are none here: a quarter of its time.
+# Function.apply spends a quarter of its time on transforms, of which there are none here.
 _apply = super(torch.autograd.Function, _Function).apply
 
 
 def forward(inputs: Sequence[Any], key: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a call that is new: as an operator, or past the dispatcher.
+    """Run a new call, through the operator if something intercepts operators.
 
-    ``key`` is its signature; under it the call is kept when it has succeeded.
+    ``key`` is its signature; a call that succeeds is kept under it.
     """
     given, aux = dict(zip(TENSORS, inputs, strict=False)), inputs[-1]
     names = tuple(n for n, x in given.items() if x is not None) if key is None else key[0]

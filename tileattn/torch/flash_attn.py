@@ -1,17 +1,11 @@
-"""The calls of the package flash_attn, with its layouts and arguments, computed here."""
+"""The functions of the package flash_attn, with its layouts and arguments."""
 
 from typing import Any
 
 import torch
 
 from tileattn.torch.flash_cache import flash_attn_with_kvcache
-from tileattn.torch.flash_options import NAMES, Integers, Window, attended, offsets
-from tileattn.torch.flash_packed import (
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
+from tileattn.torch.flash_options import NAMES, Integers, Window, attended, offsets, unpacked
 
 __all__ = [
     "flash_attn_func",
@@ -39,7 +33,7 @@ def flash_attn_func(
     *,
     learnable_sink: torch.Tensor | None = None,
 ) -> Any:
-    """Do what ``flash_attn.flash_attn_func`` does.
+    """Compute what ``flash_attn.flash_attn_func`` does.
 
     Parameters
     ----------
@@ -62,7 +56,7 @@ def flash_attn_func(
     alibi_slopes : torch.Tensor, shape (Hq,) or (B, Hq), or None
         Subtracts ``slope * |i + Nk - Nq - j|``.
     deterministic : bool
-        Ask for bitwise reproducible gradients.
+        Compute bitwise reproducible gradients.
     return_attn_probs : bool
         Return the logsumexp, too.
     learnable_sink : torch.Tensor, shape (Hq,), or None
@@ -76,7 +70,7 @@ def flash_attn_func(
     Raises
     ------
     TypeError, ValueError, UnsupportedError
-        As `tileattn.torch.attention`.
+        As in `tileattn.torch.attention`.
 
     Examples
     --------
@@ -112,7 +106,7 @@ def flash_attn_varlen_func(
     seqused_k: Integers | None = None,
     learnable_sink: torch.Tensor | None = None,
 ) -> Any:
-    """Do what ``flash_attn.flash_attn_varlen_func`` does.
+    """Compute what ``flash_attn.flash_attn_varlen_func`` does.
 
     Parameters
     ----------
@@ -125,30 +119,20 @@ def flash_attn_varlen_func(
     cu_seqlens_q : torch.Tensor, shape (S + 1,)
         Where the queries of each sequence start.
     cu_seqlens_k : torch.Tensor, shape (S + 1,), or None
-        Where the keys of each sequence start; with pages their differences are the lengths, and
-        it may be None where ``seqused_k`` has these.
+        Where the keys of each sequence start. With pages only the lengths count, and it may be
+        None if ``seqused_k`` has them.
     max_seqlen_q, max_seqlen_k : int or None
-        Not needed, and not looked at.
-    dropout_p : float
-        As `flash_attn_func`.
-    softmax_scale : float or None
-        As `flash_attn_func`.
-    causal : bool
-        As `flash_attn_func`.
-    window_size : (int, int)
-        As `flash_attn_func`.
-    softcap : float
-        As `flash_attn_func`.
-    alibi_slopes : torch.Tensor, shape (Hq,) or (S, Hq), or None
-        As `flash_attn_func`.
+        Ignored: the library needs no maximum.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : optional
+        As in `flash_attn_func`; ``alibi_slopes`` may have shape (S, Hq).
     deterministic, return_attn_probs : bool
-        As `flash_attn_func`.
+        As in `flash_attn_func`.
     block_table : torch.Tensor, shape (S, pages of a sequence), or None
-        The pages of each sequence. Then there are no gradients.
+        The pages of each sequence; such a call has no gradients.
     seqused_k : torch.Tensor, shape (S,), or None
-        Keys of each sequence that count, the first ones; None is all.
+        Number of keys in use, from the first key of each sequence on; None is all keys.
     learnable_sink : torch.Tensor, shape (Hq,), or None
-        As `flash_attn_func`.
+        As in `flash_attn_func`.
 
     Returns
     -------
@@ -158,7 +142,7 @@ def flash_attn_varlen_func(
     Raises
     ------
     TypeError, ValueError, UnsupportedError
-        As `tileattn.torch.attention`.
+        As in `tileattn.torch.attention`.
     """
     del max_seqlen_q, max_seqlen_k
     given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
@@ -172,3 +156,194 @@ def flash_attn_varlen_func(
     lengths = "cu_seqlens_k" if seqused_k is None else "seqused_k"
     rows, names = {"q": q, "k": k, "v": v}, NAMES | {"kv_lengths": lengths}
     return attended(rows, dropout_p, deterministic, return_attn_probs, given, names, **places)
+
+
+# --- queries, keys and values in one tensor -------------------------------------------------------
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+) -> Any:
+    """Compute what ``flash_attn.flash_attn_qkvpacked_func`` does.
+
+    Parameters
+    ----------
+    qkv : torch.Tensor, shape (B, N, 3, H, D)
+        Queries, keys and values.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : optional
+        As in `flash_attn_func`.
+    deterministic, return_attn_probs, learnable_sink : optional
+        As in `flash_attn_func`.
+
+    Returns
+    -------
+    torch.Tensor, shape (B, N, Hq, Dv), or (out, softmax_lse, None)
+        As in `flash_attn_func`.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As in `tileattn.torch.attention`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tileattn.torch.flash_attn import flash_attn_qkvpacked_func
+    >>> flash_attn_qkvpacked_func(torch.randn(2, 100, 3, 4, 32), causal=True).shape
+    torch.Size([2, 100, 4, 32])
+    """
+    given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
+    rows = unpacked("qkv", qkv, "qkv")
+    return attended(rows, dropout_p, deterministic, return_attn_probs, given)
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+) -> Any:
+    """Compute what ``flash_attn.flash_attn_kvpacked_func`` does.
+
+    Parameters
+    ----------
+    q : torch.Tensor, shape (B, Nq, Hq, D)
+        Queries.
+    kv : torch.Tensor, shape (B, Nk, 2, Hkv, D)
+        Keys and values.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : optional
+        As in `flash_attn_func`.
+    deterministic, return_attn_probs, learnable_sink : optional
+        As in `flash_attn_func`.
+
+    Returns
+    -------
+    torch.Tensor, shape (B, Nq, Hq, Dv), or (out, softmax_lse, None)
+        As in `flash_attn_func`.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As in `tileattn.torch.attention`.
+    """
+    given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
+    rows = {"q": q, **unpacked("kv", kv, "kv")}
+    return attended(rows, dropout_p, deterministic, return_attn_probs, given)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: Integers,
+    max_seqlen: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+) -> Any:
+    """Compute what ``flash_attn.flash_attn_varlen_qkvpacked_func`` does.
+
+    Parameters
+    ----------
+    qkv : torch.Tensor, shape (T, 3, H, D)
+        Queries, keys and values of all sequences.
+    cu_seqlens : torch.Tensor, shape (S + 1,)
+        Where each sequence starts.
+    max_seqlen : int or None
+        Ignored: the library needs no maximum.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : optional
+        As in `flash_attn_func`.
+    deterministic, return_attn_probs, learnable_sink : optional
+        As in `flash_attn_func`.
+
+    Returns
+    -------
+    torch.Tensor, shape (T, Hq, Dv), or (out, softmax_lse, None)
+        As in `flash_attn_varlen_func`.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As in `tileattn.torch.attention`.
+    """
+    del max_seqlen
+    given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
+    rows = unpacked("qkv", qkv, "qkv")
+    names = NAMES | {"cu_seqlens_q": "cu_seqlens"}
+    places = {"cu_seqlens_q": offsets(cu_seqlens=cu_seqlens)["cu_seqlens"]}
+    return attended(rows, dropout_p, deterministic, return_attn_probs, given, names, **places)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: Integers,
+    cu_seqlens_k: Integers,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: torch.Tensor | None = None,
+) -> Any:
+    """Compute what ``flash_attn.flash_attn_varlen_kvpacked_func`` does.
+
+    Parameters
+    ----------
+    q : torch.Tensor, shape (Tq, Hq, D)
+        Queries of all sequences.
+    kv : torch.Tensor, shape (Tk, 2, Hkv, D)
+        Keys and values of all sequences.
+    cu_seqlens_q, cu_seqlens_k : torch.Tensor, shape (S + 1,)
+        Where the queries and the keys of each sequence start.
+    max_seqlen_q, max_seqlen_k : int or None
+        Ignored: the library needs no maximum.
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : optional
+        As in `flash_attn_func`.
+    deterministic, return_attn_probs, learnable_sink : optional
+        As in `flash_attn_func`.
+
+    Returns
+    -------
+    torch.Tensor, shape (Tq, Hq, Dv), or (out, softmax_lse, None)
+        As in `flash_attn_varlen_func`.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As in `tileattn.torch.attention`.
+    """
+    del max_seqlen_q, max_seqlen_k
+    given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
+    places = offsets(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    rows = {"q": q, **unpacked("kv", kv, "kv")}
+    return attended(rows, dropout_p, deterministic, return_attn_probs, given, **places)

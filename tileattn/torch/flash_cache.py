@@ -1,4 +1,4 @@
-"""flash_attn's call on a cache of keys and values, which it may write to."""
+"""flash_attn's function for a key/value cache, which it may append to."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ from tileattn.errors import UnsupportedError
 from tileattn.messages import calling
 from tileattn.torch.eager import is_eager, layouts
 from tileattn.torch.flash_options import NAMES, Integers, Window, checked, translated
-from tileattn.torch.functional import attend, integer_tensor, number
+from tileattn.torch.functional import attend, integer_tensor, number, refuse_gradients
 from tileattn.torch.tensors import array_of, check_elements, check_integers, on, tensor_of
 from tileattn.validation import check_flags
 
@@ -56,49 +56,43 @@ def flash_attn_with_kvcache(
     *,
     learnable_sink: torch.Tensor | None = None,
 ) -> Any:
-    """Do what ``flash_attn.flash_attn_with_kvcache`` does, without gradients.
+    """Compute what ``flash_attn.flash_attn_with_kvcache`` does, without gradients.
 
     Parameters
     ----------
     q : torch.Tensor, shape (B, Nq, Hq, D)
         Queries.
     k_cache : torch.Tensor, shape (entries, capacity, Hkv, D), or with pages (pages, page, Hkv, D)
-        Keys; new ones are written into it.
+        Keys; new keys are written into it.
     v_cache : torch.Tensor, shape (entries, capacity, Hkv, Dv), or with pages (pages, page, Hkv, Dv)
-        Values; new ones are written into it.
+        Values; new values are written into it.
     k : torch.Tensor, shape (B, N, Hkv, D), or None
-        New keys, which are appended before the queries look.
+        New keys; they are appended before the queries attend.
     v : torch.Tensor, shape (B, N, Hkv, Dv), or None
         New values.
     rotary_cos, rotary_sin : torch.Tensor, shape (positions, rotary dimension / 2), or None
-        Rotate q and k: new keys stand at the positions from ``cache_seqlens`` on, and so do queries
-        if causal or in a window; else all of them stand at ``cache_seqlens``.
+        Rotate q and k. New keys are at the positions from ``cache_seqlens`` on. So are queries
+        with causal or a window; otherwise all queries are at position ``cache_seqlens``.
     cache_seqlens : torch.Tensor, shape (B,), int or None
-        Keys that the cache has so far; None is its capacity.
+        Number of keys in the cache before the call; None is its capacity.
     cache_batch_idx : torch.Tensor, shape (B,), or None
-        Entry of the cache that each sequence has; None is its own number.
+        Entry of the cache of each sequence; None is 0, 1, ..., B - 1.
     cache_leftpad : torch.Tensor, shape (B,), or None
-        Keys of each sequence that do not count, the first ones.
+        Number of keys to mask out at the start of each sequence.
     block_table : torch.Tensor, shape (B, pages of a sequence), or None
         The pages of each sequence.
-    softmax_scale : float or None
-        As `flash_attn_func`.
-    causal : bool
-        As `flash_attn_func`.
-    window_size : (int, int)
-        As `flash_attn_func`.
-    softcap : float
-        As `flash_attn_func`.
+    softmax_scale, causal, window_size, softcap : optional
+        As in `flash_attn_func`.
     rotary_interleaved : bool
-        Rotate pairs of neighbours; else halves.
+        Rotate adjacent pairs (GPT-J); False rotates halves (GPT-NeoX).
     alibi_slopes : torch.Tensor, shape (Hq,) or (B, Hq), or None
-        As `flash_attn_func`.
+        As in `flash_attn_func`.
     num_splits : int
-        Not needed, and not looked at.
+        Ignored: the library chooses the number of splits.
     return_softmax_lse : bool
         Return the logsumexp, too.
     learnable_sink : torch.Tensor, shape (Hq,), or None
-        As `flash_attn_func`.
+        As in `flash_attn_func`.
 
     Returns
     -------
@@ -108,21 +102,19 @@ def flash_attn_with_kvcache(
     Raises
     ------
     TypeError, ValueError
-        As `tileattn.torch.attention` and `tileattn.append_kv`; then the cache is as before.
+        As in `tileattn.torch.attention` and `tileattn.append_kv`; the cache is then unchanged.
     UnsupportedError
         If a tensor needs a gradient.
 
     Notes
     -----
-    A call with new keys is one operator that writes to the caches: ``torch.compile`` and autograd
-    see to that, and an older graph that needs what was there raises an error in its backward pass.
+    A call with new keys is one operator that writes to the caches, and ``torch.compile`` and
+    autograd know it: if an earlier graph needs the old contents, its backward pass raises an error.
     """
     del num_splits
     check_flags(rotary_interleaved=rotary_interleaved, return_softmax_lse=return_softmax_lse)
     given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    given |= {"k": k, "v": v} if k is not None or v is not None else {}
-    tables = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
-    given |= {} if rotary_cos is None and rotary_sin is None else tables
+    given |= _pair(k=k, v=v) | _pair(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     more = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
     given |= {name: x for name, x in more.items() if x is not None}
     for name, x in checked(given).items():
@@ -130,7 +122,7 @@ def flash_attn_with_kvcache(
             raise ValueError(f"{name} must have four axes, {_CACHED[name]}; got {tuple(x.shape)}")
         if name.endswith("_cache") and not torch.compiler.is_compiling():
             check_elements(name, x)
-    _refuse_gradients(given)
+    refuse_gradients(given)
     places = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx}
     places |= {"cache_leftpad": cache_leftpad, "block_table": block_table}
     known = {name: integer_tensor(name, x) for name, x in places.items() if x is not None}
@@ -152,7 +144,7 @@ def flash_attn_with_kvcache(
             x[:, :0] if y is None else y for x, y in zip((k_cache, v_cache), (k, v), strict=True)
         )
         lengths = integer_tensor("cache_seqlens", capacity) if lengths is None else lengths
-        tensors = [q, k_cache, v_cache, *new, *tables.values(), lengths, pages]
+        tensors = [q, k_cache, v_cache, *new, rotary_cos, rotary_sin, lengths, pages]
         with nullcontext() if torch.compiler.is_compiling() else calling(names):
             out, lse = _appended(tensors, options, rotary_interleaved)
     else:
@@ -165,17 +157,13 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-def _refuse_gradients(tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, x in tensors.items():
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise UnsupportedError(
-                f"{name} requires a gradient, and a call with a cache has none; "
-                "call it under torch.no_grad()"
-            )
+def _pair(**both: Any) -> dict[str, Any]:
+    """Return two arguments that go together, and nothing if both are None."""
+    return {} if all(x is None for x in both.values()) else both
 
 
 def _pages(places: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the pages of each sequence; an entry of a cache is one page."""
+    """Return the page table; a cache entry counts as one page."""
     entries = places.get("cache_batch_idx")
     if entries is None:
         return places.get("block_table")
@@ -185,7 +173,7 @@ def _pages(places: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 def _unpadded(leftpad: torch.Tensor, capacity: int, q: torch.Tensor) -> torch.Tensor:
-    """Mask out the keys before the first one of each sequence."""
+    """Make the mask of the keys that come after the left padding."""
     if leftpad.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cache_leftpad must have dtype int32 or int64; got {leftpad.dtype}")
     if leftpad.shape != q.shape[:1]:
@@ -195,7 +183,7 @@ def _unpadded(leftpad: torch.Tensor, capacity: int, q: torch.Tensor) -> torch.Te
     return torch.arange(capacity, device=q.device) >= leftpad.to(q.device)[:, None, None, None]
 
 
-# --- the operator that writes ---------------------------------------------------------------------
+# --- the operator that appends and attends --------------------------------------------------------
 
 _INPUTS = {
     "q": "Tensor",
@@ -214,7 +202,7 @@ _INPUTS = {
 def _appended(
     tensors: Sequence[Any], options: Mapping[str, Any], interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append and attend: by the operator where it is looked at, and else past the dispatcher."""
+    """Append and attend, through the operator only if something intercepts operators."""
     left, right = window_of(options["window"], options["causal"])
     own = [options.get(name) for name in ("mask", "alibi_slopes", "sinks")]
     numbers = [
@@ -229,7 +217,7 @@ def _appended(
 
 
 def _append(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the operator past PyTorch's dispatcher."""
+    """Run the operator without PyTorch's dispatcher."""
     given = dict(zip(_INPUTS, inputs, strict=True))
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     with on(given["q"].device):
@@ -239,18 +227,18 @@ def _append(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         window, pages = (x["left"], x["right"]), x["block_table"]
         options = {name: x[name] for name in ("mask", "alibi_slopes", "sinks", "scale", "softcap")}
         options |= {"window": window, "kv_lengths": old, "block_table": pages}
-        turn = {"rotary": None, "interleaved": x["interleaved"]}
+        rotation = {"rotary": None, "interleaved": x["interleaved"]}
         if x["rotary_cos"] is not None:
-            turn["rotary"] = tables = x["rotary_cos"], x["rotary_sin"]
+            rotation["rotary"] = tables = x["rotary_cos"], x["rotary_sin"]
             positions = _query_positions(old, q.shape[2], in_order=window != (None, None))
             with calling({"x": "q"}):
                 q = tileattn.rope(q, *tables, positions=positions, interleaved=x["interleaved"])
-        # What cannot be computed is not appended.
+        # Refuse the call before it writes to the cache.
         arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
         with calling(_ROWS):
             supporting(candidates("auto", arrays), parse(q, k_cache, v_cache, options)[0])
         options["kv_lengths"] = tileattn.append_kv(
-            k_cache, v_cache, k, v, kv_lengths=old, block_table=pages, **turn
+            k_cache, v_cache, k, v, kv_lengths=old, block_table=pages, **rotation
         )
         if k.shape[2]:
             torch.autograd.graph.increment_version((given["k_cache"], given["v_cache"]))
@@ -275,8 +263,8 @@ def _fake(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _refuse_batches(*_inputs: Any) -> Any:
     raise UnsupportedError(
-        "flash_attn_with_kvcache does not append keys under torch.vmap; make a call for each "
-        "element, or one call with a larger batch"
+        "flash_attn_with_kvcache does not append keys under torch.vmap; call it for each element, "
+        "or once with a larger batch"
     )
 
 

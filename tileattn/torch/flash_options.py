@@ -1,4 +1,4 @@
-"""Translate the arguments that the calls of the package flash_attn share."""
+"""Translate the layouts and arguments of flash_attn's functions to those of the library."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ Integers = torch.Tensor | Sequence[Any]
 Window = Sequence[int | None]
 
 NAMES = {"scale": "softmax_scale", "window": "window_size", "sinks": "learnable_sink"}
-"""Names of these calls for the arguments of `attention`."""
+"""Argument names of flash_attn, by the library's names; they differ only for these."""
 
 
 def attended(
@@ -25,7 +25,7 @@ def attended(
     names: Mapping[str, str] = NAMES,
     **places: Any,
 ) -> Any:
-    """Make a call of `attention`, of rows with the layout of flash_attn and its arguments."""
+    """Attend with flash_attn's layout and arguments; ``given`` are those of `translated`."""
     check_flags(return_attn_probs=return_attn_probs, deterministic=deterministic)
     options = places | new_dropout(dropout_p) | translated(*given)
     q, k, v = heads_first(rows)
@@ -42,7 +42,7 @@ def translated(
     alibi_slopes: torch.Tensor | None,
     learnable_sink: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Translate arguments to options of `attention`."""
+    """Translate flash_attn's arguments to options of `attention`."""
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise TypeError(
             "window_size must be a pair (left, right) of integers, -1 for an open side; "
@@ -60,16 +60,16 @@ def translated(
 
 
 def heads_first(rows: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """View tensors whose last axes are tokens, heads and head dimension as attention takes them."""
+    """Transpose tokens and heads, without copies: the library takes heads first."""
     for name, x in checked(rows).items():
         if x.ndim not in (3, 4):
-            shapes = "(B, N, H, D) or, packed, (T, H, D)"
+            shapes = "(B, N, H, D), or packed (T, H, D)"
             raise ValueError(f"{name} must have shape {shapes}; got {tuple(x.shape)}")
     return [x.transpose(-3, -2) for x in rows.values()]
 
 
 def checked(tensors: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-    """Check tensors, all of which must be on the device of the first."""
+    """Check tensors; all must be on the device of the first."""
     device = getattr(next(iter(tensors.values())), "device", None)
     for name, x in tensors.items():
         check_tensor(name, x, device)
@@ -77,7 +77,7 @@ def checked(tensors: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
 
 
 def unpacked(name: str, x: Any, names: str) -> dict[str, torch.Tensor]:
-    """View queries, keys and values, or the latter two, which are packed along one axis."""
+    """Split a tensor of packed queries, keys and values, or of packed keys and values, by name."""
     check_tensor(name, x)
     if x.ndim not in (4, 5) or x.shape[-3] != len(names):
         shapes = "(B, N, {0}, H, D) or (T, {0}, H, D)".format(len(names))
@@ -86,7 +86,7 @@ def unpacked(name: str, x: Any, names: str) -> dict[str, torch.Tensor]:
 
 
 def offsets(**given: Any) -> dict[str, torch.Tensor]:
-    """Make tensors of the offsets of packed sequences, all of which must be given."""
+    """Make tensors of the offsets of packed sequences; none may be None."""
     what = "integers of shape (S + 1,)"
     for name, x in given.items():
         if x is None:

@@ -1,4 +1,4 @@
-"""The call on tensors."""
+"""``tileattn.torch.attention``: check a call on tensors, and hand it on."""
 
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -23,10 +23,10 @@ from tileattn.torch.tensors import autocast, check_integers, check_tensor
 from tileattn.validation import check_flags
 
 _NEVER_NONE = {*options_with(value="flag"), *options_with(role="dropout")}
-_REMEDIES = {  # for tensors that require a gradient which no call computes
-    "alibi_slopes": "score_mod= with aux=(slopes,) has it: "
+_REMEDIES = {  # for tensors that require a gradient that attention does not compute
+    "alibi_slopes": "score_mod= with aux=(slopes,) does: "
     "lambda s, b, h, i, j, slopes: s - slopes[h] * abs(i - j)",
-    "scale": "attention(q * scale, ..., scale=1.0) has it",
+    "scale": "attention(q * scale, ..., scale=1.0) does",
 }
 _DEFAULTS = dict.fromkeys(INPUTS) | {"aux": ()}
 
@@ -46,7 +46,7 @@ def attention(
     Parameters
     ----------
     q : torch.Tensor, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
-        Queries; float16, bfloat16, float32 or float64, on the CPU or on a GPU of NVIDIA. Any
+        Queries; float16, bfloat16, float32 or float64, on the CPU or on an NVIDIA GPU. Any
         strides.
     k : torch.Tensor, shape (B, Hkv, Nk, D), (Hkv, Nk, D) or (Nk, D)
         Keys.
@@ -55,14 +55,14 @@ def attention(
     return_lse : bool
         Return the logsumexp of each query, too; it is differentiable.
     deterministic : bool
-        Ask for bitwise reproducible gradients, as ``torch.use_deterministic_algorithms`` does for
-        all calls. On the CPU they always are.
+        Compute bitwise reproducible gradients, as ``torch.use_deterministic_algorithms`` makes all
+        calls do. On the CPU gradients always are.
     backend : str
         As for ``tileattn.forward``.
     **options
-        Those of ``tileattn.forward``: arrays are tensors on the device of q, and integers, such as
-        ``kv_lengths``, are tensors there or on the CPU, sequences or numbers. ``seed`` may be a
-        tensor of one integer on the CPU.
+        The options of ``tileattn.forward``. Arrays are tensors on the device of q. Integers, such
+        as ``kv_lengths``, are numbers, sequences, or tensors on the CPU or on the device of q.
+        ``seed`` may be a tensor of one integer on the CPU.
 
     Returns
     -------
@@ -74,19 +74,19 @@ def attention(
     TypeError, ValueError
         If an argument is not as described; the message names it.
     UnsupportedError
-        If no backend supports the call, or a tensor is sparse, nested or on another kind of device.
-        Second derivatives are not supported.
+        If no backend supports the call, or a tensor is sparse, nested or on another kind of device;
+        in double backward.
     BackendUnavailableError
         If tensors are on a GPU, and CuPy is not installed.
 
     Notes
     -----
-    Under autocast q, k and v are converted to its dtype, float64 excepted. Only the gradients that
-    are needed are computed. Tensors share their memory with the arrays of the library: nothing is
-    copied.
+    Autocast converts q, k and v to its dtype, unless they are float64. Only the gradients that
+    autograd needs are computed. Tensors share their memory with the library: nothing is copied.
 
     On a GPU the call runs on PyTorch's current stream, in memory of PyTorch's allocator. After the
-    first call of a kind nothing waits for the GPU, and calls can be captured in a CUDA graph.
+    first call with some signature no call waits for the GPU, and calls can be captured in a CUDA
+    graph.
 
     Examples
     --------
@@ -108,13 +108,13 @@ def attend(
     backend: str = "auto",
     names: Mapping[str, str] | None = None,
 ) -> Any:
-    """Do what `attention` does; errors have the caller's names where they are not the library's."""
+    """Compute what `attention` does; ``names`` translates argument names in error messages."""
     try:
         return _attend(rows, options, return_lse, deterministic, backend)
     except (TypeError, ValueError, UnsupportedError):
         if not names or torch.compiler.is_compiling():
             raise
-    with calling(names):  # the same error again, in the caller's words
+    with calling(names):  # raise the same error with the caller's argument names
         return _attend(rows, options, return_lse, deterministic, backend)
 
 
@@ -130,7 +130,7 @@ def _attend(
     options = read_functions(options, getattr(rows[0], "device", None))
     q, k, v = autocast(*rows)
     key = eager.signature((q, k, v), backend, deterministic, options)
-    call = None if key is None else CALLS.get(key)  # compilers do not see the cache
+    call = None if key is None else CALLS.get(key)  # None under a compiler
     if call is None:
         given = {"q": q, "k": k, "v": v, "backend": backend, "deterministic": deterministic}
         out, lse = eager.forward(_inputs(given, options), key)
@@ -148,12 +148,12 @@ def new_dropout(dropout_p: Any) -> dict[str, Any]:
 
 
 def new_seed() -> torch.Tensor:
-    """Draw the seed of a dropout from PyTorch's generator on the CPU; it stays there."""
+    """Draw a dropout seed from PyTorch's generator on the CPU."""
     return torch.randint(1 << 62, (), device="cpu")
 
 
 def _inputs(rows: Mapping[str, Any], options: Mapping[str, Any]) -> Sequence[Any]:
-    """Check a call, and make it one of an operator."""
+    """Check a call; return the arguments of the operator, `INPUTS`."""
     check_names(options)
     if not isinstance(rows["backend"], str):
         raise TypeError(must_be("backend", "a name or 'auto'", rows["backend"]))
@@ -181,7 +181,7 @@ def _input(name: str, x: Any) -> Any:
 
 
 def integer_tensor(name: str, x: Any) -> torch.Tensor:
-    """Make a tensor of integers; arguments of operators that change are not compiled again."""
+    """Make a tensor of integers: a compiled program takes new values without recompiling."""
     if isinstance(x, torch.Tensor):
         return x
     if name in SEEDS:
@@ -196,7 +196,7 @@ def integer_tensor(name: str, x: Any) -> torch.Tensor:
 
 
 def number(name: str, x: Any) -> float:
-    """Make a float of a number, as an operator takes it; compiled calls are checked as they run."""
+    """Make a float of a number for an operator; compiled calls check the value as they run."""
     if isinstance(x, torch.Tensor):
         refuse_gradients({name: x})
     if isinstance(x, torch.Tensor | np.ndarray) and x.ndim == 0:
@@ -207,18 +207,18 @@ def number(name: str, x: Any) -> float:
 
 
 def refuse_gradients(tensors: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError if a tensor requires a gradient: it would be None, without a word."""
+    """Raise UnsupportedError if a tensor requires a gradient: it would silently stay None."""
     for name, x in tensors.items():
         if torch.is_grad_enabled() and x.requires_grad:
             remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
             raise UnsupportedError(
-                f"{called(name)} requires a gradient, which no call computes; pass "
+                f"{called(name)} requires a gradient, which attention does not compute; pass "
                 f"{called(name)}.detach(){remedy}"
             )
 
 
 def _check(given: Mapping[str, Any]) -> None:
-    """Check what all tensors have in common; the library checks the rest."""
+    """Check types, dtypes and devices of the tensors; the library checks the rest."""
     check_tensor("q", given["q"])
     device = given["q"].device
     for name, x in given.items():

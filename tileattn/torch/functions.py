@@ -1,6 +1,6 @@
-"""The caller's own functions as the texts of their expressions, which operators take.
+"""Trace ``score_mod`` and ``mask_mod`` to the text of an expression, which operators take.
 
-A function is read once, by the call: the backward pass and compiled programs have its text.
+A function is read once, by the call. The backward pass and compiled programs use the text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ _DYNAMO = "get_local", "graph_break", "_i_will_not_complain_if_bc_breaks_Instruc
 
 
 class ArrayKind(NamedTuple):
-    """What a function needs to know about an array: its dtype and its number of axes."""
+    """Dtype and shape of an array that a traced function indexes."""
 
     dtype: Any
     shape: tuple[int, ...]
 
 
 class _Tensors(AuxArrays):
-    """The arrays of a call, with symbolic numbers of exported programs among those captured."""
+    """``aux`` and captured arrays; symbolic numbers of exported programs become arrays, too."""
 
     def __init__(self, aux: Sequence[torch.Tensor], device: torch.device) -> None:
         super().__init__(aux)
@@ -41,9 +41,9 @@ class _Tensors(AuxArrays):
 
 
 def read_functions(options: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
-    """Return options with the texts of functions in the place of the functions.
+    """Replace functions among the options by their texts; captured arrays join ``aux``.
 
-    Arrays that functions capture join ``aux``. ``device`` is that of q.
+    ``device`` is the device of q.
     """
     functions = functions_of(options)
     if not functions:
@@ -63,13 +63,13 @@ def functions_of(options: Mapping[str, Any]) -> dict[str, Any]:
 def expressions_of(
     functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
 ) -> tuple[dict[str, Node], AuxArrays]:
-    """Return the expressions of functions, and the arrays of ``aux`` and those they capture."""
+    """Trace functions; return their expressions, and ``aux`` with the arrays they capture."""
     arrays = _Tensors(aux, device)
     return {name: _EXPRESSIONS[name](x, arrays) for name, x in functions.items()}, arrays
 
 
 def tensors_of(arrays: AuxArrays, device: torch.device) -> tuple[Any, ...]:
-    """Return ``aux`` and, after it, the arrays that functions capture, as tensors."""
+    """Return ``aux`` and the captured arrays after it, as tensors."""
     captured = arrays[len(arrays.parameters) :]
     return (*arrays.parameters, *(_tensor(x, device) for x in captured))
 
@@ -82,7 +82,7 @@ def text_of(name: str, function: Any, arrays: Sequence[Any]) -> str:
 def _read(
     functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
 ) -> dict[str, Any]:
-    """Return texts of functions and, if there are any, the arrays that they index."""
+    """Return the texts of functions, and the arrays they index as ``aux``, if any."""
     nodes, arrays = expressions_of(functions, aux, device)
     found: dict[str, Any] = {name: to_text(node) for name, node in nodes.items()}
     if arrays:
@@ -95,7 +95,7 @@ _read_outside = torch.compiler.disable(_read)
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # PyTorch's
 def _has_dynamo() -> bool:
-    """Return True if this PyTorch has the private names that reading in a program needs."""
+    """Return True if this PyTorch has the private names that `tileattn.torch.dynamo` needs."""
     try:
         import_module("tileattn.torch.dynamo")
         from torch._dynamo.comptime import ComptimeContext
@@ -107,7 +107,7 @@ def _has_dynamo() -> bool:
 def _read_in_program(
     functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
 ) -> dict[str, Any]:
-    """Do the same while Dynamo traces. Numbers that it keeps symbolic become arrays, too."""
+    """Do the same while Dynamo traces; numbers that Dynamo keeps symbolic become arrays, too."""
     if not _has_dynamo():
         read: dict[str, Any] = _read_outside(functions, aux, device)
         return read
@@ -129,7 +129,7 @@ def _read_in_program(
 
 
 def _tensor_in_program(x: Any, device: torch.device) -> torch.Tensor:
-    """Return what a function captures as a tensor: an array, or a symbolic number."""
+    """Make a tensor of a captured array or symbolic number."""
     if isinstance(x, torch.Tensor):
         return x
     is_number = isinstance(x, int | float)
@@ -140,10 +140,10 @@ def _of_number(x: Any, device: torch.device) -> torch.Tensor:
     """Make a tensor of a symbolic number."""
     if isinstance(x, int | torch.SymInt):
         return torch.full((), x, dtype=torch.int64, device=device)
-    # A sum is compiled once for all floats, `torch.full` for each.
+    # torch.full would be compiled again for each float; a sum is not.
     return torch.zeros((), dtype=torch.float64, device=device) + x
 
 
 def _tensor(x: Any, device: torch.device) -> torch.Tensor:
-    """Return an array that a function captures as a tensor."""
+    """Make a tensor of a captured array."""
     return x if isinstance(x, torch.Tensor) else tensor_of(np.array(x)).to(device)

@@ -1,4 +1,4 @@
-"""The two passes as operators of PyTorch: what autograd, ``torch.compile`` and export see."""
+"""Forward and backward as PyTorch operators, for autograd, ``torch.compile`` and export."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from tileattn.torch.tensors import array_of, on, tensor_of
 
 
 class _Type(NamedTuple):
-    """How an operator takes an option: its type there, and the conversion to the library's."""
+    """Type of an option in an operator's schema, and its conversion to the library's option."""
 
     name: str
     to_option: Callable[[Any], Any]
@@ -37,7 +37,7 @@ _TYPES: dict[str, _Type] = {  # by the value of an option; the window has two ar
 _OPTIONS = {name: _TYPES[x.value] for name, x in OPTIONS.items() if x.value in _TYPES}
 
 TENSORS = (*ROWS, *(name for name, kind in _OPTIONS.items() if kind.name == "Tensor?"))
-"""The arguments that are one tensor, which come first."""
+"""Names of the arguments that are one tensor; they come first."""
 
 INPUTS = {
     **dict.fromkeys(ROWS, "Tensor"),
@@ -48,14 +48,14 @@ INPUTS = {
     "deterministic": "bool",
     "aux": "Tensor[]",
 }
-"""Arguments of the forward operator and their types; the backward operator has them, too.
+"""Arguments that both operators share, and their types in the schema.
 
-Functions are the texts of their expressions, so that a program holds everything it computes.
+Functions are texts of expressions, so that an exported program is self-contained.
 """
 
 
 def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the forward operator, which takes `INPUTS`, past PyTorch's dispatcher."""
+    """Run the forward operator without PyTorch's dispatcher; the arguments are `INPUTS`."""
     given = dict(zip(INPUTS, inputs, strict=True))
     with on(given["q"].device):
         options = _options(given)
@@ -72,7 +72,7 @@ def backward(
     wrt: Sequence[str],
     *inputs: Any,
 ) -> list[torch.Tensor]:
-    """Run the backward operator past PyTorch's dispatcher."""
+    """Run the backward operator without PyTorch's dispatcher."""
     given = dict(zip(INPUTS, inputs, strict=True))
     with on(dout.device):
         options = _options(given | {"wrt": wrt})
@@ -85,7 +85,7 @@ def backward(
 
 
 def prepared(inputs: Sequence[Any], others: Sequence[Any] = ()) -> PreparedCall | None:
-    """Look up what the library keeps of a call, and of others than q, k and v: those of a pass."""
+    """Look up the library's prepared call; ``others`` are the tensors of a backward pass."""
     given = dict(zip(INPUTS, inputs, strict=True))
     with on(given["q"].device):
         options = _options(given)
@@ -143,7 +143,7 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
 
 
 def upstream(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of out; autograd passes None if only lse has one."""
+    """Return dout, or zeros if autograd passes None because only lse has a gradient."""
     return torch.zeros_like(out) if dout is None else dout
 
 
@@ -156,7 +156,7 @@ def gradients(
     lse: Any,
     inputs: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """Compute the gradients that are needed, None for the others."""
+    """Compute the needed gradients by ``run``, in the order of `INPUTS`; None for the others."""
     given = dict(zip(INPUTS, inputs, strict=True))
     needed = dict(zip(INPUTS, needs, strict=True))
     needed["aux"] = any(needed["aux"]) if given["aux"] else False
@@ -171,16 +171,15 @@ def gradients(
 def _refuse(_ctx: Any, *_grads: Any) -> None:
     raise UnsupportedError(
         "tileattn.torch.attention does not support double backward "
-        "(PyTorch's own attention, in its math backend, has second ones)"
+        "(the math backend of torch.nn.functional.scaled_dot_product_attention does)"
     )
 
 
-_of_both = ", ".join(f"{kind} {name}" for name, kind in INPUTS.items())
+_shared = ", ".join(f"{kind} {name}" for name, kind in INPUTS.items())
 _LIBRARY = torch.library.Library("tileattn", "DEF")
-_LIBRARY.define(f"forward({_of_both}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"forward({_shared}) -> (Tensor, Tensor)")
 _LIBRARY.define(
-    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] wrt, {_of_both})"
-    " -> Tensor[]"
+    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] wrt, {_shared}) -> Tensor[]"
 )
 for _name, _run, _fake in (
     ("forward", forward, _fake_forward),

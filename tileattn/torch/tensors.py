@@ -16,12 +16,12 @@ from tileattn.messages import called
 from tileattn.torch import cuda
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of tensors whose elements are their memory, unless a bit of theirs says otherwise."""
+"""Types of tensors whose memory holds their elements, unless ``layouts`` finds a lazy view."""
 
-torch.compiler.assume_constant_result(called)  # which compilers cannot look into
+torch.compiler.assume_constant_result(called)  # Dynamo cannot trace it
 _ON_CPU = nullcontext()
 _FLOATS = "float16, bfloat16, float32 or float64"
-_DTYPES = frozenset(  # those that arrays have, too
+_DTYPES = frozenset(  # the dtypes that NumPy arrays have, too
     {torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64}
     | {torch.complex128, torch.int8, torch.int16, torch.int32, torch.int64}
     | {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
@@ -31,8 +31,8 @@ _EXPECTED = {
     **dict.fromkeys((*INTEGERS, *SEEDS), "int32 or int64"),
     **dict.fromkeys(("attn_mask", *options_with(value="arrays")), f"bool, {_FLOATS}"),
 }
-# Where it is defined, and what to do: subclasses that are no tensors for the operators here.
-_NO_MEMORY = (
+# Subclasses that the operators cannot read: module, class, and what to pass instead.
+_WITHOUT_MEMORY = (
     (
         *("torch.nn.attention.bias", "CausalBias"),
         "scaled_dot_product_attention takes one as attn_mask, and causal=True is the same "
@@ -50,12 +50,12 @@ _NO_MEMORY = (
 
 
 def on(device: torch.device) -> AbstractContextManager[None]:
-    """Have the library compute where PyTorch would: on a GPU on its current stream."""
+    """Make the library compute on a device; on a GPU, on PyTorch's current stream."""
     return cuda.on_device(device) if device.type == "cuda" else _ON_CPU
 
 
 def array_of(x: torch.Tensor) -> Any:
-    """View a tensor as an array of NumPy's or, on a GPU, of CuPy's."""
+    """View a tensor as a NumPy array or, on a GPU, as a CuPy array."""
     if not x.data_ptr() and x.numel():
         raise ValueError(
             f"a tensor of shape {tuple(x.shape)} must have memory; its storage has been freed"
@@ -63,13 +63,13 @@ def array_of(x: torch.Tensor) -> Any:
     if x.is_cuda:
         return cuda.array_of(x)
     x = x.detach()
-    if x.dtype is torch.bfloat16:  # which NumPy does not know
+    if x.dtype is torch.bfloat16:  # NumPy has no bfloat16 of its own
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return x.numpy()
 
 
 def tensor_of(x: Any) -> torch.Tensor:
-    """View an array as a tensor; one of CuPy's comes from a call within `on`."""
+    """View an array as a tensor; a CuPy array must come from a call within `on`."""
     if not isinstance(x, np.ndarray):
         return cuda.tensor_of(x)
     if x.dtype == ml_dtypes.bfloat16:
@@ -83,90 +83,83 @@ def check_tensor(
     device: torch.device | None = None,
     kinds: Sequence[str] = ("cpu", "cuda", "meta"),
 ) -> None:
-    """Raise an error if an argument is no dense tensor on such a device, or not on the one of q."""
+    """Raise an error unless an argument is a dense tensor on such a device, or on this one."""
+    own = called(name)
     if not isinstance(x, torch.Tensor):
-        raise TypeError(
-            f"{called(name)} must be a torch.Tensor; got {type(x).__name__} "
-            f"(torch.as_tensor({called(name)}) makes one)"
-        )
+        remedy = f"torch.as_tensor({own}) makes one"
+        raise TypeError(_message(name, "a torch.Tensor", type(x).__name__, remedy))
     if type(x) not in PLAIN:
         _check_subclass(name, x)
     if not torch.compiler.is_compiling() and _is_transformed(x):
-        raise UnsupportedError(
-            f"{called(name)} is a tensor of torch.func or of forward-mode differentiation; "
-            "gradients by "
-            "backward() and torch.autograd.grad are accepted"
-        )
+        got = "one of torch.func or of forward-mode differentiation"
+        remedy = "backward() and torch.autograd.grad differentiate the call"
+        raise UnsupportedError(_message(name, "a plain torch.Tensor", got, remedy))
     if x.is_nested:
-        raise UnsupportedError(
-            f"{called(name)} is a nested tensor; {called(name)}.values() with cu_seqlens_q= is "
-            "accepted"
-        )
+        remedy = f"{own}.values() with cu_seqlens_q= is the same"
+        raise UnsupportedError(_message(name, "a dense tensor", "a nested tensor", remedy))
     if x.layout is not torch.strided:
-        raise UnsupportedError(
-            f"{called(name)} must be a dense tensor; got layout {x.layout} "
-            f"({called(name)}.to_dense() is one)"
-        )
+        remedy = f"{own}.to_dense() is one"
+        raise UnsupportedError(_message(name, "a dense tensor", f"layout {x.layout}", remedy))
     if x.dtype not in _DTYPES:
         expected = _EXPECTED.get(name.partition("[")[0], _FLOATS)
-        raise TypeError(f"{called(name)} must have dtype {expected}; got {x.dtype}")
+        raise TypeError(f"{own} must have dtype {expected}; got {x.dtype}")
     if device is not None and x.device != device:
-        raise ValueError(
-            f"{called(name)} is on {x.device}; it must be on the device of {called('q')}, {device}"
-        )
+        where = f"on the device of {called('q')}, {device}"
+        raise ValueError(_message(name, where, f"a tensor on {x.device}"))
     if x.device.type not in kinds:
-        on_gpu = " and on NVIDIA GPUs" if "cuda" in kinds else ""
-        raise UnsupportedError(
-            f"{called(name)} is on {x.device}; tensors on the CPU{on_gpu} are accepted "
-            f"({called(name)}.cpu() is one)"
-        )
+        where = "on the CPU or on an NVIDIA GPU" if "cuda" in kinds else "on the CPU"
+        raise UnsupportedError(_wrong_place(name, where, x))
 
 
 def check_memory(name: str, x: torch.Tensor) -> None:
-    """Raise UnsupportedError if a tensor is more than its memory, which alone will be read.
+    """Raise UnsupportedError unless a tensor's memory holds its elements.
 
-    PyTorch's operators see to what else there is.
+    Calls through PyTorch's operators need no such check.
     """
     if type(x) not in PLAIN:
         plain = f"{called(name)}.as_subclass(torch.Tensor)"
         raise UnsupportedError(
-            f"{called(name)} must be a plain torch.Tensor; got {type(x).__name__} ({plain} is one, "
-            "if "
-            "its memory holds its elements)"
+            _message(
+                name,
+                "a plain torch.Tensor",
+                type(x).__name__,
+                f"{plain} is one, if its memory holds its elements",
+            )
         )
     check_elements(name, x)
 
 
 def check_elements(name: str, x: torch.Tensor) -> None:
-    """Raise UnsupportedError if a tensor is a view whose elements are computed when it is read."""
+    """Raise UnsupportedError if a tensor is a lazy view, whose elements are computed on reading."""
     if x.is_neg() or x._is_zerotensor():
         raise UnsupportedError(
-            f"{called(name)} must hold its elements in memory; got a view that negates or leaves "
-            "out zeros "
+            f"{called(name)} must hold its elements in memory; got a lazy negation or zero tensor "
             f"({called(name)} + 0 holds them)"
         )
 
 
 def check_integers(name: str, x: Any, device: torch.device) -> None:
-    """Raise an error if an argument is no dense tensor on the CPU or, a seed apart, where q is."""
+    """Raise an error unless integers are a dense tensor on the CPU or, but for a seed, near q."""
     check_tensor(name, x)
-    if x.device.type == "cpu" or (x.device == device and name not in SEEDS):
-        return
-    too = (
-        ""
-        if name in SEEDS or device.type == "cpu"
-        else f" and on the device of {called('q')}, {device},"
-    )
-    raise ValueError(
-        f"{called(name)} is on {x.device}; integers on the CPU{too} are accepted "
-        f"({called(name)}.cpu() is a copy)"
-    )
+    on_cpu_only = name in SEEDS or device.type == "cpu"
+    if x.device.type != "cpu" and (on_cpu_only or x.device != device):
+        too = "" if on_cpu_only else f" or on the device of {called('q')}, {device}"
+        raise ValueError(_wrong_place(name, f"on the CPU{too}", x))
+
+
+def _wrong_place(name: str, where: str, x: torch.Tensor) -> str:
+    remedy = f"{called(name)}.cpu() is a copy on the CPU"
+    return _message(name, where, f"a tensor on {x.device}", remedy)
+
+
+def _message(name: str, what: str, got: str, remedy: str = "") -> str:
+    return f"{called(name)} must be {what}; got {got}" + (f" ({remedy})" if remedy else "")
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Convert to the dtype of autocast, where it is enabled, as PyTorch's own operators do.
+    """Convert to the dtype of autocast if it is enabled, as PyTorch's own operators do.
 
-    What is no tensor stays as it is: who checks it names it.
+    Arguments that are not tensors are left as they are; later checks name them.
     """
     enabled = torch._C._is_any_autocast_enabled()
     if not enabled or not all(isinstance(x, torch.Tensor) for x in tensors):
@@ -185,11 +178,9 @@ def is_kind(x: Any, module: str, name: str) -> bool:
 
 
 def _check_subclass(name: str, x: Any) -> None:
-    for module, kind, remedy in _NO_MEMORY:
+    for module, kind, remedy in _WITHOUT_MEMORY:
         if is_kind(x, module, kind):
-            raise UnsupportedError(
-                f"{called(name)} must be a plain torch.Tensor; got {kind} ({remedy})"
-            )
+            raise UnsupportedError(_message(name, "a plain torch.Tensor", kind, remedy))
 
 
 def _is_transformed(x: torch.Tensor) -> bool:

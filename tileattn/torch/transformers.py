@@ -1,4 +1,4 @@
-"""Attention for the models of Hugging Face's transformers."""
+"""An attention implementation for models of Hugging Face's transformers."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 try:
     from transformers.utils.versions import require_version
 
-    require_version("transformers>=5.4")  # which asks for masks with the arguments of make_mask
+    require_version("transformers>=5.4")  # the first that passes the arguments of make_mask
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.utils.output_capturing import _active_collector
 except ImportError as error:
@@ -28,14 +28,14 @@ NAME = "tileattn"
 
 
 def register() -> None:
-    """Let models of transformers take ``attn_implementation="tileattn"``.
+    """Register ``attn_implementation="tileattn"`` with transformers.
 
-    It may be called again.
+    It may be called more than once.
 
     Notes
     -----
     Causal masks, sliding windows, padding, caches and packed sequences become options of the call.
-    Other masks, such as those of chunks and images, are tensors of booleans, as for ``"sdpa"``.
+    Other masks, such as chunked attention and images, are boolean tensors, as for ``"sdpa"``.
 
     Examples
     --------
@@ -56,11 +56,12 @@ def register() -> None:
 
 # --- attention ------------------------------------------------------------------------------------
 
-# What attention functions of transformers read and this one does not; the rest of what models pass
-# on, from use_cache to the sliding_window that their masks have, changes nothing.
+# Arguments that other attention functions of transformers read and this one does not support. The
+# other arguments that models pass, such as use_cache or sliding_window, need nothing here: the mask
+# already has the window.
 _REFUSED = SELECTING | {
-    "block_table": "it is of a paged cache",
-    "cache": "it is of continuous batching",
+    "block_table": "paged caches are not supported",
+    "cache": "continuous batching is not supported",
 }
 
 
@@ -78,12 +79,12 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of a layer, as ``AttentionInterface`` asks for it.
+    """Compute the attention of a layer; the arguments are those of ``AttentionInterface``.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The layer. Its ``is_causal``, if it has one, counts where there is neither a mask nor an
+        The layer. Its ``is_causal``, if it has one, is used if there is neither a mask nor the
         argument.
     query : torch.Tensor, shape (B, Hq, Nq, D)
         Queries.
@@ -92,19 +93,19 @@ def attention_forward(
     value : torch.Tensor, shape (B, Hkv, Nk, Dv)
         Values.
     attention_mask : torch.Tensor, broadcastable to (B, Hq, Nq, Nk), or None
-        Booleans, True = attended, or numbers that are added to the scores. The lowest number of
-        the dtype means not attended, too: a query that attends to no key has output 0.
+        Booleans, True = attended, or numbers that are added to the scores; ``finfo.min`` masks a
+        key out. A query that attends to no key has output 0.
     dropout : float
         Probability of dropping an entry. The seed comes from PyTorch's generator on the CPU.
     scaling : float or None
         Multiplies the products; None is ``1 / sqrt(D)``.
     is_causal : bool or None
-        Without a mask, query i attends to keys ``j <= i``; a single query attends to all. By
-        default all queries attend to all keys, as with eager attention.
+        True without a mask: query i attends to keys ``j <= i``, and a single query to all keys. By
+        default all queries attend to all keys, as in eager attention.
     position_bias : torch.Tensor, broadcastable to (B, Hq, Nq, Nk), or None
         Added to the scores; has a gradient.
     softcap : float or None
-        Soft cap of the scaled products.
+        Soft cap of the scaled scores.
     s_aux : torch.Tensor, shape (Hq,), or None
         Sinks; they have a gradient.
     **others
@@ -115,12 +116,12 @@ def attention_forward(
     torch.Tensor, shape (B, Nq, Hq, Dv)
         The output.
     None
-        In place of the probabilities.
+        Stands for the probabilities, which are not computed.
 
     Raises
     ------
     UnsupportedError
-        If an argument asks for what is not computed here.
+        If probabilities are requested, or an argument is not supported.
     """
     if _wants_probabilities(module, others.get("output_attentions")):
         raise UnsupportedError(
@@ -130,9 +131,9 @@ def attention_forward(
     for name, reason in _REFUSED.items():
         if others.get(name) is not None and others[name] is not False:
             raise UnsupportedError(
-                f"{name} is given and {reason}; attn_implementation='eager' may support it"
+                f"{name} must be None: {reason}; attn_implementation='eager' may support it"
             )
-    if query.shape[0] != key.shape[0]:  # learned queries, of a batch of 1
+    if query.shape[0] != key.shape[0]:  # learned queries, with a batch of 1
         query = query.expand(key.shape[0], -1, -1, -1)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if dropout:
@@ -146,8 +147,8 @@ def attention_forward(
         options |= {"causal": True, "q_offset": 0} if is_causal else {}
     if others.get("cu_seq_lens_q") is not None and options.keys().isdisjoint(("mask", "mask_mod")):
         raise UnsupportedError(
-            "cu_seq_lens_q is given without a mask that separates its sequences; position_ids that "
-            "start again with each sequence, without attention_mask and cache, are accepted"
+            "cu_seq_lens_q must come with position_ids that start again with each sequence, and "
+            "without attention_mask and cache: they make the mask that separates the sequences"
         )
     added = options.get("bias")
     if position_bias is not None:
@@ -162,8 +163,8 @@ def attention_forward(
 
 
 def _wants_probabilities(module: torch.nn.Module, output_attentions: bool | None) -> bool:
-    """Return True if the call of the model, or its config, asks for probabilities."""
-    collector = _active_collector  # whose context variable compilers cannot read
+    """Return True if the model's call or its config requests probabilities."""
+    collector = _active_collector  # compilers cannot read its context variable
     collected = collector.global_var if torch.compiler.is_compiling() else collector.get()
     return bool(
         output_attentions

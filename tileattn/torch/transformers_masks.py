@@ -1,4 +1,4 @@
-"""Masks of transformers: options of attention where they can say the same, else tensors."""
+"""Masks of transformers as options of attention if possible, otherwise as tensors."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,20 +12,20 @@ from transformers.utils.import_utils import is_tracing
 from tileattn.errors import UnsupportedError
 from tileattn.torch.drop_in import option_of
 
-# Classes of configs of models that add masks to scores, as eager attention does. Others take
-# booleans, as ``"sdpa"`` does.
+# Config classes of models that add masks to scores, as eager attention does. Other models use
+# boolean masks, as with ``"sdpa"``.
 ADDITIVE: set[type] = set()
 
-# Operators that make numbers of booleans, in place or not.
+# Operators whose result is numbers if a boolean mask is among their inputs, in place or not.
 _ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "cat", "stack", "copy", "_to_copy"})
 
 
 class StructuredMask(torch.Tensor):  # type: ignore[misc]  # untyped
-    """A mask, (B, 1, Nq, Nk), known by the options of attention that mean the same.
+    """A mask, (B, 1, Nq, Nk), that carries the equivalent options of attention.
 
-    Its entries are booleans, True = attended, or the numbers that eager attention adds to its
-    scores. They are computed when an operator asks for them, and that operator's result is a plain
-    tensor: models may slice masks, combine them and write to them.
+    Its entries are booleans, True = attended, or the numbers that eager attention adds to scores.
+    They are computed when an operator reads them, and the operator returns a plain tensor: models
+    may slice masks, combine them and write to them.
 
     Parameters
     ----------
@@ -34,16 +34,16 @@ class StructuredMask(torch.Tensor):  # type: ignore[misc]  # untyped
     dense : callable
         Makes the tensor of entries.
     shape : sequence of int
-        Shape of that tensor.
+        Shape of the mask.
     dtype : torch.dtype
-        Its dtype.
+        Dtype of the entries.
     device : torch.device
-        Its device.
+        Device of the entries.
 
     Raises
     ------
     UnsupportedError
-        If numbers are made of booleans, which are no numbers to add to scores.
+        If the model computes numbers with boolean entries, as if it could add them to scores.
     """
 
     options: Mapping[str, Any]
@@ -75,23 +75,23 @@ class StructuredMask(torch.Tensor):  # type: ignore[misc]  # untyped
         are_booleans = any(mask.dtype is torch.bool for mask in masks)
         if is_arithmetic and are_booleans and result.is_floating_point():
             raise UnsupportedError(
-                "the model computes with the attention mask as with numbers, but "
-                "attn_implementation='tileattn' gave it booleans, as 'sdpa' does; use "
+                "the model computes with the attention mask as if it were numbers, but "
+                "attn_implementation='tileattn' makes boolean masks, as 'sdpa' does; use "
                 "attn_implementation='eager', or set _supports_sdpa = False in the model"
             )
         for argument, x in zip(func._schema.arguments, args, strict=False):
-            if isinstance(x, cls) and argument.alias_info is not None:  # something may write to it
+            if isinstance(x, cls) and argument.alias_info is not None:  # the result may be written
                 x.options = x.options_of(None)
         return result
 
     def entries(self) -> torch.Tensor:
-        """Return the tensor of entries. It is made once, so that writes to it stay."""
+        """Return the tensor of entries; it is made once, so that writes to it persist."""
         if not hasattr(self, "_entries"):
             self._entries = self.dense().contiguous()
         return self._entries
 
     def options_of(self, pairs: Sequence[int] | None) -> Mapping[str, Any]:
-        """Return the options if they are for these pairs of queries and keys; else the entries."""
+        """Return the options if the mask has this shape (B, 1, Nq, Nk), else the entries."""
         fits = pairs is not None and self.shape == torch.Size(pairs)
         return self.options if fits else {option_of(self): self.entries()}
 
@@ -109,37 +109,37 @@ def make_mask(
     device: Any = "cpu",
     **others: Any,
 ) -> torch.Tensor:
-    """Make the mask of a layer, as ``AttentionMaskInterface`` asks for it.
+    """Make the mask of a layer; the arguments are those of ``AttentionMaskInterface``.
 
     Parameters
     ----------
     batch_size : int
-        B.
+        Number of sequences, B.
     q_length : int
-        Nq.
+        Number of queries, Nq.
     kv_length : int
-        Nk.
+        Number of keys, Nk.
     q_offset : int or torch.Tensor
         Position of the first query.
     kv_offset : int
         Position of the first key.
     mask_function : callable
-        Takes batch, head, position of the query and position of the key; says which are attended.
+        Takes indices of batch and head and positions of query and key; True = attended.
     attention_mask : torch.Tensor, shape (B, N), or None
         Booleans by position; False = padding.
     config : transformers.PreTrainedConfig or None
-        Config of the model, which says whether it takes booleans or numbers.
+        Config of the model; its class decides between booleans and numbers.
     dtype : torch.dtype
         Dtype of numbers.
     device : torch.device or str
         Device of the mask.
     **others
-        What other implementations need.
+        Arguments for other implementations.
 
     Returns
     -------
     torch.Tensor, shape (B, 1, Nq, Nk)
-        A `StructuredMask`; under a compiler its entries.
+        A `StructuredMask`; under a compiler, a plain tensor.
     """
     others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     given: dict[str, Any] = {
@@ -152,39 +152,39 @@ def make_mask(
     if is_tracing(attention_mask):
         mask: torch.Tensor = make(**given)
         return mask
-    given["q_offset"] = q_offset = int(q_offset)  # a static cache counts on, in place
+    given["q_offset"] = q_offset = int(q_offset)  # a static cache increments its tensor in place
     options = _structure(mask_function)
     if options is None:
         booleans = masking_utils.sdpa_mask(**given)
         options = {"mask": booleans}
         dense = partial(_numbers, booleans, dtype) if adds else booleans.clone
     else:
-        # Operators of the mask cannot use vmap, which index arithmetic does not need.
+        # Inside __torch_dispatch__ vmap does not work; plain index arithmetic does.
         dense = partial(make, **given | {"use_vmap": False})
         seen = kv_length
         if "window" in options:
             options["q_offset"] = q_offset - kv_offset
             right = options["window"][1]
-            if right is not None:  # what lies right of all windows needs no length to hide it
+            if right is not None:  # windows already mask out the keys to the right of the last one
                 seen = min(seen, options["q_offset"] + q_length + right)
         if attention_mask is not None:
             options |= _padding(attention_mask, kv_offset, kv_length, seen)
         if "kv_lengths" not in options and options.get("q_offset") == kv_length - q_length:
-            del options["q_offset"]  # the default, with which a window over all keys is no window
+            del options["q_offset"]  # the default; a window over all keys is then dropped
     shape = (batch_size, 1, q_length, kv_length)
     return StructuredMask(options, dense, shape, dtype if adds else torch.bool, device)
 
 
 def _numbers(booleans: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the entries that eager attention adds to its scores."""
+    """Make the numbers that eager attention adds to scores."""
     zero = torch.zeros((), dtype=dtype, device=booleans.device)
     return torch.where(booleans, zero, torch.finfo(dtype).min)
 
 
 def _padding(mask: torch.Tensor, first: int, count: int, seen: int) -> dict[str, Any]:
-    """Express padding by lengths where it is on the right, else by a mask of the keys.
+    """Express padding on the right by lengths, and other padding by a mask of the keys.
 
-    Nothing need be said of keys from `seen` on.
+    The window already masks out the keys from ``seen`` on.
     """
     missing = max(first + count - mask.shape[1], 0)
     attended = torch.nn.functional.pad(mask, (0, missing))[:, first : first + count]
@@ -195,7 +195,7 @@ def _padding(mask: torch.Tensor, first: int, count: int, seen: int) -> dict[str,
 
 
 def _structure(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
-    """Express a mask function by options; None if they cannot say the same."""
+    """Return the options that are equivalent to a mask function; None if there are none."""
     left, right = [], []
     options: dict[str, Any] = {}
     for name, held in _terms(mask_function):
@@ -219,7 +219,7 @@ def _structure(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 def _terms(mask_function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Take apart what transformers joins: who made each term, and the variables it holds."""
+    """Split a combined mask function into terms: the function that made each, and its closure."""
     if getattr(mask_function, "__module__", None) != masking_utils.__name__:
         yield "", {}
         return
@@ -229,8 +229,8 @@ def _terms(mask_function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for term in held["mask_functions"]:
             yield from _terms(term)
     elif name == "remap_positions_for_packed_sequence":
-        # Within a sequence, which is where its companion lets queries attend, positions are as far
-        # apart as they are in the batch.
+        # Another term restricts attention to one sequence, and inside a sequence the remapped
+        # positions have the same distances.
         yield from _terms(held["mask_function"])
     else:
         yield name, held

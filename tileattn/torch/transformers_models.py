@@ -1,4 +1,4 @@
-"""Check which attention layers of a model of transformers take an attention implementation."""
+"""Find the attention layers of a transformers model that ignore ``attn_implementation``."""
 
 import inspect
 import re
@@ -16,19 +16,19 @@ from tileattn.torch.transformers_masks import ADDITIVE
 
 _get_correct = PreTrainedModel.get_correct_attn_implementation
 _set = PreTrainedModel.set_attn_implementation
-# Arguments of attention functions that models always pass, and that are not supported.
+# Arguments that some models always pass to attention functions, and that are not supported.
 SELECTING = {
-    "block_indices": "it selects blocks of keys",
-    "indices": "it selects keys",
-    "sinks": "they are of each query, not of each head, as s_aux",
+    "block_indices": "selecting blocks of keys is not supported",
+    "indices": "selecting keys is not supported",
+    "sinks": "a sink for each query is not supported, only one for each head, s_aux",
 }
-_BASES = frozenset(PreTrainedModel.__mro__)  # what their code names is no layer of a model
+_BASES = frozenset(PreTrainedModel.__mro__)  # base classes without layers of a model
 
 
 def check_models(implementation: str) -> None:
-    """Make models check their layers when they are given an attention implementation.
+    """Patch ``PreTrainedModel`` to check a model's layers when the implementation is selected.
 
-    It may be called again.
+    It may be called more than once.
     """
 
     def get_correct_attn_implementation(
@@ -45,7 +45,7 @@ def check_models(implementation: str) -> None:
     def set_attn_implementation(
         self: Any, attn_implementation: Any, *more: Any, **options: Any
     ) -> None:
-        if attn_implementation == implementation:  # check all parts before the first one changes
+        if attn_implementation == implementation:  # check all parts before any part changes
             for part in self.modules():
                 if isinstance(part, PreTrainedModel):
                     layers_of(type(part), implementation).check(implementation)
@@ -56,20 +56,20 @@ def check_models(implementation: str) -> None:
 
 
 class Layers(NamedTuple):
-    """The attention layers of a model, by the names of their classes.
+    """Class names of the attention layers of a model.
 
     Parameters
     ----------
     model : type
         Class of the model.
     served : set of str
-        Layers that take their attention from ``AttentionInterface``.
+        Layers that call ``AttentionInterface``.
     own : set of str
         Layers that compute attention themselves.
     choices : set of str
-        Layers in tables that have no entry for the implementation.
+        Layers from tables by implementation name without an entry for this one.
     passed : set of str
-        Arguments that layers pass and that are not supported.
+        Unsupported arguments that layers pass.
     """
 
     model: type
@@ -79,16 +79,16 @@ class Layers(NamedTuple):
     passed: set[str]
 
     def check(self, implementation: str) -> None:
-        """Raise an error if the implementation cannot be used, or would be used nowhere."""
+        """Raise UnsupportedError if the implementation would fail, or would never be called."""
         module = vars(sys.modules[self.model.__module__])
         is_used = self.served or any(isinstance(x, AttentionInterface) for x in module.values())
         if self.choices:
             reason = f"it chooses its layers by name, from {_listed(self.choices)}"
         elif self.passed:
-            reasons = (f"it passes {name}, and {SELECTING[name]}" for name in sorted(self.passed))
+            reasons = (f"it passes {name}, but {SELECTING[name]}" for name in sorted(self.passed))
             reason = "; ".join(reasons)
         elif self.own and not is_used:
-            reason = f"{_listed(self.own)} takes no attention from AttentionInterface"
+            reason = f"{_listed(self.own)} does not use AttentionInterface"
         else:
             return
         raise UnsupportedError(
@@ -98,7 +98,7 @@ class Layers(NamedTuple):
         )
 
     def warn(self, implementation: str) -> None:
-        """Name the layers that compute attention themselves."""
+        """Warn of each layer that computes attention itself."""
         for layer in sorted(self.own):
             warnings.warn(
                 f"{layer} computes attention itself: attn_implementation={implementation!r} is not "
@@ -112,7 +112,7 @@ def _listed(names: set[str]) -> str:
 
 
 def layers_of(model: type, implementation: str) -> Layers:
-    """Find the attention layers that the code of a model names."""
+    """Find the attention layers that a model's code refers to."""
     layers = Layers(model, set(), set(), set(), set())
     for part in _reached(model):
         if isinstance(part, dict) and implementation not in part:
@@ -127,15 +127,14 @@ def layers_of(model: type, implementation: str) -> Layers:
 
 
 def _is_attention(part: Any) -> bool:
-    """Return True for a layer that its name says is one of attention, as transformers does."""
+    """Return True for a class whose name ends in ``Attention``, transformers' convention."""
     return isinstance(part, type) and re.search(r"Attention\d*$", part.__name__) is not None
 
 
 def _reached(start: type) -> list[Any]:
-    """Collect the layers, functions and tables that a class names, and those that these name.
+    """Collect the layers, functions and tables that a class refers to, directly or indirectly.
 
-    Parts that have a config class of their own are left out: they are models, which are checked
-    when they are made.
+    Models with a config class of their own are left out: they are checked when they are made.
     """
     config = getattr(start, "config_class", None)
     found: dict[int, Any] = {id(start): start}
@@ -151,7 +150,7 @@ def _reached(start: type) -> list[Any]:
 
 
 def _named(part: Any) -> Iterator[Any]:
-    """Yield what the code of a layer, a function or a table names."""
+    """Yield the layers, functions and tables that a layer, function or table refers to."""
     if isinstance(part, dict):
         yield from part.values()
     elif isinstance(part, FunctionType):
@@ -170,7 +169,7 @@ def _named(part: Any) -> Iterator[Any]:
 
 
 def _words(layer: type) -> set[Any]:
-    """Collect the constants in the code of a layer, among them the names of arguments it passes."""
+    """Collect the constants in a layer's code; names of keyword arguments are among them."""
     found: set[Any] = set()
     for member in _members(layer):
         if isinstance(member, FunctionType):
@@ -181,7 +180,7 @@ def _words(layer: type) -> set[Any]:
 
 
 def _members(layer: type) -> Iterator[Any]:
-    """Yield the members of a class, and those of its bases that are not overridden."""
+    """Yield the members of a class and of its bases that are not overridden."""
     overridden = {"_init_weights"}
     for base in layer.__mro__:
         if issubclass(base, torch.nn.Module) and base not in _BASES:
@@ -194,7 +193,7 @@ def _members(layer: type) -> Iterator[Any]:
 
 
 def _is_part(value: Any) -> bool:
-    """Return True for a layer, a table of layers by implementation, and the interface."""
+    """Return True for a layer, a table of layers by implementation name, and the interface."""
     if isinstance(value, type):
         return issubclass(value, torch.nn.Module)
     is_table = isinstance(value, dict) and "eager" in value and all(map(_is_part, value.values()))
@@ -202,7 +201,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield code, and that of the functions it holds."""
+    """Yield a code object and those nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
