@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 
@@ -104,7 +105,7 @@ class Backend(Protocol):
     checked.
 
     A method ``prepare(problem)`` may return a new `tileattn.call.prepared.PreparedCall`, which then
-    runs all calls of one signature.
+    runs all calls of one signature; `PreparingBackend` derives the two passes from it.
 
     Methods ``append_kv`` and ``rope`` may run these two, validated; without them array expressions
     do. They are those of ``tileattn.backends.cupy.token_rows``.
@@ -140,3 +141,39 @@ class Backend(Protocol):
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
         """Say what would run."""
+
+
+class PreparingBackend:
+    """Mixin of backends that run every call by a `PreparedCall`: ``forward`` and ``backward``.
+
+    A subclass that overrides one of the two is called through them.
+    """
+
+    def call_of(self, problem: Problem) -> PreparedCall:
+        """Return a new prepared call of the backend."""
+        raise NotImplementedError
+
+    def prepare(self, problem: Problem) -> PreparedCall:
+        """Return the prepared call of one signature."""
+        own = (getattr(type(self), name) for name in ("forward", "backward"))
+        inherited = (PreparingBackend.forward, PreparingBackend.backward)
+        return self.call_of(problem) if (*own,) == inherited else PreparedCall(self, problem)
+
+    def forward(self, problem: Problem, operands: Operands, out: Any | None) -> Attention:
+        """Compute attention by a new prepared call."""
+        return self.call_of(problem).forward(operands, out)
+
+    @takes_workspace
+    def backward(
+        self,
+        problem: Problem,
+        operands: Operands,
+        dout: Any,
+        attention: Attention,
+        dlse: Any | None,
+        deterministic: bool,
+        workspace: Any | None = None,
+    ) -> Gradients:
+        """Compute the gradients by a new prepared call."""
+        call = self.call_of(problem)
+        return call.backward(operands, dout, attention, dlse, deterministic, workspace)

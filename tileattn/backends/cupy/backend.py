@@ -12,7 +12,7 @@ from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.execute import Executable
 from tileattn.backends.cupy.external_memory import CupyMemory
 from tileattn.backends.cupy.passes import ArrayPass, Pass
-from tileattn.backends.protocol import Explanation, takes_workspace
+from tileattn.backends.protocol import Explanation, PreparingBackend
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem
 from tileattn.errors import UnsupportedError
@@ -34,7 +34,7 @@ _BROUGHT = ROWS | {"lse", "dlse", *ARRAY_OPTIONS}
 LONGEST = (1 << 30) - (1 << 16)
 
 
-class CupyBackend:
+class CupyBackend(PreparingBackend):
     """Attention on CuPy arrays; supports every problem of up to `LONGEST` queries and keys.
 
     Gradients of q, k and v are computed whichever are asked for.
@@ -66,35 +66,9 @@ class CupyBackend:
                 return f"{name} is {n:,}, and the kernels take up to {LONGEST:,} queries and keys"
         return None
 
-    def prepare(self, problem: Problem) -> PreparedCall:
-        """Give what runs the calls of one signature, and remembers their plans."""
-        # Of a subclass, the methods may be others than those below.
-        return (CupyCall if type(self) is CupyBackend else PreparedCall)(self, problem)
-
-    def forward(self, problem: Problem, operands: Operands, out: Any | None) -> Attention:
-        """Compute attention on CuPy's current device; raise ValueError for arrays on another.
-
-        Not on the path of ``tileattn.forward``, which calls `CupyCall.forward`.
-        """
-        return CupyCall(self, problem).forward(operands, out)
-
-    @takes_workspace
-    def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        dout: Any,
-        attention: Attention,
-        dlse: Any | None,
-        deterministic: bool,
-        workspace: Any | None = None,
-    ) -> Gradients:
-        """Compute the gradients; raise ValueError as `forward`, or for too small a workspace.
-
-        UnsupportedError where that of an array cannot be summed in bounded memory.
-        """
-        call = CupyCall(self, problem)
-        return call.backward(operands, dout, attention, dlse, deterministic, workspace)
+    def call_of(self, problem: Problem) -> PreparedCall:
+        """Return a prepared call, which remembers its plans."""
+        return CupyCall(self, problem)
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
         """Say what would run; the kernels are compiled for it, and loaded."""

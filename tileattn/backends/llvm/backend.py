@@ -5,12 +5,12 @@ import importlib.util
 from typing import Any
 
 from tileattn.backends import threads
-from tileattn.backends.llvm.arrays import Array, as_batch
+from tileattn.backends.llvm.arrays import as_batch
 from tileattn.backends.llvm.call import LlvmCall
 from tileattn.backends.llvm.parameter_gradient import layouts
 from tileattn.backends.llvm.tasks import forward_work, is_parallel
 from tileattn.backends.numpy.backend import is_array
-from tileattn.backends.protocol import Explanation, takes_workspace
+from tileattn.backends.protocol import Explanation, PreparingBackend
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
 from tileattn.kernels.llvm.compile import bf16_host, host
@@ -23,7 +23,6 @@ from tileattn.kernels.llvm.sizes import (
     scratch_bytes,
 )
 from tileattn.kernels.llvm.target import Target
-from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
 
 OLDEST = (0, 47)
@@ -33,7 +32,7 @@ _LONGEST = (1 << 31) - 1  # indices in a tile have the width of float32
 _MIN_BF16_ROWS = 16  # query rows of a key head; calls with fewer are faster in float32
 
 
-class LlvmBackend:
+class LlvmBackend(PreparingBackend):
     """Attention on NumPy arrays, by kernels that LLVM compiles.
 
     Gradients of q, k and v are always computed.
@@ -86,32 +85,9 @@ class LlvmBackend:
                 return f"{name} is {n:,}, and the kernels take up to {_LONGEST:,} queries and keys"
         return None
 
-    def prepare(self, problem: Problem) -> PreparedCall:
-        """Return the prepared call of one signature, which remembers its parameters."""
-        # A subclass may override forward and backward.
-        return (LlvmCall if type(self) is LlvmBackend else PreparedCall)(self, problem)
-
-    def forward(self, problem: Problem, operands: Operands, out: Array | None) -> Attention:
-        """Compute attention.
-
-        ``tileattn.forward`` calls `LlvmCall.forward` directly.
-        """
-        return LlvmCall(self, problem).forward(operands, out)
-
-    @takes_workspace
-    def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        dout: Array,
-        attention: Attention,
-        dlse: Array | None,
-        deterministic: bool,
-        workspace: Array | None = None,
-    ) -> Gradients:
-        """Compute the gradients; the workspace is left as it is."""
-        call = LlvmCall(self, problem)
-        return call.backward(operands, dout, attention, dlse, deterministic, workspace)
+    def call_of(self, problem: Problem) -> PreparedCall:
+        """Return a prepared call, which remembers its parameters."""
+        return LlvmCall(self, problem)
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
         """Describe what would run; reads only the option arrays."""
