@@ -10,8 +10,9 @@ from tileattn.kernels.cuda.families import generic, hopper
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext
 from tileattn.kernels.cuda.families.hopper import HOPPER
 from tileattn.kernels.cuda.plan.device import Device
+from tileattn.kernels.cuda.plan.kind_plan import launch_context
 from tileattn.kernels.cuda.plan.layout import CallLayout
-from tileattn.kernels.cuda.plan.plan import LaunchPlan, launch_context, plan_forward
+from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_forward
 from tileattn.kernels.cuda.tuning import TileSize
 
 # A warp for 32 queries, or for 16 where there are no more; the Hopper kernel has four for 64.

@@ -163,13 +163,20 @@ class Problem:
     @property
     def numbers(self) -> Numbers:
         """Return what `kind` leaves open."""
-        return Numbers(*(getattr(self, name) for name in Numbers._fields))
+        return Numbers(
+            *(self.B, self.Hq, self.Hkv, self.Nq, self.Nk, self.scale, self.softcap),
+            *(self.window, self.dropout_p, self.seed, self.sequences),
+        )
 
     @classmethod
     def of(cls, kind: Kind, numbers: Numbers) -> "Problem":
         """Join the two again."""
-        facts = {name: x for name, x in kind._asdict().items() if name in cls.__slots__}
-        return cls(**facts, **numbers._asdict())
+        B, Hq, Hkv, Nq, Nk, scale, softcap, window, dropout_p, seed, sequences = numbers
+        return cls(
+            *(B, Hq, Hkv, Nq, Nk, kind.D, kind.Dv, kind.dtype, scale, softcap, window, dropout_p),
+            *(seed, kind.ndim, kind.enabled_options, kind.score_mod, kind.mask_mod, sequences),
+            *(kind.page, kind.aux_names, kind.mask_options),
+        )
 
     @property
     def has_softcap(self) -> bool:

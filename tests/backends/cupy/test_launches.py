@@ -14,6 +14,7 @@ from tests.backends.cupy.test_workspace import inputs
 from tileattn.backends.cupy import driver, execute, launches, tensor_maps
 from tileattn.backends.cupy.launches import LaunchBlock, PlannedLaunch
 from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.families.grid import OPEN
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan.params import POINTERS, template
 
@@ -85,7 +86,7 @@ def test_a_stream_is_that_of_the_call(h200: Machine) -> None:
 
 def test_an_empty_grid_has_a_block(gpu: Machine) -> None:
     key = KernelKey("backward_preprocess", "float16")
-    planned = PlannedLaunch(KernelLaunch(key, 0), gpu.load(key), None, overlaps=False)
+    planned = PlannedLaunch(KernelLaunch(key, OPEN), gpu.load(key), None, overlaps=False)
     block = LaunchBlock(template({}), [planned])
     block.fill([256], (0, 0))
     block.launch(0)

@@ -13,11 +13,12 @@ from tileattn.call.problem import Operands, Problem
 from tileattn.call.sequences import Packing
 from tileattn.expressions.nodes import elements
 from tileattn.kernels.cuda.families.context import KernelLaunch, main_of
+from tileattn.kernels.cuda.families.grid import OPEN
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.load import Kernel, load_all
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import CallLayout
-from tileattn.kernels.cuda.plan.plan import LaunchPlan, launch_context, launch_line, plans_of
+from tileattn.kernels.cuda.plan.plan import LaunchPlan, launch_line, plans_of
 from tileattn.kernels.cuda.plan.tile_kinds import without_values
 from tileattn.traffic import explained
 
@@ -88,7 +89,9 @@ def explain_on(
     forward, backward, deterministic = plans_of(problem, inputs, device)
     launches = (*forward.launches, *backward.launches)
     keys = [launch.key for launch in launches]
-    first = main_of(forward.launches) or KernelLaunch(KernelKey("forward", problem.dtype.name), 0)
+    first = main_of(forward.launches) or KernelLaunch(
+        KernelKey("forward", problem.dtype.name), OPEN
+    )
     last = main_of(backward.launches) or first
     counted = problem.Nq * problem.Nk <= _COUNTED
     own = problem.mask_mod
@@ -102,8 +105,7 @@ def explain_on(
         traffic |= {"flash2": (once - moved["v"], twice)}
         moved = moved | {"v": 0}
     sums = _split_bytes(forward)
-    outputs = inputs.with_contiguous_results(problem, "forward")
-    alignment = launch_context(problem, outputs, device).alignment_bytes
+    alignment = forward.kind.context.alignment_bytes
     loaded = [None] * len(keys) if load is None else load(keys)
     return Explanation(
         backend="cupy",

@@ -9,10 +9,11 @@ from tests.kernels.cuda.plan.planning import A100, H200, asked, kernels
 from tileattn.call.problem import problem_of
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.families.grid import GridSizes
 from tileattn.kernels.cuda.plan.catalog import context_of
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import contiguous, contiguous_inputs
-from tileattn.kernels.cuda.plan.plan import plan_backward
+from tileattn.kernels.cuda.plan.plan import plan_backward, with_grids
 
 B, HQ, NQ, NK = 2, 6, 300, 530
 SHAPES = [(B, HQ, NQ, NK), (1, HQ, NQ, NK), (B, 1, 1, NK), (1, 1, NQ, 1), (1, 1, 1, 1)]
@@ -24,11 +25,13 @@ def launches(
 ) -> tuple[KernelLaunch, ...]:
     problem = replace(problem_of(dtype, dim, {"bias"}), B=B, Hq=HQ, Hkv=2, Nq=NQ, Nk=NK)
     context = context_of("sm_90a")._replace(
-        **{"bias": "float32", "bias_shape": shape, "bias_alignment_bytes": 16, "dbias": True},
+        **{"bias": "float32", "full_bias": shape == SHAPES[0], "bias_alignment_bytes": 16},
+        dbias=True,
         sm_count=sms,
         dqkv=dqkv,
     )
-    return backward_launches(problem, context, deterministic=False, sinks=False)
+    found = backward_launches(problem, context, deterministic=False, sinks=False)
+    return with_grids(found, GridSizes(problem, shape))
 
 
 @pytest.mark.parametrize(("shape", "tiles"), [*zip(SHAPES, TILES, strict=True)])

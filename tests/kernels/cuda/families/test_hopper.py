@@ -19,6 +19,7 @@ from tileattn.kernels.cuda.families import hopper
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.context import FAILED, LARGE_SCORES, NON_FINITE, main_of
 from tileattn.kernels.cuda.families.families import forward_launches
+from tileattn.kernels.cuda.families.grid import GridSizes
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
     HOPPER_BACKWARDS,
@@ -29,6 +30,7 @@ from tileattn.kernels.cuda.families.hopper import (
 from tileattn.kernels.cuda.families.shared_memory import HOPPER_STATIC
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
 from tileattn.kernels.cuda.plan.layout import contiguous_inputs
+from tileattn.kernels.cuda.plan.plan import with_grids
 
 SUPPORTED = replace(problem_of("float16", 64), Nq=65)  # more than split the keys
 ROWS, MAXIMA = "backward_preprocess", "backward_large_scores"
@@ -42,7 +44,7 @@ EMPTY = "an array is empty"
 LONG = "an array has nearly 2**31 rows or more"
 MANY = (1 << 31) - (1 << 16)
 BIAS: dict[str, Any] = {"enabled_options": frozenset({"bias"})}
-STAGED = {"bias": "float32", "bias_alignment_bytes": 16, "bias_shape": (1, 1, 1, 1)}
+STAGED = {"bias": "float32", "bias_alignment_bytes": 16}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("the GPU is not of compute capability 9.0", {}, {"arch": "sm_90"}),
     ("dtype is neither float16 nor bfloat16", {"dtype": NAMED["float32"]}, {}),
@@ -119,7 +121,7 @@ def test_the_main_kernels(dims: tuple[int, int], options: tuple[str, ...]) -> No
     D, Dv = dims
     sizes: dict[str, Any] = {"B": 30, "Hq": 6, "Hkv": 3, "Nq": 300, "Nk": 3100, "Dv": Dv}
     problem = replace(problem_of("bfloat16", D, options), **sizes)
-    (launch,) = forward_launches(problem, ON_HOPPER)
+    (launch,) = with_grids(forward_launches(problem, ON_HOPPER), GridSizes(problem))
     own = main_of(hopper_launches(problem))
     assert own is not None
     for each in (launch, own):

@@ -7,7 +7,8 @@ import pytest
 from tests.kernels.cuda.plan.planning import A100, H200, asked, forward, kernels
 from tileattn.kernels.cuda.families.block_order import ORDERS_QUERIES
 from tileattn.kernels.cuda.families.hopper import HOPPER
-from tileattn.kernels.cuda.families.split import COMBINE, FEW_ROWS, MOST_ROWS, SPLIT
+from tileattn.kernels.cuda.families.size_class import FEW_ROWS, MOST_ROWS
+from tileattn.kernels.cuda.families.split import COMBINE, SPLIT
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import contiguous, contiguous_inputs
 from tileattn.kernels.cuda.plan.plan import LaunchPlan

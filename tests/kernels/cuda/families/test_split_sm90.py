@@ -8,7 +8,8 @@ import pytest
 from tests.kernels.cuda.plan.planning import A100, H200, forward
 from tileattn.call.problem import Problem, problem_of
 from tileattn.expressions.functions import mask_expression
-from tileattn.kernels.cuda.families import split
+from tileattn.kernels.cuda.families.size_class import split_keys
+from tileattn.kernels.cuda.families.split import COMBINE, SPLIT
 from tileattn.kernels.cuda.families.split_sm90 import tile_of
 from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.cuda.tuning import DEFAULT
@@ -35,7 +36,7 @@ def test_splits_are_joined(problem: Problem) -> None:
     """By a warp or a thread block for each query."""
     plan = forward(problem, H200)
     first, join = plan.launches
-    assert join.key.kernel == split.COMBINE
+    assert join.key.kernel == COMBINE
     assert plan.fields["split_keys"] * plan.fields["splits"] >= problem.Nk
     assert "assignment" not in plan.constants
     queries, rows = problem.B * problem.Hq * problem.Nq, join.key.warps_m
@@ -59,22 +60,22 @@ def test_splits_are_joined(problem: Problem) -> None:
 )
 def test_what_it_leaves_to_the_generic_kernel(problem: Problem, why: str) -> None:
     first = forward(problem, H200).launches[0]
-    assert first.key.kernel == split.SPLIT
+    assert first.key.kernel == SPLIT
     assert first.why.startswith(f"not the Hopper kernel over splits, because {why}; few queries")
 
 
 def test_few_rows_and_other_gpus() -> None:
     few = forward(wide(Hq=2), H200).launches[0]
-    assert few.key.kernel == split.SPLIT
+    assert few.key.kernel == SPLIT
     assert few.why.startswith("few queries")
-    assert forward(wide(), A100).launches[0].key.kernel == split.SPLIT
+    assert forward(wide(), A100).launches[0].key.kernel == SPLIT
 
 
 @pytest.mark.parametrize("dim", HEAD_DIM_BUCKETS)
 @pytest.mark.parametrize("value", HEAD_DIM_BUCKETS)
 def test_a_tile_divides_a_split_and_fits(dim: int, value: int) -> None:
     problem = wide(D=dim, Dv=value)
-    assert split.split_keys_of(problem, DEFAULT) % tile_of(problem).block_k == 0
+    assert split_keys(problem, DEFAULT) % tile_of(problem).block_k == 0
     assert tile_of(problem) == tile_of(replace(problem, B=1, Nk=1 << 20, Nq=1))
     assert forward(problem, H200).launches[0].shared_bytes <= H200.shared_limit - 2048
 

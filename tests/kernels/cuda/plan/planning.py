@@ -6,10 +6,11 @@ from typing import Any
 from tileattn.call.problem import Problem, problem_of
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.families.grid import GridSizes
 from tileattn.kernels.cuda.plan.catalog import context_of
 from tileattn.kernels.cuda.plan.device import Device, device_of_arch
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, contiguous_inputs
-from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forward
+from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forward, with_grids
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 37, 53, 24, 40
 H200, A100, B200 = map(device_of_arch, ("sm_90a", "sm_80", "sm_100"))
@@ -47,7 +48,8 @@ def backward(
 def hopper_launches(problem: Problem, **changed: Any) -> tuple[KernelLaunch, ...]:
     """List what the backward pass launches on Hopper, by default in any order."""
     options = {"deterministic": False, "sinks": False} | changed
-    return backward_launches(problem, ON_HOPPER, **options)
+    launches = backward_launches(problem, ON_HOPPER, **options)
+    return with_grids(launches, GridSizes(problem))
 
 
 def kernels(plan: LaunchPlan) -> list[str]:

@@ -7,8 +7,10 @@ from tests.kernels.cuda.plan.planning import H200, ON_HOPPER
 from tileattn.call.problem import Problem, problem_of
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.families.families import forward_launches
+from tileattn.kernels.cuda.families.grid import GridSizes
 from tileattn.kernels.cuda.families.hopper import HOPPER
 from tileattn.kernels.cuda.plan.layout import CallLayout, contiguous_inputs
+from tileattn.kernels.cuda.plan.plan import with_grids
 from tileattn.kernels.cuda.plan.scheduler import Schedule, schedule_of
 
 CAUSAL = (None, 0)
@@ -20,7 +22,8 @@ def shaped(dtype: str, dim: int, **sizes: Any) -> Problem:
 
 
 def launch_of(problem: Problem, sm_count: int = 132) -> KernelLaunch:
-    (launch,) = forward_launches(problem, ON_HOPPER._replace(sm_count=sm_count))
+    launches = forward_launches(problem, ON_HOPPER._replace(sm_count=sm_count))
+    (launch,) = with_grids(launches, GridSizes(problem))
     assert launch.key.kernel == HOPPER
     return launch
 

@@ -12,7 +12,9 @@ from tests.kernels.cuda.plan.schedules import CAUSAL, shaped
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.context import KernelLaunch, main_of
+from tileattn.kernels.cuda.families.grid import GridSizes
 from tileattn.kernels.cuda.plan.layout import contiguous_inputs
+from tileattn.kernels.cuda.plan.plan import with_grids
 from tileattn.kernels.cuda.plan.scheduler import Schedule, schedule_of
 
 WINDOWS = [(None, None), CAUSAL, (None, 7), (70, 0), (70, None), (1024, 0), (700, 666)]
@@ -28,6 +30,7 @@ def scheduled(
 ) -> tuple[KernelLaunch, Schedule]:
     context = ON_HOPPER._replace(sm_count=sm_count)
     launches = backward_launches(P, context, deterministic=deterministic, sinks=False)
+    launches = with_grids(launches, GridSizes(P))
     main = main_of(launches)
     assert main is not None
     return main, schedule_of(P, contiguous_inputs(P), launches, H200)

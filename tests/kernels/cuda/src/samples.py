@@ -11,7 +11,7 @@ from tileattn.call.problem import Problem, problem_of
 from tileattn.dtypes import DTYPES, NAMED
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
-from tileattn.kernels.cuda.families.block_order import COUNTS, ORDERS_KEYS, ORDERS_QUERIES, WHOLE
+from tileattn.kernels.cuda.families.block_order import ORDERS_KEYS, ORDERS_QUERIES
 from tileattn.kernels.cuda.families.context import LaunchContext
 from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import (
@@ -94,14 +94,15 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
         enabled_options = _OPTIONS[n % len(_OPTIONS)] | {"sinks"}
         if combination % 2:
             enabled_options |= {"origin"}
-        shape = (1, 1, 1, 2)  # as the scores: its gradient comes with that of the keys
-        if "backward_dbias" in kernels:
-            enabled_options, shape = enabled_options | {"bias"}, (1, 1, 1, 1)
+        # A bias as large as the scores has its gradient from the kernel over keys.
+        full = "backward_dbias" not in kernels
+        if not full:
+            enabled_options |= {"bias"}
         context = context_of(arch, MAX_ALIGNMENT if combination % 3 else dtype.itemsize)
         if "bias" in enabled_options:
             staged = MAX_ALIGNMENT if combination % 2 else 0
             context = context._replace(
-                bias=bias.name, bias_shape=shape, bias_alignment_bytes=staged, dbias=True
+                bias=bias.name, full_bias=full, bias_alignment_bytes=staged, dbias=True
             )
         if "block_mask" in enabled_options:
             context = context._replace(mask_block_k=_MASK_BLOCK)
@@ -130,7 +131,7 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
             context = context_of(arch)
             if "bias" in options:
                 context = context._replace(
-                    bias="float32", bias_shape=(1, 1, 1, 2), bias_alignment_bytes=16, dbias=True
+                    bias="float32", full_bias=True, bias_alignment_bytes=16, dbias=True
                 )
             keys = _keys(problem, context)
             own = (x for x in keys if (takes_over if x.head_flags else x.kernel in _OF_HOPPER))
@@ -177,8 +178,6 @@ def _packed_keys(arch: str, combination: int) -> Iterator[KernelKey]:
             of_asked = (dtype, dim) == asked[0] and not key.head_flags
             if of_asked or key.kernel in (*_OF_HOPPER, *_ORDERS):
                 yield key
-    many = replace(problem_of("bfloat16", 64, {"cu_seqlens_q"}), sequences=WHOLE + 1)
-    yield from (key for key in _keys(many, context_of(arch)) if key.kernel in COUNTS.values())
 
 
 def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:

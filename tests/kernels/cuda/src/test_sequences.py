@@ -11,7 +11,7 @@ import pytest
 from tests.kernels.cuda.plan.planning import H200, asked, backward, forward
 from tests.kernels.cuda.src.on_host import Found, ordered, sequence_blocks
 from tileattn.kernels.cuda.families.block_order import CHUNK, WHOLE
-from tileattn.kernels.cuda.families.context import block_count
+from tileattn.kernels.cuda.families.grid import block_count
 from tileattn.kernels.cuda.families.hopper import HOPPER, HOPPER_BACKWARDS
 from tileattn.kernels.cuda.plan.layout import contiguous_inputs
 

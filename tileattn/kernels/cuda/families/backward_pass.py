@@ -9,13 +9,18 @@ from tileattn.kernels.cuda.families.context import (
     ROW_WARPS,
     KernelLaunch,
     LaunchContext,
-    block_count,
-    padded_rows,
     rows_of_block,
 )
 from tileattn.kernels.cuda.families.ds_tiles import daux_launches, dbias_launch
 from tileattn.kernels.cuda.families.families import attention_gradients
+from tileattn.kernels.cuda.families.grid import Grid
 from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.size_class import (
+    delta_beside,
+    empty_axes,
+    has_keys,
+    has_queries,
+)
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
 
 _VECTORS = 4  # of a lane, at most: as in ``src/backward_preprocess.cu``
@@ -34,7 +39,7 @@ def backward_launches(
     P = problem
     if P.is_paged:
         return ()
-    queries, keys = P.B * P.Hq * P.Nq, P.B * P.Hkv * P.Nk
+    queries, keys = has_queries(P), has_keys(P)
     own: tuple[KernelLaunch, ...] = ()
     if context.dqkv:
         own = attention_gradients(P, context, deterministic=deterministic)
@@ -46,12 +51,17 @@ def backward_launches(
     if queries and keys:
         before.append(generic.large_scores_launch(P, context))
     after = []
-    if context.dbias and queries * P.Nk and not any(launch.key.write_dbias for launch in own):
+    if (
+        context.dbias
+        and queries
+        and "Nk" not in empty_axes(P)
+        and not any(launch.key.write_dbias for launch in own)
+    ):
         after.append(dbias_launch(P, context))
     after += daux_launches(P, context)
-    if sinks and P.Hq:
+    if sinks and "Hq" not in empty_axes(P):
         key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS, packed=P.is_packed)
-        after.append(KernelLaunch(key, P.Hq))
+        after.append(KernelLaunch(key, Grid("heads")))
     return (*before, *own[len(begins) :], *after)
 
 
@@ -61,9 +71,8 @@ def _begins_beside_rows(launch: KernelLaunch) -> bool:
 
 def _rows(P: Problem, context: LaunchContext, begins: Sequence[KernelLaunch]) -> KernelLaunch:
     """Launch the kernel that computes delta row by row, on all SMs or beside the next kernel."""
-    tuning = context.tuning
-    tiles = P.B * P.Hkv * block_count(P, P.Nk, begins[0].key.block_k) if begins else 0
-    beside = tiles >= tuning.rows_beside_waves * context.sm_count
+    tuning, sm_count = context.tuning, context.sm_count
+    beside = bool(begins) and delta_beside(P, begins[0].key.block_k, tuning, sm_count)
     key = KernelKey(
         *("backward_preprocess", P.dtype.name),
         value_dim=bucket(min(P.Dv, MAX_HEAD_DIM)),
@@ -73,7 +82,7 @@ def _rows(P: Problem, context: LaunchContext, begins: Sequence[KernelLaunch]) ->
     )
     lanes = key.threads // rows_of_block(key, key.value_dim)
     rows = key.threads // max(1, lanes // _VECTORS)
-    grid = -(-P.B * P.Hq * padded_rows(P) // rows)
+    grid = Grid("padded queries", together=rows)
     if beside:
-        grid = min(grid, -(-context.sm_count // tuning.rows_beside_part))
+        grid = grid._replace(most=-(-sm_count // tuning.rows_beside_part))
     return KernelLaunch(key, grid, why="a few lanes for each row")

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tileattn.call.problem import Problem
-from tileattn.kernels.cuda.families.context import KernelLaunch, KernelTraits, Parts, block_count
+from tileattn.kernels.cuda.families.context import KernelLaunch, KernelTraits, Parts
+from tileattn.kernels.cuda.families.grid import Grid, GridSizes
 from tileattn.kernels.cuda.families.key import KernelKey
 
 ORDERS_QUERIES, ORDERS_KEYS = "order_query_blocks", "order_key_blocks"
@@ -46,20 +47,24 @@ def _ordering(P: Problem, launch: KernelLaunch, kernel: str) -> list[KernelLaunc
         packed=True,
         paged=P.is_paged,
     )
-    blocks = ordered_blocks(P, key)
-    grid = -(-blocks * _TOGETHER // key.threads)
-    launches = [KernelLaunch(key, grid, why=_WHY, traits=_ORDERING)]
-    if blocks > WHOLE:
-        count = replace(key, kernel=COUNTS[kernel])
-        launches.insert(0, KernelLaunch(count, -(-blocks // CHUNK), why=_WHY_COUNT))
-    return launches
+    count, blocks = replace(key, kernel=COUNTS[kernel]), _blocks(key)
+    order = blocks._replace(together=key.threads // _TOGETHER)
+    return [
+        KernelLaunch(count, blocks._replace(together=CHUNK, above=WHOLE), why=_WHY_COUNT),
+        KernelLaunch(key, order, why=_WHY, traits=_ORDERING),
+    ]
+
+
+def _blocks(key: KernelKey) -> Grid:
+    """Return what a kernel puts in order: the blocks of a head, and numbers without a block."""
+    if key.kernel == ORDERS_QUERIES:
+        return Grid("queries of a head", key.block_q)
+    return Grid("keys of a head", key.block_k)
 
 
 def ordered_blocks(problem: Problem, key: KernelKey) -> int:
-    """Count the numbers that a kernel puts in order: blocks of a head, and some without one."""
-    if key.kernel == ORDERS_QUERIES:
-        return block_count(problem, problem.Nq, key.block_q)
-    return block_count(problem, problem.Nk, key.block_k)
+    """Count the numbers that a kernel puts in order."""
+    return _blocks(key).thread_blocks(GridSizes(problem)) or 0
 
 
 def order_bytes(problem: Problem, key: KernelKey) -> int:

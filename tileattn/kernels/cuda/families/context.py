@@ -7,7 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 from tileattn.call.problem import Problem
 from tileattn.dtypes import NAMED
+from tileattn.kernels.cuda.families.grid import Grid
 from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.size_class import positive_scale
 from tileattn.kernels.cuda.tuning import DEFAULT, Tuning
 
 WARP = 32
@@ -15,8 +17,6 @@ ROW_WARPS = 4  # of a thread block, in kernels in which each warp takes rows
 NON_FINITE, LARGE_SCORES, FAILED = 1, 2, 4  # flags of heads, as in src/head_flags.cuh
 COUNT = 4  # bytes of a counter, u32
 _CLUSTERS = 90  # from this compute capability on, times ten
-_ROW_PAD = 128  # no query block is longer, and all but one divide it
-_TALL = 80  # queries of that one, which packed sequences do not use
 
 
 class LaunchContext(NamedTuple):
@@ -25,7 +25,7 @@ class LaunchContext(NamedTuple):
     alignment_bytes: int  # every row of every array is aligned to them
     shared_limit: int  # bytes of shared memory that a thread block may have
     bias: str = ""  # its element type; empty where there is none
-    bias_shape: tuple[int, ...] = ()  # its four axes
+    full_bias: bool = False  # whether it has an element for each pair of each head
     dbias: bool = False  # whether its gradient is wanted
     dqkv: bool = True  # whether that of q, k or v is
     mask_vector_width: int = 1  # neighbouring keys of the mask that can be read at once: 1, 2 or 16
@@ -44,11 +44,8 @@ class LearnedLaunch(NamedTuple):
     """What the kernels of the gradient of an element are launched with."""
 
     functions: str  # with the derivative by that element
-    heads: int  # batch entries and heads whose elements no other reads; 1 where all read the same
     own_rows: bool  # whether queries have elements of their own
-    copies: int  # of the sums, for thread blocks that share elements
     array: int
-    elements: int  # of that array
 
 
 class Parts(NamedTuple):
@@ -113,12 +110,13 @@ class KernelLaunch(NamedTuple):
     """One launch of a kernel, and why this one, in one clause."""
 
     key: KernelKey
-    grid: int  # thread blocks
+    blocks: Grid  # how many thread blocks, whatever the sizes of the call
     shared_bytes: int = 0  # dynamic shared memory
     why: str = "one warp for each row"
     tensor_maps: tuple[tuple[str, int], ...] = ()  # arrays, each with the rows of a box
     in_order: bool = False  # whether its blocks add to dq in a fixed order
     traits: KernelTraits = PLAIN
+    grid: int = 0  # thread blocks, once the sizes are known
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -165,24 +163,7 @@ def function_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:
 
 def folds_scale(problem: Problem) -> bool:
     """Whether kernels hold ``q @ k.T`` for scores, and scale in the exponent."""
-    return not problem.changes_scores and problem.scale > 0
-
-
-def block_count(problem: Problem, rows: int, block: int) -> int:
-    """Count the numbers of the blocks of a head, of its rows: as in ``src/sequence.cuh``.
-
-    Packed sequences leave some without a block: where each ends is known on the device alone.
-    """
-    if problem.sequences is None:
-        return -(-rows // block)
-    return rows // block + problem.sequences
-
-
-def padded_rows(problem: Problem) -> int:
-    """Rows of a head in the arrays that kernels of the backward pass exchange."""
-    P = problem
-    rows = P.Nq if P.sequences is not None else block_count(P, P.Nq, _TALL) * _TALL
-    return block_count(P, rows, _ROW_PAD) * _ROW_PAD
+    return not problem.changes_scores and positive_scale(problem)
 
 
 def rows_of_block(key: KernelKey, columns: int) -> int:
@@ -199,8 +180,3 @@ def has_clusters(arch: str) -> bool:
     """Whether a GPU has clusters, whose thread blocks reach each other's shared memory."""
     found = re.search(r"\d+", arch)
     return found is not None and int(found[0]) >= _CLUSTERS
-
-
-def row_grid(rows: int) -> int:
-    """Thread blocks for rows of which each warp takes one."""
-    return -(-rows // ROW_WARPS)

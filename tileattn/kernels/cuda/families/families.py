@@ -8,6 +8,7 @@ from tileattn.kernels.cuda.families.generic import GENERIC
 from tileattn.kernels.cuda.families.hopper import HOPPER_FAMILY
 from tileattn.kernels.cuda.families.latent import LATENT_FAMILY
 from tileattn.kernels.cuda.families.pages import PAGES
+from tileattn.kernels.cuda.families.size_class import has_queries
 from tileattn.kernels.cuda.families.split import SPLIT_FAMILY
 from tileattn.kernels.cuda.families.split_sm90 import SPLIT_HOPPER
 
@@ -24,7 +25,7 @@ FAMILIES: tuple[Family, ...] = (
 
 def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
     """Return what the forward pass launches: nothing if there is no query."""
-    if not problem.B * problem.Hq * problem.Nq:
+    if not has_queries(problem):
         return ()
     family, reasons = first_that_runs(FAMILIES, problem, context, "forward")
     return with_orders(problem, explained(reasons, family.forward(problem, context)))

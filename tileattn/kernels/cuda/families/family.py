@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from tileattn.call.problem import Problem
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext
+from tileattn.kernels.cuda.families.size_class import empty_axes
 
 
 class Family:
@@ -38,7 +39,7 @@ class Family:
 
 def reads_pages(problem: Problem) -> bool:
     """Return True if keys come from pages."""
-    return problem.is_paged and problem.Nk > 0
+    return problem.is_paged and "Nk" not in empty_axes(problem)
 
 
 def first_that_runs(

@@ -18,20 +18,20 @@ from tileattn.kernels.cuda.families.context import (
     KernelTraits,
     LaunchContext,
     Parts,
-    block_count,
     function_fields,
     has_clusters,
     option_fields,
-    row_grid,
     rows_of_block,
 )
 from tileattn.kernels.cuda.families.family import Family
+from tileattn.kernels.cuda.families.grid import OPEN, Grid
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import (
     RESERVED,
     generic_bytes,
     generic_static_bytes,
 )
+from tileattn.kernels.cuda.families.size_class import has_keys, has_queries
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, tuned_tiles
 from tileattn.kernels.cuda.tuning import TileSize
 
@@ -77,16 +77,16 @@ class Generic(Family):
         over queries computes dq. Pairs of thread blocks leave flagged heads to other kernels.
         """
         P = problem
-        if not P.B * P.Hkv * P.Nk:
-            return (dq_launch(P, context),) if P.B * P.Hq * P.Nq else ()
+        if not has_keys(P):
+            return (dq_launch(P, context),) if has_queries(P) else ()
         dkdv = dkdv_launch(P, context, add_dq=not deterministic, pair=True)
-        if not P.B * P.Hq * P.Nq:
+        if not has_queries(P):
             return (dkdv,)
         own = _with_repairs(dkdv, dkdv_launch(P, context, add_dq=False), context)
         others = dq_launch(P, context)
         if not dkdv.key.add_dq:
             return *own, *_with_repairs(dq_launch(P, context, pair=True), others, context)
-        return *own, _dq_convert(P, dkdv.key), repairing(others, context, NON_FINITE | LARGE_SCORES)
+        return *own, _dq_convert(dkdv.key), repairing(others, context, NON_FINITE | LARGE_SCORES)
 
 
 GENERIC = Generic()
@@ -99,7 +99,7 @@ def forward_launch(
     P = problem
     launch = configure("forward", P, context, tiles, pair=True)
     columns = 1 if launch.traits.pair_by_pair else max(1, -(-P.Dv // launch.key.value_dim))
-    return _over_queries(launch, P, columns)
+    return _over_queries(launch, columns)
 
 
 def dkdv_launch(
@@ -110,19 +110,17 @@ def dkdv_launch(
     ``add_dq`` lets it add to dq if it can and there are queries. ``pair`` allows pairs of thread
     blocks.
     """
-    P, launch = problem, configure("backward_dkdv", problem, context, pair=pair)
-    heads = P.B * P.Hkv
+    launch = configure("backward_dkdv", problem, context, pair=pair)
     if launch.traits.pair_by_pair:
-        return launch._replace(grid=row_grid(heads * block_count(P, P.Nk, 1)))
-    write_dbias = context.dbias and context.bias_shape == (P.B, P.Hq, P.Nq, P.Nk)
-    add_dq = add_dq and P.B * P.Hq * P.Nq > 0
-    key = replace(launch.key, add_dq=add_dq, write_dbias=write_dbias)
-    return launch._replace(key=key, grid=_grid(key, heads * block_count(P, P.Nk, key.block_k)))
+        return launch._replace(blocks=Grid("keys", together=ROW_WARPS))
+    write_dbias = context.dbias and context.full_bias
+    key = replace(launch.key, add_dq=add_dq and has_queries(problem), write_dbias=write_dbias)
+    return launch._replace(key=key, blocks=Grid("keys", key.block_k, each=1 + key.pair))
 
 
 def dq_launch(problem: Problem, context: LaunchContext, *, pair: bool = False) -> KernelLaunch:
     """Launch the kernel over queries that computes dq; ``pair`` is as in `dkdv_launch`."""
-    return _over_queries(configure("backward_dq", problem, context, pair=pair), problem)
+    return _over_queries(configure("backward_dq", problem, context, pair=pair))
 
 
 def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
@@ -133,17 +131,16 @@ def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunc
     else:
         launch = configure("backward_large_scores", problem, context)
     launch = launch._replace(key=replace(launch.key, dropout=False, origin=False))
-    launch = _over_queries(launch, problem)
+    launch = _over_queries(launch)
     return launch if dq.traits.pair_by_pair else repairing(launch, context, LARGE_SCORES)
 
 
-def _over_queries(launch: KernelLaunch, P: Problem, columns: int = 1) -> KernelLaunch:
+def _over_queries(launch: KernelLaunch, columns: int = 1) -> KernelLaunch:
     """Set the grid: the query blocks of all heads, or their rows in a naive kernel."""
-    heads, key = P.B * P.Hq, launch.key
     if launch.traits.pair_by_pair:
-        return launch._replace(grid=row_grid(heads * block_count(P, P.Nq, 1)))
-    blocks = columns * heads * block_count(P, P.Nq, key.block_q)
-    return launch._replace(grid=_grid(key, blocks))
+        return launch._replace(blocks=Grid("queries", together=ROW_WARPS))
+    each = columns * (1 + launch.key.pair)
+    return launch._replace(blocks=Grid("queries", launch.key.block_q, each=each))
 
 
 def _with_repairs(
@@ -157,8 +154,9 @@ def _with_repairs(
 
 def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> KernelLaunch:
     """Restrict a kernel to flagged heads, with only as many thread blocks as run at a time."""
-    grid = min(launch.grid, context.sm_count * launch.key.min_blocks_per_sm)
-    return launch._replace(key=replace(launch.key, head_flags=flags), grid=grid, why=_REPAIRS)
+    most = min(launch.blocks.most, context.sm_count * launch.key.min_blocks_per_sm)
+    key, blocks = replace(launch.key, head_flags=flags), launch.blocks._replace(most=most)
+    return launch._replace(key=key, blocks=blocks, why=_REPAIRS)
 
 
 def configure(
@@ -200,10 +198,10 @@ def configure(
                     key, bias_alignment_bytes=context.bias_alignment_bytes, pair=tile.pair
                 )
                 traits = _traits(kernel, context)
-                return KernelLaunch(key, 0, shared_bytes, tile.why, traits=traits)
+                return KernelLaunch(key, OPEN, shared_bytes, tile.why, traits=traits)
     key = KernelKey(NAIVE[kernel], dtype, warps_m=ROW_WARPS, **options)
     why = f"no tile fits for head dimensions {problem.D} and {problem.Dv}: naive, row by row"
-    return KernelLaunch(key, 0, why=why, traits=replace(_NAIVE, main=kernel in _MAIN))
+    return KernelLaunch(key, OPEN, why=why, traits=replace(_NAIVE, main=kernel in _MAIN))
 
 
 def _tiles(kernel: str, itemsize: int, dim: int, mask_block_k: int) -> tuple[TileSize, ...]:
@@ -238,18 +236,13 @@ _NAIVE = KernelTraits(pair_by_pair=True)
 _DKDV = KernelTraits(main=True, workspace=_dq_sums)
 
 
-def _grid(key: KernelKey, work_tiles: int) -> int:
-    """Count the thread blocks for some work tiles."""
-    return work_tiles * (2 if key.pair else 1)
-
-
-def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
+def _dq_convert(key: KernelKey) -> KernelLaunch:
     """Launch the kernel that rounds the float32 or float64 sums of dq to the dtype of q."""
     key = replace(key, kernel="backward_dq_convert", warps_m=ROW_WARPS, warps_n=1, pair=False)
     rows = rows_of_block(key, key.head_dim)
     key = replace(key, add_dq=False, write_dbias=False, score_mod=False, mask_mod=False)
     key = replace(key, functions="")
-    return KernelLaunch(key, -(-P.B * P.Hq * block_count(P, P.Nq, 1) // rows))
+    return KernelLaunch(key, Grid("queries", together=rows))
 
 
 def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:

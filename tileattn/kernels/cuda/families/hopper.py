@@ -16,11 +16,11 @@ from tileattn.kernels.cuda.families.context import (
     KernelTraits,
     LaunchContext,
     Parts,
-    block_count,
     function_fields,
     option_fields,
 )
 from tileattn.kernels.cuda.families.family import Family
+from tileattn.kernels.cuda.families.grid import OPEN, Grid, block_count
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import (
     HOPPER_GROUP_ROWS,
@@ -31,8 +31,18 @@ from tileattn.kernels.cuda.families.shared_memory import (
     hopper_forward_bytes,
     hopper_wide_dq_bytes,
 )
+from tileattn.kernels.cuda.families.size_class import (
+    empty_axes,
+    fits_positions,
+    has_dynamic_keys,
+    has_short_keys,
+    has_two_group_keys,
+    is_head_major,
+    suits_tall_rows,
+    tall_columns,
+)
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, tuned_tiles
-from tileattn.kernels.cuda.tuning import TileSize, Tuning
+from tileattn.kernels.cuda.tuning import TileSize
 
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"
@@ -63,19 +73,18 @@ _UNSUPPORTED: tuple[_Clause, ...] = (
     ("the GPU is not of compute capability 9.0", lambda _, context: context.arch != "sm_90a"),
     ("dtype is neither float16 nor bfloat16", lambda P, _: P.dtype.itemsize != 2),
     (f"a head dimension is above {MAX_HEAD_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_HEAD_DIM),
-    ("an array is empty", lambda P, _: 0 in (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, P.D, P.Dv)),
-    (
-        # Positions have 32 bits; the margin is for what the last tile goes beyond.
-        "an array has nearly 2**31 rows or more",
-        lambda P, _: P.B * max(P.Hq * P.Nq, P.Hkv * P.Nk) >= (1 << 31) - (1 << 16),
-    ),
+    ("an array is empty", lambda P, _: bool(empty_axes(P)) or 0 in (P.D, P.Dv)),
+    ("an array has nearly 2**31 rows or more", lambda P, _: not fits_positions(P)),
     ("the head dimension of v is no multiple of 8", lambda P, _: P.Dv % 8 > 0),
     ("a row is not aligned to 16 bytes", lambda _, context: context.alignment_bytes < 16),
     (
         "an array has an axis that is broadcast, reversed or of too long strides",
         lambda _, context: not context.tensor_maps,
     ),
-    ("no tile has room for the bias", lambda P, context: not _forward_tiles(P, context)),
+    (
+        "no tile has room for the bias",
+        lambda P, context: _bias_size(context) > 0 and not _forward_tiles(P, context),
+    ),
 )
 _UNSUPPORTED_FORWARD: tuple[_Clause, ...] = (
     *_UNSUPPORTED,
@@ -119,7 +128,7 @@ class Hopper(Family):
         # for a bias.
         has_safe = not (is_wide or key.softcap or key.score_mod or key.bias)
         left = LARGE_SCORES | FAILED | (0 if has_safe else NON_FINITE)
-        dq = _wide_dq(P, context, key) if is_wide else _dq_convert(P, key)
+        dq = _wide_dq(P, context, key) if is_wide else _dq_convert(key)
         safe = (_nan_safe(own), generic.repairing(dq, context, NON_FINITE)) if has_safe else ()
         context = context._replace(dbias=False)  # a kernel of its own computes it for all heads
         others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
@@ -148,13 +157,13 @@ def forward_launch(
     shared = hopper_forward_bytes(tile, dim, value, _bias_size(context))
     key = _key(HOPPER, P, context, dim, value, tile, shared)
     # The kernel is persistent: a thread block takes one query block after the other.
-    grid = min(context.sm_count, P.B * P.Hq * block_count(P, P.Nq, key.block_q))
+    grid = Grid("queries", key.block_q, most=context.sm_count)
     # Of keys in pages a box has as many as divide a page and a tile: a power of two.
     either = key.block_k | (P.page or 0)
     box = key.block_k if P.page is None else either & -either
     maps = (("q", HOPPER_GROUP_ROWS), ("k", box), ("v", box))
     # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them.
-    share = tuning.short_l2_share if P.Nk <= tuning.dynamic_keys else _FORWARD.l2_share
+    share = tuning.short_l2_share if has_dynamic_keys(P, tuning) else _FORWARD.l2_share
     why, traits = f"{_SUPPORTED}, {tile.why}", replace(_FORWARD, l2_share=share)
     return KernelLaunch(key, grid, key.smem_bytes, why, maps, traits=traits)
 
@@ -176,10 +185,10 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     masked, packed = P.has_pair_mask, P.is_packed
     plain = not (P.changes_scores or masked or P.has_dropout)
     widest = max(dim, value)
-    least = next((queries for columns, queries in tuning.tall_queries if widest <= columns), 0)
-    is_short = P.Nk <= tuning.small_tile_keys
-    tall = not least or (P.Nq >= least and not is_short and not packed)
-    few = packed or _keys_of_the_middle_query(P) <= tuning.two_group_keys
+    columns, least = next((x for x in tuning.tall_queries if widest <= x[0]), (0, 0))
+    is_short = has_short_keys(P, tuning)
+    many = columns in tall_columns(P, tuning) and not (is_short or packed)
+    tall, few = not least or many, has_two_group_keys(P, tuning)
     cut = is_short and P.window[1] is not None and not (masked or packed)
     bias_size = _bias_size(context)
 
@@ -196,15 +205,6 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     return tiles[-1:] if cut and not has_groups else tiles
 
 
-def _keys_of_the_middle_query(problem: Problem) -> int:
-    """Count the keys that the middle query attends to: about the mean, by the window alone."""
-    P, (left, right) = problem, problem.window
-    key = (P.Nq - 1) // 2 + P.Nk - P.Nq  # on its diagonal
-    first = 0 if left is None else max(key - left, 0)
-    end = P.Nk if right is None else min(key + right + 1, P.Nk)
-    return end - first
-
-
 def _backward_launch(P: Problem, context: LaunchContext, *, deterministic: bool) -> KernelLaunch:
     """Launch the kernel over keys."""
     tuning = context.tuning
@@ -218,7 +218,7 @@ def _backward_launch(P: Problem, context: LaunchContext, *, deterministic: bool)
     def suits(tile: TileSize) -> bool:
         if tile.block_q % HOPPER_GROUP_ROWS > 0:
             # dq is computed transposed, 64 columns by each warpgroup.
-            return plain and dim > 64 and _suits_tall(P, tile.block_q, tuning)
+            return plain and dim > 64 and suits_tall_rows(P, tuning)
         return plain or tile.block_q <= tuning.modified_rows
 
     tile, shared = next(
@@ -228,42 +228,13 @@ def _backward_launch(P: Problem, context: LaunchContext, *, deterministic: bool)
         <= HOPPER_LIMIT - HOPPER_STATIC
     )
     key = _key(kernel, P, context, dim, value, tile, shared)
-    key = replace(key, add_dq=not is_wide, head_major=_takes_head_major(P, tuning))
+    key = replace(key, add_dq=not is_wide, head_major=is_head_major(P, tuning))
     # The kernel is persistent: a thread block takes one key block after the other.
-    grid = min(context.sm_count, P.B * P.Hkv * block_count(P, P.Nk, key.block_k))
+    grid = Grid("keys", key.block_k, most=context.sm_count)
     maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
     why = f"{_SUPPORTED}, {tile.why}"
     in_order, traits = deterministic and key.add_dq, _BACKWARD[kernel]
     return KernelLaunch(key, grid, key.smem_bytes, why, maps, in_order, traits)
-
-
-def _takes_head_major(problem: Problem, tuning: Tuning) -> bool:
-    """Whether a key block takes query heads that share its keys one after the other.
-
-    In a window key blocks that run together are at a query tile each, and one comes to a tile a
-    step after its neighbour. The L2 cache holds what all load in a step of one head, but not in a
-    step of all heads. In a window over most keys there are more at the same tile (measured); of one
-    that is open on the right the left side counts.
-    """
-    P, (left, right) = problem, problem.window
-    if left is None or P.group == 1 or P.is_packed:
-        return False
-    part, of = tuning.head_major_window
-    return of * (left + (right or 0)) <= part * P.Nk
-
-
-def _suits_tall(problem: Problem, rows: int, tuning: Tuning) -> bool:
-    """Whether tiles of so many queries, more than 64, suit a call without score modifiers.
-
-    They are faster where queries fill the last one, without a mask, and if a mask leaves queries
-    many keys: of few, more lies beyond the diagonals (measured). Of packed sequences nobody knows
-    the queries.
-    """
-    P, (left, right) = problem, problem.window
-    full = not P.is_packed and -(-P.Nq // rows) * rows <= tuning.padded_queries * P.Nq
-    keys = 0 if right is None else P.Nq if left is None else min(left + right + 1, P.Nk)
-    uncut = P.window == (None, None) or keys >= tuning.tall_mask_keys
-    return full and uncut and not P.has_pair_mask
 
 
 def _forward_bucket(dim: int) -> int:
@@ -288,7 +259,7 @@ def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLa
         if shared <= min(HOPPER_LIMIT - HOPPER_STATIC, context.shared_limit):
             key = _key(kernel, P, context, dim, value, tile, shared)
             maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
-            return KernelLaunch(key, 0, shared, f"{_SUPPORTED}, {tile.why}", maps)
+            return KernelLaunch(key, OPEN, shared, f"{_SUPPORTED}, {tile.why}", maps)
     return None
 
 
@@ -318,7 +289,7 @@ def _wide_dq(P: Problem, context: LaunchContext, own: KernelKey) -> KernelLaunch
         if (shared := hopper_wide_dq_bytes(tile, dim, value)) <= HOPPER_LIMIT - HOPPER_STATIC
     )
     key = _key(HOPPER_WIDE_DQ, P, context, dim, value, tile, shared)
-    grid = min(context.sm_count, P.B * P.Hq * block_count(P, P.Nq, key.block_q))
+    grid = Grid("queries", key.block_q, most=context.sm_count)
     rows = HOPPER_GROUP_ROWS
     maps = ("q", rows), ("k", key.block_k), ("v", key.block_k), ("dout", rows)
     return KernelLaunch(key, grid, shared, f"{_SUPPORTED}, {tile.why}", maps, traits=_WIDE_DQ)
@@ -329,7 +300,7 @@ def dq_columns(dim: int) -> int:
     return -(-dim // 32) * 32
 
 
-def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
+def _dq_convert(key: KernelKey) -> KernelLaunch:
     """Launch the kernel that rounds the sums of dq, and undoes the order that they lie in."""
     sizes = key.head_dim, key.value_dim, key.block_q
     convert = KernelKey(
@@ -338,7 +309,7 @@ def _dq_convert(P: Problem, key: KernelKey) -> KernelLaunch:
         warps_m=ROW_WARPS,
         packed=key.packed,
     )
-    grid = P.B * P.Hq * block_count(P, P.Nq, key.block_q)
+    grid = Grid("queries", key.block_q)
     return KernelLaunch(convert, grid, why=_DQ_CONVERT, traits=_CONVERT)
 
 

@@ -15,10 +15,17 @@ from tileattn.kernels.cuda.families.context import (
     refused,
 )
 from tileattn.kernels.cuda.families.family import Family
+from tileattn.kernels.cuda.families.grid import Grid
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import latent_bytes
+from tileattn.kernels.cuda.families.size_class import (
+    MOST_ROWS,
+    empty_axes,
+    shared_rows,
+    split_keys,
+)
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
-from tileattn.kernels.cuda.tuning import TileSize, Tuning
+from tileattn.kernels.cuda.tuning import TileSize
 
 LATENT = "forward_latent_sm90"
 LATENT_VALUE_DIM = 512
@@ -43,13 +50,13 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Problem], bool]], ...] = (
         ),
     ),
     (
-        f"more than {split.MOST_ROWS:,} queries share a key head",
-        lambda P: P.group * P.Nq > split.MOST_ROWS,
+        f"more than {MOST_ROWS:,} queries share a key head",
+        lambda P: shared_rows(P) > MOST_ROWS,
     ),
 )
 _UNSUPPORTED_ARRAYS: tuple[tuple[str, Callable[[Problem, LaunchContext], bool]], ...] = (
     ("the GPU is not of compute capability 9.0", lambda _, context: context.arch != "sm_90a"),
-    ("there are no keys", lambda P, _: not P.Nk),
+    ("there are no keys", lambda P, _: "Nk" in empty_axes(P)),
     ("v is no view of the first columns of k", lambda _, context: not context.v_is_k),
     ("a row is not aligned to 16 bytes", lambda _, context: context.alignment_bytes < 16),
     (
@@ -76,7 +83,7 @@ class Latent(Family):
     def forward(self, problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
         """Return the kernel over splits, and the one that joins them."""
         P, shared = problem, latent_bytes(_TILE, LATENT_HEAD_DIM)
-        split_keys = _split_keys(P, context.tuning)
+        keys = split_keys(P, context.tuning)
         key = KernelKey(
             *(LATENT, P.dtype.name, LATENT_HEAD_DIM, LATENT_VALUE_DIM, *_TILE[:6]),
             alignment_bytes=context.alignment_bytes,
@@ -85,10 +92,9 @@ class Latent(Family):
             smem_bytes=shared,
             **option_fields(P, ""),
         )
-        rows = -(-P.group * P.Nq // key.block_q)
-        grid = split.split_count(P, split_keys) * P.B * P.Hkv * rows
+        grid = Grid("splits", key.block_q, split_keys=keys)
         box = key.block_k if P.page is None else min(P.page, key.block_k)
-        traits = KernelTraits(main=True, split_keys=split_keys, loads_v_with_k=True)
+        traits = KernelTraits(main=True, split_keys=keys, loads_v_with_k=True)
         launch = KernelLaunch(key, grid, shared, _LATENT, (("k", box),), traits=traits)
         return split.joined(P, context, launch)
 
@@ -104,9 +110,3 @@ def why_not_problem(problem: Problem) -> str | None:
     if option is not None:
         return f"{option} is in use"
     return next((why for why, holds in _UNSUPPORTED if holds(problem)), None)
-
-
-def _split_keys(P: Problem, tuning: Tuning) -> int:
-    """Return the keys of a split: in proportion to the rows, so that their sums are few bytes."""
-    rows = min(max(P.group * P.Nq, 16), split.FEW_ROWS)
-    return tuning.latent_keys_per_row << (rows - 1).bit_length()

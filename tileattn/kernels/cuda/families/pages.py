@@ -4,6 +4,7 @@ from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families import hopper, latent, split
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext, refused
 from tileattn.kernels.cuda.families.family import Family, reads_pages
+from tileattn.kernels.cuda.families.size_class import FEW_ROWS, MOST_ROWS, shared_rows
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
 
 _FEW = "sequences of which {} rows or fewer share keys"
@@ -17,7 +18,7 @@ class Pages(Family):
     def concerns(self, problem: Problem, context: LaunchContext, direction: str) -> bool:  # noqa: ARG002 - the interface of families
         """Return True if keys are in pages, and more rows share them than split-KV takes."""
         P = problem
-        few = P.group * P.Nq <= split.FEW_ROWS
+        few = shared_rows(P) <= FEW_ROWS
         narrow = max(P.D, P.Dv) <= MAX_HEAD_DIM
         return direction == "forward" and reads_pages(P) and narrow and not few
 
@@ -37,7 +38,7 @@ class Pages(Family):
         many = hopper.forward_launch(P, context)
         if not P.is_packed:
             return (many,)
-        return many, few._replace(why=_FEW.format(split.FEW_ROWS))
+        return many, few._replace(why=_FEW.format(FEW_ROWS))
 
 
 PAGES = Pages()
@@ -59,6 +60,6 @@ def why_not_paged(problem: Problem) -> str | None:
     option = refused(P, "has_block_mask", "has_dropout")
     if option is not None:
         return f"block_table: with {option}"
-    if P.group * P.Nq > split.MOST_ROWS:
-        return f"block_table: with more than {split.MOST_ROWS:,} queries that share a key head"
+    if shared_rows(P) > MOST_ROWS:
+        return f"block_table: with more than {MOST_ROWS:,} queries that share a key head"
     return None

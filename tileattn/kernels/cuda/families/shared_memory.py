@@ -1,5 +1,7 @@
 """Shared memory of every kernel, as its CUDA source lays it out."""
 
+from functools import cache
+
 from tileattn.kernels.cuda.tuning import TileSize
 
 RESERVED = 1024  # bytes of an SM that CUDA reserves for each thread block
@@ -11,6 +13,7 @@ DAUX_WINDOW_BYTES = 64 * 1024  # upper bound of the private sums of all threads 
 _NARROW_DIM = 128  # largest head dimension at which dK and dV of a whole tile fit in registers
 
 
+@cache
 def generic_bytes(
     kernel: str, tile: TileSize, dim: int, value: int, size: int, bias_size: int = 0
 ) -> int:
@@ -81,6 +84,7 @@ def latent_bytes(tile: TileSize, dim: int) -> int:
     return _swizzled(tile.block_q, dim) + keys + _swizzled(tile.block_q, tile.block_k)
 
 
+@cache
 def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
     """Count the dynamic shared memory of the Hopper forward kernel.
 
@@ -100,6 +104,7 @@ def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 
     return tile.groups * (stages + buffers * queries + out + bias)
 
 
+@cache
 def hopper_backward_bytes(
     tile: TileSize, dim: int, value: int, bias_size: int = 0, *, repairs: bool = False
 ) -> int:
@@ -145,6 +150,7 @@ def hopper_wide_dq_bytes(tile: TileSize, dim: int, value: int) -> int:
     return rows + tile.stages * _swizzled(tile.block_k, max(dim, value))
 
 
+@cache
 def hopper_ds_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
     """Count the dynamic shared memory of the Hopper kernels that sum dS.
 

@@ -4,6 +4,7 @@ Splits depend only on head dimensions and dtype, so that a row has the same bits
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import (
@@ -11,22 +12,28 @@ from tileattn.kernels.cuda.families.context import (
     KernelTraits,
     LaunchContext,
     Parts,
-    block_count,
     function_fields,
     option_fields,
     refused,
 )
 from tileattn.kernels.cuda.families.family import Family, reads_pages
+from tileattn.kernels.cuda.families.grid import Grid, split_count
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import split_bytes, split_static_bytes
+from tileattn.kernels.cuda.families.size_class import (
+    FEW_ROWS,
+    FEW_SPLITS,
+    empty_axes,
+    has_split_queries,
+    shared_rows,
+    split_keys,
+    splits,
+)
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
-from tileattn.kernels.cuda.tuning import TileSize, Tuning
+from tileattn.kernels.cuda.tuning import TileSize
 
 SPLIT, COMBINE = "forward_split", "forward_combine"
 
-FEW_ROWS = 128  # that share keys, at most: queries of all query heads of a key head
-MOST_ROWS = 1 << 30  # counted in 32 bits
-WHOLE = 1 << 30  # keys of a split that has all
 _GROUPS = 8  # of the splits of a row, by their index: a warp takes each, or one warp all
 _WARP_BYTES = 512  # of a row of sums, so that a warp's registers hold those of all groups
 
@@ -43,7 +50,7 @@ _WIDEST = (TileSize(128, 32, 8, 1, 4), *_WIDE)
 _FEW = "few queries over many keys"
 _PAGED = "keys are in pages"
 _CUT = "one thread block for each split of {:,} keys"
-_JOIN = "one {} for each query, which joins up to {:,} splits"
+_JOIN = "one {} for each query, which joins its splits"
 
 
 class Split(Family):
@@ -54,12 +61,13 @@ class Split(Family):
     def concerns(self, problem: Problem, context: LaunchContext, direction: str) -> bool:
         """Return True if few rows share keys, and keys are many or in pages."""
         P, tuning = problem, context.tuning
-        if direction != "forward" or max(P.D, P.Dv) > MAX_HEAD_DIM or P.group * P.Nq > FEW_ROWS:
+        if direction != "forward" or max(P.D, P.Dv) > MAX_HEAD_DIM or shared_rows(P) > FEW_ROWS:
             return False
         if reads_pages(P):
             return True
-        many = P.has_lengths or P.Nk > split_keys_of(P, tuning)
-        return P.Nk > 0 and many and P.Nq <= tuning.split_queries and not P.is_packed
+        many = P.has_lengths or splits(P, split_keys(P, tuning), tuning) > 1
+        few = has_split_queries(P, tuning)
+        return "Nk" not in empty_axes(P) and many and few and not P.is_packed
 
     def why_not(self, problem: Problem, context: LaunchContext, direction: str) -> str | None:  # noqa: ARG002 - the interface of families
         """Return why the kernels do not run a pass; None if they do."""
@@ -81,34 +89,27 @@ def why_not(problem: Problem, context: LaunchContext) -> str | None:
     return "no tile fits in shared memory" if next(_tiles(problem, context), None) is None else None
 
 
-def split_keys_of(problem: Problem, tuning: Tuning) -> int:
-    """Return the keys of a split: a power of two, or all if many rows share keys, or may."""
-    P = problem
-    if P.group * P.Nq > FEW_ROWS or P.is_packed:
-        return WHOLE
-    row = (bucket(P.D) + bucket(P.Dv)) * P.dtype.itemsize
-    return 1 << (tuning.split_bytes // row).bit_length() - 1
+@dataclass(frozen=True)
+class PartialSums:
+    """The part of the workspace for the sums that splits of some keys leave."""
 
+    split_keys: int
 
-def split_count(problem: Problem, split_keys: int) -> int:
-    """Count the splits of a sequence as long as the arrays have room for."""
-    return -(-problem.Nk // split_keys)
-
-
-def partial_bytes(problem: Problem, split_keys: int, value_dim: int) -> dict[str, int]:
-    """Count the bytes of the sums that splits leave: none if each sequence is one split."""
-    P, splits = problem, split_count(problem, split_keys)
-    rows = P.B * P.Hq * P.Nq * splits if splits > 1 else 0
-    numbers = {"partial_out": value_dim, "partial_sums": 2}
-    return {name: rows * n * P.accum_dtype.itemsize for name, n in numbers.items()}
+    def __call__(self, P: Problem, key: KernelKey) -> Parts:
+        """Count the bytes: none if each sequence is one split."""
+        count = split_count(P, self.split_keys)
+        rows = P.B * P.Hq * P.Nq * count if count > 1 else 0
+        numbers = {"partial_out": key.value_dim, "partial_sums": 2}
+        size = P.accum_dtype.itemsize
+        return Parts({name: rows * n * size for name, n in numbers.items()}, {})
 
 
 def launch_over_splits(problem: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel over splits."""
     P, tile = problem, next(_tiles(problem, context))
-    key, split_keys = _key(P, context, tile), split_keys_of(P, context.tuning)
-    grid = split_count(P, split_keys) * P.B * P.Hkv * block_count(P, P.group * P.Nq, key.block_q)
-    traits = KernelTraits(main=True, split_keys=split_keys)
+    key, keys = _key(P, context, tile), split_keys(P, context.tuning)
+    grid = Grid("splits", key.block_q, split_keys=keys)
+    traits = KernelTraits(main=True, split_keys=keys)
     why = _PAGED if P.is_paged else _FEW
     return KernelLaunch(key, grid, _bytes(P, tile), why, traits=traits)
 
@@ -117,15 +118,15 @@ def joined(
     problem: Problem, context: LaunchContext, split: KernelLaunch
 ) -> tuple[KernelLaunch, ...]:
     """Launch a kernel over splits, and what joins them if there are several."""
-    P, key, split_keys = problem, split.key, split.traits.split_keys
-    splits = split_count(P, split_keys)
-    if splits == 1:
+    P, key, keys = problem, split.key, split.traits.split_keys
+    count = splits(P, keys, context.tuning)
+    if count == 1:
         return (split,)
-    split = split._replace(why=f"{split.why}: {_CUT.format(split_keys)}")
+    split = split._replace(why=f"{split.why}: {_CUT.format(keys)}")
     row_bytes = key.value_dim * P.accum_dtype.itemsize
-    by_warp = splits <= context.tuning.warp_splits and row_bytes <= _WARP_BYTES
+    by_warp = count <= FEW_SPLITS and row_bytes <= _WARP_BYTES
     rows, warps = (_GROUPS, 1) if by_warp else (1, _GROUPS)
-    why = _JOIN.format("warp" if by_warp else "thread block", splits)
+    why = _JOIN.format("warp" if by_warp else "thread block")
     join = KernelKey(
         *(COMBINE, key.dtype),
         value_dim=key.value_dim,
@@ -137,11 +138,8 @@ def joined(
         functions=key.functions if key.score_mod else "",
     )
 
-    def workspace(P: Problem, key: KernelKey) -> Parts:
-        return Parts(partial_bytes(P, split_keys, key.value_dim), {})
-
-    traits = KernelTraits(workspace=workspace)
-    return split, KernelLaunch(join, -(-P.B * P.Hq * P.Nq // rows), why=why, traits=traits)
+    traits = KernelTraits(workspace=PartialSums(keys))
+    return split, KernelLaunch(join, Grid("queries", together=rows), why=why, traits=traits)
 
 
 def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
@@ -159,7 +157,7 @@ def _tiles(P: Problem, context: LaunchContext) -> Iterator[TileSize]:
     """Yield the tiles that fit in shared memory, the best first."""
     # The rows of packed sequences may be known only on the device: their tiles, and so their bits,
     # are the same for all lengths.
-    rows = FEW_ROWS if P.is_packed else P.group * P.Nq
+    rows = FEW_ROWS if P.is_packed else shared_rows(P)
     tiles = next((x for x in (_NARROW, _WIDE) if rows <= x[0].block_q), _WIDEST)
     for tile in tiles:
         static = split_static_bytes(tile, P.accum_dtype.itemsize)

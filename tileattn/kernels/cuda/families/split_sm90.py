@@ -10,6 +10,8 @@ from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families import hopper, split
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext, refused
 from tileattn.kernels.cuda.families.family import Family
+from tileattn.kernels.cuda.families.grid import Grid
+from tileattn.kernels.cuda.families.size_class import shared_rows, split_keys, splits
 from tileattn.kernels.cuda.families.tiles import bucket
 from tileattn.kernels.cuda.tuning import TileSize
 
@@ -31,8 +33,9 @@ class SplitHopper(Family):
 
     def concerns(self, problem: Problem, context: LaunchContext, direction: str) -> bool:
         """Return True if the keys are split, and enough rows share them."""
-        rows = problem.group * problem.Nq
-        return rows > context.tuning.split_wgmma_rows and split.SPLIT_FAMILY.concerns(
+        return shared_rows(
+            problem
+        ) > context.tuning.split_wgmma_rows and split.SPLIT_FAMILY.concerns(
             problem, context, direction
         )
 
@@ -42,19 +45,19 @@ class SplitHopper(Family):
         option = refused(P, "has_alibi", "has_bias", "has_mask", "mask_mod", "score_mod")
         if option is not None:
             return f"{option} is in use"
-        if split.split_count(P, split.split_keys_of(P, tuning)) == 1:
+        if splits(P, split_keys(P, tuning), tuning) == 1:
             return "there is one split"
         return split.why_not(P, context) or hopper.why_not(P, context, direction)
 
     def forward(self, problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
         """Return the kernel over splits, and the one that joins them."""
-        P, split_keys = problem, split.split_keys_of(problem, context.tuning)
+        P, keys = problem, split_keys(problem, context.tuning)
         launch = hopper.forward_launch(P, context, (tile_of(P),))
         launch = launch._replace(
             key=replace(launch.key, split_kv=True),
-            grid=min(context.sm_count, split.split_count(P, split_keys) * P.B * P.Hkv),
-            why=_WHY.format(split_keys),
-            traits=replace(launch.traits, split_keys=split_keys),
+            blocks=Grid("splits", launch.key.block_q, split_keys=keys, most=context.sm_count),
+            why=_WHY.format(keys),
+            traits=replace(launch.traits, split_keys=keys),
         )
         return split.joined(P, context, launch)
 

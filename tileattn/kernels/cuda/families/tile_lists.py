@@ -1,10 +1,13 @@
 """What is launched before a pass whose ``mask_mod`` reads arrays: its tiles are classified."""
 
 from tileattn.kernels.cuda.families.context import ROW_WARPS, KernelLaunch
+from tileattn.kernels.cuda.families.grid import Grid
 from tileattn.kernels.cuda.families.key import KernelKey
 
 CLASSIFY = "classify_tiles"
 LISTS = {"forward": ("list_key_tiles",), "backward": ("rank_key_tiles", "list_query_tiles")}
+_LINES = dict.fromkeys(("list_key_tiles", "rank_key_tiles"), "listed rows")
+_LINES["list_query_tiles"] = "listed columns"
 KERNELS = (CLASSIFY, *LISTS["forward"], *LISTS["backward"])
 
 _CLASSIFY_WARPS = 16
@@ -12,8 +15,8 @@ _WHY = "mask_mod reads arrays, whose values decide which tiles are computed"
 _LIST_WHY = "one warp for each line of tiles"
 
 
-def classify_launch(dtype: str, tile: tuple[int, int], functions: str, rows: int) -> KernelLaunch:
-    """Launch the kernel that writes the kinds of some rows of tiles."""
+def classify_launch(dtype: str, tile: tuple[int, int], functions: str) -> KernelLaunch:
+    """Launch the kernel that writes the kinds of all tiles."""
     key = KernelKey(
         *(CLASSIFY, dtype),
         block_q=tile[0],
@@ -22,19 +25,14 @@ def classify_launch(dtype: str, tile: tuple[int, int], functions: str, rows: int
         mask_mod=True,
         functions=functions,
     )
-    return KernelLaunch(key, rows, why=_WHY)
+    return KernelLaunch(key, Grid("tile rows"), why=_WHY)
 
 
-def list_launches(
-    dtype: str, tile: tuple[int, int], heads: int, tiles: tuple[int, int], direction: str
-) -> tuple[KernelLaunch, ...]:
-    """Launch what makes lists of the kinds, for heads that have lists of their own.
-
-    ``tiles`` are how many there are along the queries and along the keys.
-    """
+def list_launches(dtype: str, tile: tuple[int, int], direction: str) -> tuple[KernelLaunch, ...]:
+    """Launch what makes lists of the kinds, for heads that have lists of their own."""
     launches = []
     for name in LISTS[direction]:
         key = KernelKey(name, dtype, block_q=tile[0], block_k=tile[1], warps_m=ROW_WARPS)
-        lines = heads * tiles["list_query" in name]
-        launches.append(KernelLaunch(key, -(-lines // ROW_WARPS), why=_LIST_WHY))
+        grid = Grid(_LINES[name], together=ROW_WARPS)
+        launches.append(KernelLaunch(key, grid, why=_LIST_WHY))
     return tuple(launches)

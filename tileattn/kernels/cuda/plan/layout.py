@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class ArrayLayout:
 
     @property
     def itemsize(self) -> int:
-        return np.dtype(self.dtype).itemsize
+        return _itemsize(self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -64,11 +65,12 @@ class ArrayLayout:
     @property
     def is_contiguous(self) -> bool:
         """Whether it lies in C order without gaps."""
-        like = contiguous(self.shape, self.dtype).strides
-        return all(
-            n < 2 or stride == plain
-            for n, stride, plain in zip(self.shape, self.strides, like, strict=True)
-        )
+        step = self.itemsize
+        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if n > 1 and stride != step:
+                return False
+            step *= n
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class CallLayout:
 
 def contiguous(shape: tuple[int, ...], dtype: str) -> ArrayLayout:
     """Describe a contiguous array with memory of its own."""
-    step, strides = np.dtype(dtype).itemsize, []
+    step, strides = _itemsize(dtype), []
     for n in reversed(shape):
         strides.append(step)
         step *= n
@@ -168,15 +170,21 @@ def contiguous_inputs(problem: Problem) -> CallLayout:
 def copies(problem: Problem, layout: CallLayout) -> Iterator[tuple[str, ArrayLayout]]:
     """Yield the contiguous arrays that kernels use in place of those that they cannot address."""
     for name, x in layout.arrays:
-        dtype = _read_as(problem, name, x.dtype)
+        dtype = x.dtype
         if name in ROWS:
             needed = x.strides[-1] != x.itemsize and x.shape[-1] > 1
+        elif name in _ACCUMULATED or name in _CONTIGUOUS:
+            dtype = _read_as(problem, name, dtype)
+            needed = not (x.is_contiguous and x.dtype == dtype)
         else:
-            needed = name in _ACCUMULATED | _CONTIGUOUS and not (
-                x.is_contiguous and x.dtype == dtype
-            )
+            needed = False
         if needed and 0 not in x.shape:
             yield name, contiguous(x.shape, dtype)
+
+
+@cache
+def _itemsize(dtype: str) -> int:
+    return np.dtype(dtype).itemsize
 
 
 def _read_as(problem: Problem, name: str, dtype: str) -> str:

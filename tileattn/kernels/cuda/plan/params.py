@@ -7,8 +7,8 @@ import numpy as np
 
 from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
-from tileattn.kernels.cuda.families.context import folds_scale, padded_rows
-from tileattn.kernels.cuda.families.split import FEW_ROWS, MOST_ROWS, WHOLE, split_count
+from tileattn.kernels.cuda.families.context import folds_scale
+from tileattn.kernels.cuda.families.grid import padded_rows, split_count
 from tileattn.kernels.cuda.plan.layout import INTEGERS, ArrayLayout, CallLayout
 from tileattn.kernels.cuda.plan.layout import ROWS as ROW_ARRAYS
 
@@ -41,7 +41,7 @@ SECTIONS: dict[str, list[tuple[str, Any]]] = {
         *((f"{name}_at", PAIRS) for name in _PAIRS),
         ("alibi_slopes_b", np.int64),
     ],
-    # Numbers, from the problem.
+    # From the problem; head dimensions and heads of a group follow from the kind.
     "sizes": [
         (name, np.int64) for name in ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv", "group", "rows")
     ],
@@ -119,13 +119,13 @@ def aux_name(n: int) -> str:
     return f"aux[{n}]"
 
 
-def fields(
+def number_fields(
     problem: Problem,
     layout: CallLayout,
     arrays: Mapping[str, ArrayLayout],
     schedule: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Fill in all fields that differ from zero, except the addresses.
+    """Fill in what the numbers of a call decide, except the addresses.
 
     ``layout`` describes the caller's arrays, ``arrays`` those that kernels read and write;
     ``schedule`` has the fields of that section.
@@ -136,7 +136,6 @@ def fields(
         | _stride_fields(arrays)
         | _mask_fields(layout, arrays)
         | _length_fields(layout, arrays)
-        | {f"{name}_bytes": arrays[name].itemsize for name in INTEGERS if name in arrays}
     )
 
 
@@ -144,8 +143,7 @@ def _problem_fields(P: Problem) -> dict[str, Any]:
     """Fill in ``sizes`` and ``scalars``, and the window."""
     left, right = (-1 if side is None else side for side in P.window)
     return {
-        **{name: getattr(P, name) for name in ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv")},
-        "group": P.group,
+        **{name: getattr(P, name) for name in ("B", "Hq", "Hkv", "Nq", "Nk")},
         "rows": padded_rows(P),
         "entries": P.entries,
         "left": left,
@@ -198,21 +196,15 @@ def _length_fields(layout: CallLayout, arrays: Mapping[str, ArrayLayout]) -> dic
 
 
 def split_fields(
-    problem: Problem, arrays: Mapping[str, ArrayLayout], split_keys: int, *, takes_all: bool
+    problem: Problem, arrays: Mapping[str, ArrayLayout], kind: Mapping[str, int]
 ) -> dict[str, int]:
-    """Fill in ``splits``; ``split_keys`` is 0 if keys are not split.
-
-    ``takes_all`` is true if packed sequences with many rows are split as well.
-    """
-    keys = split_keys or WHOLE
-    values = {
-        "split_keys": keys,
-        "splits": split_count(problem, keys),
-        "max_split_rows": MOST_ROWS if takes_all else FEW_ROWS,
-    }
-    table, k = arrays.get("block_table"), arrays["k"]
-    if problem.page is not None and table is not None:
-        values |= {"pages_total": k.shape[0], "page": problem.page, "table_width": table.shape[1]}
+    """Fill in the number of splits and of pages; ``kind`` has the fields of the kind."""
+    values = {}
+    if "split_keys" in kind:
+        values["splits"] = split_count(problem, kind["split_keys"])
+    if "page" in kind:
+        values["pages_total"] = arrays["k"].shape[0]
+        values["table_width"] = arrays["block_table"].shape[1]
     return values
 
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tileattn.call.problem import Problem
-from tileattn.kernels.cuda.families.context import COUNT, KernelLaunch, padded_rows
+from tileattn.kernels.cuda.families.context import COUNT, KernelLaunch
+from tileattn.kernels.cuda.families.grid import padded_rows
 
 ALIGNED = 256  # bytes that every part is aligned to, and so the whole
 

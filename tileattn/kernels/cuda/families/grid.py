@@ -1,0 +1,136 @@
+"""How many thread blocks a launch has: a rule of its kind, which the numbers of a call fill in."""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from tileattn.call.problem import Problem
+
+_ROW_PAD = 128  # no query block is longer, and all but one divide it
+TALL_ROWS = 80  # queries of that one, which packed sequences do not use
+_UNBOUNDED = (1 << 63) - 1
+
+
+Over = Literal[
+    "queries",
+    "keys",
+    "padded queries",
+    "queries of a head",
+    "keys of a head",
+    "heads",
+    "splits",
+    "bias",
+    "learned",
+    "elements",
+    "tile rows",
+    "listed rows",
+    "listed columns",
+]
+
+
+class GridSizes(NamedTuple):
+    """The numbers that grids are counted from."""
+
+    problem: Problem
+    bias_shape: tuple[int, ...] = ()
+    learned: tuple[int, ...] = ()  # for each learned element: heads times copies of its sums
+    elements: Mapping[int, int] = {}  # of the arrays of ``aux`` that have gradients, by number
+    mask_lines: tuple[int, int, int] = (0, 0, 0)  # classified rows; listed rows, listed columns
+
+
+class Grid(NamedTuple):
+    """A number of thread blocks, left open until the sizes of a call are known.
+
+    Parameters
+    ----------
+    over : str
+        What the thread blocks divide among themselves: the queries or keys of all heads, or of one
+        head; the splits of all key heads; the elements of dbias; ...
+    block : int
+        Rows of a block; 0 if there is one block, however many rows there are.
+    block_k : int
+        Keys of a tile of dbias.
+    split_keys : int
+        Keys of a split.
+    number : int
+        Which learned element, or which array.
+    each : int
+        Thread blocks for each block.
+    together : int
+        Blocks that one thread block takes.
+    most : int
+        Upper bound of the thread blocks, for persistent kernels.
+    above : int
+        The kernel runs only if there are more blocks than this.
+    """
+
+    over: Over
+    block: int = 1
+    block_k: int = 1
+    split_keys: int = 0
+    number: int = 0
+    each: int = 1
+    together: int = 1
+    most: int = _UNBOUNDED
+    above: int = -1
+
+    def thread_blocks(self, sizes: GridSizes) -> int | None:
+        """Count the thread blocks for some sizes; None if the kernel does not run."""
+        blocks = self._blocks(sizes)
+        if blocks <= self.above:
+            return None
+        return min(-(-blocks * self.each // self.together), self.most)
+
+    def _blocks(self, sizes: GridSizes) -> int:
+        P = sizes.problem
+        match self.over:
+            case "queries":
+                return P.B * P.Hq * block_count(P, P.Nq, self.block)
+            case "keys":
+                return P.B * P.Hkv * block_count(P, P.Nk, self.block)
+            case "padded queries":
+                return P.B * P.Hq * padded_rows(P)
+            case "queries of a head":
+                return block_count(P, P.Nq, self.block)
+            case "keys of a head":
+                return block_count(P, P.Nk, self.block)
+            case "heads":
+                return P.Hq
+            case "splits":
+                rows = block_count(P, P.group * P.Nq, self.block)
+                return split_count(P, self.split_keys) * P.B * P.Hkv * rows
+            case "bias":
+                b, h, rows, columns = sizes.bias_shape
+                tiles = 1 if rows == 1 else -(-P.Nq // self.block)
+                return b * h * tiles * (1 if columns == 1 else -(-P.Nk // self.block_k))
+            case "learned":
+                return sizes.learned[self.number] * (-(-P.Nq // self.block) if self.block else 1)
+            case "elements":
+                return sizes.elements[self.number]
+        lines = ("tile rows", "listed rows", "listed columns").index(self.over)
+        return sizes.mask_lines[lines]
+
+
+OPEN = Grid("heads")
+"""Stands for a grid that is set later."""
+
+
+def block_count(problem: Problem, rows: int, block: int) -> int:
+    """Count the block numbers of a head with ``rows`` rows: as in ``src/sequence.cuh``.
+
+    Some numbers have no block in packed sequences, whose ends are known only on the device.
+    """
+    if problem.sequences is None:
+        return -(-rows // block)
+    return rows // block + problem.sequences
+
+
+def split_count(problem: Problem, split_keys: int) -> int:
+    """Count the splits of a sequence as long as the arrays have room for."""
+    return -(-problem.Nk // split_keys)
+
+
+def padded_rows(problem: Problem) -> int:
+    """Return the rows of a head in the arrays that kernels of the backward pass exchange."""
+    P = problem
+    rows = P.Nq if P.sequences is not None else block_count(P, P.Nq, TALL_ROWS) * TALL_ROWS
+    return block_count(P, rows, _ROW_PAD) * _ROW_PAD

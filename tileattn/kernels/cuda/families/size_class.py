@@ -1,0 +1,184 @@
+"""Size classes: all that the numbers of a call decide about its kernels.
+
+Calls of one kind, one `SizeClass` and one `LaunchContext` run the same kernels. Kernel families ask
+the functions of this module and read no other number: grids and parameters are filled in later.
+"""
+
+from typing import NamedTuple
+
+from tileattn.call.problem import Problem
+from tileattn.kernels.cuda.families.grid import TALL_ROWS, block_count, split_count
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
+from tileattn.kernels.cuda.tuning import Tuning
+
+FEW_ROWS = 128  # query rows that share a key head, at most, in split-KV
+MOST_ROWS = 1 << 30  # query rows that share a key head, at most: kernels count them in 32 bits
+WHOLE = 1 << 30  # keys of a split that has all keys
+FEW_SPLITS = 2  # stands for any number of splits that a warp can join
+
+_SHARED_ROWS = (16, 32, 64, FEW_ROWS, MOST_ROWS)
+_KEY_BLOCKS = (64, 128)  # keys of a tile of the Hopper backward kernels
+# Positions have 32 bits; the margin is for what the last tile goes beyond.
+_MOST_POSITIONS = (1 << 31) - (1 << 16)
+
+
+class SizeClass(NamedTuple):
+    """The answers of this module's functions for one call, by their names."""
+
+    empty_axes: frozenset[str]
+    fits_positions: bool
+    positive_scale: bool
+    shared_rows: int
+    split_keys: int
+    splits: int
+    has_split_queries: bool
+    has_dynamic_keys: bool
+    has_short_keys: bool
+    has_two_group_keys: bool
+    tall_columns: tuple[int, ...]
+    suits_tall_rows: bool
+    is_head_major: bool
+    delta_beside: tuple[int, ...]
+
+
+def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
+    """Return the size class of a call."""
+    keys = split_keys(P, tuning)
+    return SizeClass(
+        empty_axes(P),
+        fits_positions(P),
+        positive_scale(P),
+        shared_rows(P),
+        keys,
+        splits(P, keys, tuning),
+        has_split_queries(P, tuning),
+        has_dynamic_keys(P, tuning),
+        has_short_keys(P, tuning),
+        has_two_group_keys(P, tuning),
+        tall_columns(P, tuning),
+        suits_tall_rows(P, tuning),
+        is_head_major(P, tuning),
+        tuple(n for n in _KEY_BLOCKS if delta_beside(P, n, tuning, sm_count)),
+    )
+
+
+def empty_axes(P: Problem) -> frozenset[str]:
+    """Return the axes of length 0. Their kernels do not run."""
+    return frozenset(name for name in ("B", "Hq", "Hkv", "Nq", "Nk") if not getattr(P, name))
+
+
+def has_queries(P: Problem) -> bool:
+    """Return True if q has a row."""
+    return P.B * P.Hq * P.Nq > 0
+
+
+def has_keys(P: Problem) -> bool:
+    """Return True if k has a row."""
+    return P.B * P.Hkv * P.Nk > 0
+
+
+def fits_positions(P: Problem) -> bool:
+    """Return True if the Hopper kernels can count all rows."""
+    return P.B * max(P.Hq * P.Nq, P.Hkv * P.Nk) < _MOST_POSITIONS
+
+
+def positive_scale(P: Problem) -> bool:
+    """Return True if the scale may be folded into the exponent."""
+    return P.scale > 0
+
+
+def shared_rows(P: Problem) -> int:
+    """Return the query rows that share a key head, rounded up to a class: see `_SHARED_ROWS`."""
+    rows = P.group * P.Nq
+    return next((n for n in _SHARED_ROWS if rows <= n), MOST_ROWS + 1)
+
+
+def split_keys(P: Problem, tuning: Tuning) -> int:
+    """Return the keys of a split: a power of two, or `WHOLE` if many rows share keys, or may.
+
+    Splits of latent attention are in proportion to the rows, so that their sums are few bytes.
+    """
+    rows = shared_rows(P)
+    if max(P.D, P.Dv) > MAX_HEAD_DIM:
+        return tuning.latent_keys_per_row << (min(rows, FEW_ROWS) - 1).bit_length()
+    if rows > FEW_ROWS or P.is_packed:
+        return WHOLE
+    row_bytes = (bucket(P.D) + bucket(P.Dv)) * P.dtype.itemsize
+    return 1 << (tuning.split_bytes // row_bytes).bit_length() - 1
+
+
+def splits(P: Problem, keys: int, tuning: Tuning) -> int:
+    """Return 0, 1, `FEW_SPLITS`, which a warp can join, or more."""
+    count = split_count(P, keys)
+    return count if count < 2 else FEW_SPLITS if count <= tuning.warp_splits else FEW_SPLITS + 1
+
+
+def has_split_queries(P: Problem, tuning: Tuning) -> bool:
+    """Return True if queries are few enough for split-KV."""
+    return P.Nq <= tuning.split_queries
+
+
+def has_dynamic_keys(P: Problem, tuning: Tuning) -> bool:
+    """Return True if keys are few, and work tiles wait for memory."""
+    return P.Nk <= tuning.dynamic_keys
+
+
+def has_short_keys(P: Problem, tuning: Tuning) -> bool:
+    """Return True if a causal mask hides much of each key tile."""
+    return P.Nk <= tuning.small_tile_keys
+
+
+def has_two_group_keys(P: Problem, tuning: Tuning) -> bool:
+    """Return True if the middle query attends to few keys.
+
+    It stands for the mean, and only the window counts. Packed lengths are known only on the device:
+    their tiles are the same for any, and so are the bits of each sequence.
+    """
+    if P.is_packed:
+        return True
+    left, right = P.window
+    key = (P.Nq - 1) // 2 + P.Nk - P.Nq  # on its diagonal
+    first = 0 if left is None else max(key - left, 0)
+    end = P.Nk if right is None else min(key + right + 1, P.Nk)
+    return end - first <= tuning.two_group_keys
+
+
+def tall_columns(P: Problem, tuning: Tuning) -> tuple[int, ...]:
+    """Return the columns of `Tuning.tall_queries` for which there are enough queries."""
+    return tuple(columns for columns, queries in tuning.tall_queries if P.Nq >= queries)
+
+
+def suits_tall_rows(P: Problem, tuning: Tuning) -> bool:
+    """Return True if backward tiles of `TALL_ROWS` queries suit a call without score modifiers.
+
+    They are faster where queries fill the last tile, without a mask, and if a mask leaves queries
+    many keys: with few, more of a tile lies beyond the diagonals. Packed lengths are known only on
+    the device.
+    """
+    left, right = P.window
+    padded = -(-P.Nq // TALL_ROWS) * TALL_ROWS
+    full = not P.is_packed and padded <= tuning.padded_queries * P.Nq
+    keys = 0 if right is None else P.Nq if left is None else min(left + right + 1, P.Nk)
+    uncut = P.window == (None, None) or keys >= tuning.tall_mask_keys
+    return full and uncut and not P.has_pair_mask
+
+
+def is_head_major(P: Problem, tuning: Tuning) -> bool:
+    """Return True if a key block takes the query heads that share its keys one after the other.
+
+    In a window key blocks that run together are at a query tile each, and one comes to a tile a
+    step after its neighbour. The L2 cache holds what all load in a step of one head, but not in a
+    step of all heads. In a window over most keys more blocks are at the same tile. If the window is
+    open on the right, the left side counts.
+    """
+    left, right = P.window
+    if left is None or P.group == 1 or P.is_packed:
+        return False
+    part, of = tuning.head_major_window
+    return of * (left + (right or 0)) <= part * P.Nk
+
+
+def delta_beside(P: Problem, block_k: int, tuning: Tuning, sm_count: int) -> bool:
+    """Return True if key blocks are so many that delta is computed beside the main kernel."""
+    blocks = P.B * P.Hkv * block_count(P, P.Nk, block_k)
+    return blocks >= tuning.rows_beside_waves * sm_count

@@ -1,0 +1,195 @@
+"""What calls of one kind have in common: their kernels, with grids left open."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tileattn.call.problem import Kind, Problem
+from tileattn.kernels.cuda.families.backward_pass import backward_launches
+from tileattn.kernels.cuda.families.context import (
+    KernelLaunch,
+    LaunchContext,
+    LearnedLaunch,
+    main_of,
+)
+from tileattn.kernels.cuda.families.families import forward_launches
+from tileattn.kernels.cuda.families.functions import Learned, functions_text
+from tileattn.kernels.cuda.families.size_class import (
+    FEW_ROWS,
+    MOST_ROWS,
+    WHOLE,
+    SizeClass,
+    has_keys,
+    has_queries,
+    size_class,
+)
+from tileattn.kernels.cuda.families.tile_lists import classify_launch, list_launches
+from tileattn.kernels.cuda.plan.aux_gradient import learned_arrays
+from tileattn.kernels.cuda.plan.device import Device
+from tileattn.kernels.cuda.plan.layout import (
+    INTEGERS,
+    MIN_ALIGNMENT,
+    ROWS,
+    CallLayout,
+    copies,
+)
+from tileattn.kernels.cuda.plan.tensor_map import can_map
+
+_MAPPED = ("q", "k", "v", "dout")
+_DQKV = ("dq", "dk", "dv")
+_GENERIC_TILE = (128, 128)  # tile by which generic kernels skip what a mask_mod leaves empty
+
+
+@dataclass(frozen=True, slots=True)
+class KindPlan:
+    """What a pass launches, whatever the numbers of the call are.
+
+    Calls of the same ``kind``, ``size_class``, ``context`` and ``device`` share it.
+    `tileattn.kernels.cuda.plan.plan.fill` makes a `LaunchPlan` of it and the numbers of a call.
+
+    Parameters
+    ----------
+    kind : Kind
+        dtype, head dimensions, options, expressions.
+    size_class : SizeClass
+        What the numbers decide about kernels.
+    context : LaunchContext
+        What the arrays decide about kernels: alignments, dtypes, text of the functions.
+    device : Device
+        The GPU.
+    direction : str
+        ``"forward"`` or ``"backward"``.
+    launches : tuple of KernelLaunch
+        In order, with open grids. One runs only if its grid says so.
+    classifying : tuple of KernelLaunch
+        What runs before these if the device classifies the tiles of a ``mask_mod``.
+    fields : dict of str to int
+        Fields of the parameter block that no number changes.
+    functions : str
+        CUDA text of the caller's own functions; empty if no kernel has any.
+    mask_tile : (int, int)
+        Queries and keys of the tiles that masks leave empty, partial or full.
+    """
+
+    kind: Kind
+    size_class: SizeClass
+    context: LaunchContext
+    device: Device
+    direction: Literal["forward", "backward"]
+    launches: tuple[KernelLaunch, ...]
+    classifying: tuple[KernelLaunch, ...]
+    fields: dict[str, int]
+    functions: str
+    mask_tile: tuple[int, int]
+
+    @property
+    def main(self) -> KernelLaunch | None:
+        """The launch whose tile and schedule stand for the pass."""
+        return main_of(self.launches)
+
+
+def forward_kind(
+    problem: Problem,
+    layout: CallLayout,
+    device: Device,
+    launches: Sequence[KernelLaunch] | None = None,
+) -> KindPlan:
+    """Choose the kernels of the forward pass; ``launches`` of None are `forward_launches`."""
+    context = launch_context(problem, layout, device)
+    if launches is None:
+        launches = forward_launches(problem, context)
+    return _kind_plan(problem, layout, device, context, "forward", launches)
+
+
+def backward_kind(
+    problem: Problem, layout: CallLayout, device: Device, *, deterministic: bool
+) -> KindPlan:
+    """Choose the kernels of the backward pass."""
+    context = launch_context(problem, layout, device)
+    sinks = layout.get("dsinks") is not None
+    launches = backward_launches(problem, context, deterministic=deterministic, sinks=sinks)
+    return _kind_plan(problem, layout, device, context, "backward", launches)
+
+
+def _kind_plan(
+    P: Problem,
+    layout: CallLayout,
+    device: Device,
+    context: LaunchContext,
+    direction: Literal["forward", "backward"],
+    launches: Sequence[KernelLaunch],
+) -> KindPlan:
+    main = main_of(launches)
+    lists = main is not None and main.traits.tile_lists
+    tile = main.tile if main is not None and lists else _GENERIC_TILE
+    functions = next((x.key.functions for x in launches if x.key.functions), "")
+    split_keys = max((launch.traits.split_keys for launch in launches), default=0)
+    classifying: tuple[KernelLaunch, ...] = ()
+    if functions and P.mask_mod is not None and not split_keys:
+        classifying = (classify_launch(P.dtype.name, tile, functions),)
+        # A left limit leaves few tiles of the backward pass without lists.
+        if lists and (direction == "forward" or P.window[0] is None):
+            classifying += list_launches(P.dtype.name, tile, direction)
+    fields = {"D": P.D, "Dv": P.Dv, "group": P.group}
+    fields["kinds_tile_q"], fields["kinds_tile_k"] = tile
+    for name, x in layout.arrays:
+        if name in INTEGERS:
+            fields[f"{name}_bytes"] = 4 if x.dtype == "int32" else 8
+            if name == "block_table" and P.page is not None:
+                fields["page"] = P.page
+    if P.is_paged or split_keys:
+        # Packed sequences with many rows are split as well, unless another kernel takes those.
+        few = any(launch.traits.persistent for launch in launches)
+        fields["split_keys"] = split_keys or WHOLE
+        fields["max_split_rows"] = FEW_ROWS if few else MOST_ROWS
+    sizes = size_class(P, device.tuning, device.sm_count)
+    own = tuple(launches)
+    return KindPlan(
+        *(P.kind, sizes, context, device, direction, own, classifying, fields, functions, tile)
+    )
+
+
+def launch_context(problem: Problem, layout: CallLayout, device: Device) -> LaunchContext:
+    """Return what the arrays decide about kernels; arrays to be copied are contiguous."""
+    P = problem
+    arrays = dict(layout.arrays) | dict(copies(P, layout))
+    rows = [arrays[name] for name in ROWS & arrays.keys()]
+    alignment = math.gcd(*(math.gcd(x.alignment, *x.row_strides) for x in rows))
+    context = LaunchContext(
+        alignment,
+        device.shared_limit,
+        arch=device.arch,
+        dqkv=not arrays.keys().isdisjoint(_DQKV),
+        tensor_maps=all(can_map(arrays[name]) for name in _MAPPED if name in arrays),
+        sm_count=device.sm_count,
+        tuning=device.tuning,
+        mask_block_k=layout.block_mask.block_size[1] if layout.block_mask is not None else 0,
+        functions=_functions_text(P, layout),
+        v_is_k=layout.v_is_k,
+        learned=tuple(
+            LearnedLaunch(_functions_text(P, layout, x.element), x.own_rows, x.array)
+            for x in learned_arrays(P, layout, device.sm_count)
+        ),
+    )
+    if "mask" in arrays:
+        width = arrays["mask"].row_alignment
+        width = 16 if width == 16 else 2 if width > 1 else 1
+        context = context._replace(mask_vector_width=width)
+    if "bias" in arrays:
+        bias = arrays["bias"]
+        staged = bias.row_alignment >= max(MIN_ALIGNMENT, bias.itemsize)
+        context = context._replace(
+            bias=bias.dtype,
+            full_bias=bias.shape == (P.B, P.Hq, P.Nq, P.Nk),
+            dbias="dbias" in arrays,
+            bias_alignment_bytes=bias.row_alignment if staged else 0,
+        )
+    return context
+
+
+def _functions_text(P: Problem, layout: CallLayout, learned: Learned | None = None) -> str:
+    if not (has_queries(P) and has_keys(P)):
+        return ""
+    aux = tuple((x.dtype, len(x.shape)) for x in layout.aux)
+    return functions_text(P.score_mod, P.mask_mod, aux, P.accum_dtype, learned, layout.near_origin)
