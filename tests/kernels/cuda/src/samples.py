@@ -53,7 +53,7 @@ _SETS = (
 
 _HOPPERS = (HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)
 _OF_HOPPER = (*_HOPPERS, HOPPER_DQ_CONVERT, *HOPPER_DS)
-_ORDERS = ORDERS_QUERIES, ORDERS_KEYS
+_ORDERS = ORDERS_QUERIES, ORDERS_KEYS, *COUNTS.values()
 _OF_AUX = (*TILE_LISTS, "backward_daux", "backward_daux_sm90", "backward_daux_sum")
 
 # For the Hopper kernels: the head dimensions that calls without options leave out, and options.

@@ -1,13 +1,11 @@
 """What is launched before a pass whose ``mask_mod`` reads arrays: its tiles are classified."""
 
 from tileattn.kernels.cuda.families.context import ROW_WARPS, KernelLaunch
-from tileattn.kernels.cuda.families.grid import Grid
+from tileattn.kernels.cuda.families.grid import Grid, Over
 from tileattn.kernels.cuda.families.key import KernelKey
 
 CLASSIFY = "classify_tiles"
 LISTS = {"forward": ("list_key_tiles",), "backward": ("rank_key_tiles", "list_query_tiles")}
-_LINES = dict.fromkeys(("list_key_tiles", "rank_key_tiles"), "listed rows")
-_LINES["list_query_tiles"] = "listed columns"
 KERNELS = (CLASSIFY, *LISTS["forward"], *LISTS["backward"])
 
 _CLASSIFY_WARPS = 16
@@ -33,6 +31,7 @@ def list_launches(dtype: str, tile: tuple[int, int], direction: str) -> tuple[Ke
     launches = []
     for name in LISTS[direction]:
         key = KernelKey(name, dtype, block_q=tile[0], block_k=tile[1], warps_m=ROW_WARPS)
-        grid = Grid(_LINES[name], together=ROW_WARPS)
+        over: Over = "listed columns" if name == "list_query_tiles" else "listed rows"
+        grid = Grid(over, together=ROW_WARPS)
         launches.append(KernelLaunch(key, grid, why=_LIST_WHY))
     return tuple(launches)

@@ -182,7 +182,7 @@ def fill(kind: KindPlan, numbers: Numbers, layout: CallLayout) -> LaunchPlan:
         kind,
         P,
         launches,
-        kind.fields
+        dict[str, Any](kind.fields)
         | params.number_fields(P, layout, arrays, schedule.fields)
         | params.split_fields(P, arrays, kind.fields),
         {name: x for name, x in copied.items() if name not in results},
