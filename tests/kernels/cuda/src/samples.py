@@ -11,7 +11,7 @@ from tileattn.call.problem import Problem, problem_of
 from tileattn.dtypes import DTYPES, NAMED
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
-from tileattn.kernels.cuda.families.block_order import ORDERS_KEYS, ORDERS_QUERIES
+from tileattn.kernels.cuda.families.block_order import COUNTS, ORDERS_KEYS, ORDERS_QUERIES
 from tileattn.kernels.cuda.families.context import LaunchContext
 from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import (

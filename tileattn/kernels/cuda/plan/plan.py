@@ -175,16 +175,19 @@ def fill(kind: KindPlan, numbers: Numbers, layout: CallLayout) -> LaunchPlan:
         launches = (*before, last)
     constants |= mask.constants
     arrays |= mask.arrays
-    made = {name: x.nbytes for name, x in copied.items()} | schedule.parts | mask.parts
+    copied_bytes = {name: x.nbytes for name, x in copied.items()}
+    made = {**copied_bytes, **schedule.parts, **mask.parts}
     sums = {name: x.nbytes for name, x in learned.items() if layout.get(name) is None}
     results = {"out"} if kind.direction == "forward" else {"dsinks"}
     return LaunchPlan(
         kind,
         P,
         launches,
-        dict[str, Any](kind.fields)
-        | params.number_fields(P, layout, arrays, schedule.fields)
-        | params.split_fields(P, arrays, kind.fields),
+        {
+            **kind.fields,
+            **params.number_fields(P, layout, arrays, schedule.fields),
+            **params.split_fields(P, arrays, kind.fields),
+        },
         {name: x for name, x in copied.items() if name not in results},
         {name: x for name, x in copied.items() if name in results},
         workspace_of(P, launches, made, sums | schedule.zeros, kind.direction),
