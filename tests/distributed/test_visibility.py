@@ -44,14 +44,14 @@ def test_ranks_and_pairs_are_those_of_the_mask(
     pairs = visible(where, Nq, Nk)
     own = [queries.take(pairs, rank, axis=1) for rank in range(ranks)]
     assert where.pairs(queries).tolist() == [x.sum() for x in own]
-    attending = where.attending(queries, keys)
+    attending = [*where.attending(queries, keys)]
     needed = np.zeros((ranks, ranks), bool)
     for rank, source in product(range(ranks), repeat=2):
         needed[source, rank] = keys.take(own[rank], source, axis=2).any()
-        assert attending[source] >> rank & 1 == hull(where, queries, keys, rank, source)
-        assert attending[source] >> rank & 1 >= needed[source, rank]
+        assert attending[source][rank] == hull(where, queries, keys, rank, source)
+        assert attending[source][rank] >= needed[source, rank]
     for source, steps in enumerate(reach(attending)):
-        ahead = [attending[source] >> (source + t) % ranks & 1 for t in range(ranks)]
+        ahead = [attending[source][(source + t) % ranks] for t in range(ranks)]
         assert steps == max((t for t in range(ranks) if ahead[t]), default=0)
 
 

@@ -35,43 +35,19 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's part of a call.
+    """One rank's part of a call."""
 
-    Parameters
-    ----------
-    comm : Communicator
-        All ranks, or the ranks of a group.
-    blocks : RankBlocks
-        The blocks that this rank computes, and the layouts.
-    problem : Problem
-        The call with this rank's queries and all keys.
-    operands : Operands
-        This rank's arrays with four axes; bias and mask cover all keys.
-    options : mapping
-        The caller's options.
-    backend : str
-        Computes the blocks.
-    bias_rows, mask_rows : bool
-        True if each rank has its own rows of the bias, or of the mask.
-    sums : numpy.dtype
-        Accumulation dtype; on a CPU also the dtype in which blocks are computed.
-    deterministic : bool
-        True if the gradients of a block are bitwise reproducible; on a CPU they always are.
-    splits : int
-        Calls per block; each computes some of the query heads of all key heads.
-    """
-
-    comm: Communicator
-    blocks: RankBlocks
-    problem: Problem
-    operands: Operands
-    options: Mapping[str, Any]
-    backend: str
-    bias_rows: bool
-    mask_rows: bool
-    sums: np.dtype[Any]
-    deterministic: bool = False
-    splits: int = 1
+    comm: Communicator  # all ranks, or the ranks of a group
+    blocks: RankBlocks  # the blocks that this rank computes, and the layouts
+    problem: Problem  # the call with this rank's queries and all keys
+    operands: Operands  # this rank's arrays with four axes; bias and mask cover all keys
+    options: Mapping[str, Any]  # as the caller gave them
+    backend: str  # computes the blocks
+    bias_rows: bool  # True if each rank has its own rows of the bias
+    mask_rows: bool  # True if each rank has its own rows of the mask
+    sums: np.dtype[Any]  # accumulation dtype; on a CPU also the dtype in which blocks are computed
+    deterministic: bool = False  # on a CPU gradients are bitwise reproducible anyway
+    splits: int = 1  # calls per block; each computes some query heads of all key heads
 
     @property
     def on_gpu(self) -> bool:

@@ -243,13 +243,6 @@ def layout_inside(layout: Layout, group: int, n: int) -> Layout:
 
 
 def layout_across(layout: Layout, n: int) -> Layout:
-    """Return the layout whose ranks are groups of n ranks; adjacent ranges are joined."""
-    groups = []
-    for first in range(0, layout.ranks, n):
-        joined: list[tuple[int, int]] = []
-        for start, stop in sorted(x for part in layout.parts[first : first + n] for x in part):
-            if joined and joined[-1][1] == start:
-                start = joined.pop()[0]  # noqa: PLW2901 - of both
-            joined.append((start, stop))
-        groups.append(tuple(joined))
-    return Layout(tuple(groups))
+    """Return the layout whose ranks are groups of n ranks."""
+    groups = (layout.parts[first : first + n] for first in range(0, layout.ranks, n))
+    return Layout(tuple(tuple(sorted(x for part in group for x in part)) for group in groups))

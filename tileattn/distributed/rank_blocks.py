@@ -23,19 +23,8 @@ Blocks = list[tuple[Segment, list[Segment]]]
 class RankBlocks:
     """The blocks of one rank, and which ranks attend to which keys.
 
-    Parameters
-    ----------
-    visibility : Visibility
-        Which keys are visible.
-    q_layout, k_layout : Layout
-        Queries and keys of each rank.
-    rank : int
-        The rank whose queries are computed.
-    rows : int or None
-        Maximum number of queries of a block; None for no limit.
-    only_order : bool
-        True if only the order of tokens matters, not their absolute positions: then a block may
-        join tokens that are not adjacent in the sequence.
+    A block has at most ``rows`` queries. With ``only_order`` only the order of tokens matters, not
+    their absolute positions: then a block may join tokens that are not adjacent in the sequence.
     """
 
     def __init__(
@@ -109,9 +98,9 @@ class RankBlocks:
         return self.pieces[first:end]
 
     @cached_property
-    def attending(self) -> list[int]:
-        """Ranks that attend to the keys of each rank, as sets: bit r is rank r."""
-        return self.visibility.attending(self.q_layout, self.k_layout)
+    def attending(self) -> list[Any]:
+        """For each rank a boolean array of the ranks that attend to its keys."""
+        return [*self.visibility.attending(self.q_layout, self.k_layout)]
 
     @cached_property
     def reach(self) -> list[int]:
@@ -120,7 +109,7 @@ class RankBlocks:
 
     def needs(self, rank: int, source: int) -> bool:
         """Return True if a rank attends to some keys of another."""
-        return bool(self.attending[source] >> rank & 1)
+        return bool(self.attending[source][rank])
 
     @cached_property
     def of_all_keys(self) -> "RankBlocks":
@@ -147,21 +136,12 @@ def _step(length: int, rows: int) -> int:
 
 
 class Run(NamedTuple):
-    """Adjacent rows of a rank that one causal call can compute.
-
-    Parameters
-    ----------
-    start, stop : int
-        Range of rows in the rank's arrays.
-    first, last : int
-        Number of keys that the first and the last row attend to. It grows by one from row to row,
-        up to ``last``.
-    """
+    """Adjacent rows of a rank that one causal call can compute."""
 
     start: int
     stop: int
-    first: int
-    last: int
+    first: int  # keys that its first row attends to; one more from row to row, up to `last`
+    last: int  # keys that its last row attends to
 
     def cut(self, step: int | None) -> Iterator["Run"]:
         """Cut at multiples of ``step`` rows."""

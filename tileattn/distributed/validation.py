@@ -41,24 +41,12 @@ def check_supported(options: Mapping[str, Any]) -> None:
 
 
 class Arguments(NamedTuple):
-    """The arguments of one rank, as text that can be compared.
+    """The arguments of one rank, as text that can be compared."""
 
-    Parameters
-    ----------
-    common : dict of str to str
-        Arguments that must be the same on all ranks, by name.
-    has_rows : dict of str to bool
-        For ``bias`` and ``mask``, True if this rank has rows of its own.
-    values : dict of str to str
-        Values of ``bias`` and ``mask`` without rows: they must be the same if no rank has rows.
-    has_one_row : bool
-        True if this rank has a mask and at most one query: the row may be its own.
-    """
-
-    common: dict[str, str]
-    has_rows: dict[str, bool]
-    values: dict[str, str]
-    has_one_row: bool
+    common: dict[str, str]  # must be the same on all ranks
+    has_rows: dict[str, bool]  # of bias and mask: True if this rank has rows of its own
+    values: dict[str, str]  # of bias and mask without rows: the same if no rank has rows
+    has_one_row: bool  # True if there is a mask and at most one query: the row may be its own
 
 
 def arguments_of(problem: Problem, x: Operands, options: Mapping[str, Any]) -> Arguments:

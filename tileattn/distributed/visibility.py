@@ -18,13 +18,7 @@ Array = NDArray[Any]
 
 
 class BlockCounts(NamedTuple):
-    """The number and size of the blocks that each rank computes.
-
-    Parameters
-    ----------
-    number, queries, keys : array, shape (P,)
-        For each of P ranks: its blocks, and the sum of their queries and of their keys.
-    """
+    """Number of blocks of each rank, and the sum of their queries and of their keys."""
 
     number: Array
     queries: Array
@@ -32,19 +26,11 @@ class BlockCounts(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """The window, lengths and offsets of a call.
+    """The window, lengths and offsets of a call."""
 
-    Parameters
-    ----------
-    window : (int or None, int or None)
-        Keys to the left and right of the position of a query; None leaves a side open.
-    kv_lengths, q_offset : array of int64, shape (B,)
-        Number of keys, and position of query 0, of each batch entry.
-    """
-
-    window: tuple[int | None, int | None]
-    kv_lengths: Array
-    q_offset: Array
+    window: tuple[int | None, int | None]  # keys to the left and right of a query; None: all
+    kv_lengths: Array  # shape (B,)
+    q_offset: Array  # position of query 0, shape (B,)
 
     def windows(self, queries: Segment, keys: Segment) -> list[SlidingWindow]:
         """Return the window of each batch entry, with queries and keys of a block from 0."""
@@ -55,20 +41,16 @@ class Visibility(NamedTuple):
         """Return True if some query may attend to some key."""
         return any(x.key_range(0, x.Nq) != (0, 0) for x in {*self.windows(queries, keys)})
 
-    def attending(self, q_layout: Layout, k_layout: Layout) -> list[int]:
-        """Return for each rank the set of ranks that attend to its keys: bit r is rank r.
-
-        For P ranks it takes O(P log P) unions of sets of P bits, instead of the P * P steps of
-        comparing every rank with every other.
-        """
-        queries = _segments(q_layout)
-        unions, found = _Unions([1 << rank for *_, rank in queries]), [0] * k_layout.ranks
-        windows = {*self.entries(q_layout.length)}
+    def attending(self, q_layout: Layout, k_layout: Layout) -> Iterator[Array]:
+        """Yield for each rank a boolean array of the ranks that attend to its keys."""
+        queries, windows = _segments(q_layout), {*self.entries(q_layout.length)}
+        owners = np.array([rank for *_, rank in queries], np.int64)
         for rank in range(k_layout.ranks):
+            found = np.zeros(q_layout.ranks, bool)
             for keys in k_layout.segments(rank):
                 for first, end in _attending_segments(queries, keys, windows):
-                    found[rank] |= unions.of(first, end)
-        return found
+                    found[owners[first:end]] = True
+            yield found
 
     def pairs(self, layout: Layout) -> Array:
         """Count the visible pairs of query and key of each rank, in all batch entries; shape (P,).
@@ -131,38 +113,13 @@ def _attending_segments(
                 yield first, end
 
 
-def reach(attending: Sequence[int]) -> list[int]:
+def reach(attending: Iterable[Array]) -> list[int]:
     """Count the ring steps that the keys of each rank travel, to the last rank that needs them.
 
     Keys of rank s visit ranks ``s + 1``, ``s + 2`` and so on; rank 0 follows the last rank.
     """
-    size, found = len(attending), []
-    for rank, ranks in enumerate(attending):
-        before = ranks & (1 << rank) - 1  # visited last
-        last = before.bit_length() - 1 + size if before else ranks.bit_length() - 1
-        found.append(max(0, last - rank))
-    return found
-
-
-class _Unions:
-    """Unions of ranges in a list of sets, by a segment tree."""
-
-    def __init__(self, sets: Sequence[int]) -> None:
-        self._size = len(sets)
-        self._tree = [*(0 for _ in sets), *sets]
-        for n in reversed(range(1, self._size)):
-            self._tree[n] = self._tree[2 * n] | self._tree[2 * n + 1]
-
-    def of(self, start: int, stop: int) -> int:
-        """Return the union of the sets from start to stop."""
-        found, start, stop = 0, start + self._size, stop + self._size
-        while start < stop:
-            if start % 2:
-                found |= self._tree[start]
-            if stop % 2:
-                found |= self._tree[stop - 1]
-            start, stop = (start + 1) // 2, stop // 2
-        return found
+    steps = (np.flatnonzero(np.roll(ranks, -rank)) for rank, ranks in enumerate(attending))
+    return [int(found[-1]) if len(found) else 0 for found in steps]
 
 
 def _segments(layout: Layout) -> list[tuple[int, int, int]]:

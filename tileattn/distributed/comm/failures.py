@@ -19,18 +19,10 @@ from tileattn.distributed.comm.protocol import Array, Cancellable, Communicator,
 
 @dataclass(eq=False)
 class State:
-    """State of a communicator from one call to the next.
+    """State of a communicator from one call to the next."""
 
-    Parameters
-    ----------
-    failure : str or None
-        The error of a call that failed between its messages.
-    under_way : set of Message
-        Messages that have started and that this rank has not waited for.
-    """
-
-    failure: str | None = None
-    under_way: "set[Message]" = field(default_factory=set)
+    failure: str | None = None  # the error of a call that failed between its messages
+    under_way: "set[Message]" = field(default_factory=set)  # started, not waited for
 
 
 class Message:
@@ -57,15 +49,7 @@ class Message:
 
 
 class CheckedComm:
-    """A communicator that cannot be used after a call failed on it.
-
-    Parameters
-    ----------
-    ranks : Communicator
-        The communicator that sends the messages.
-    state : State
-        State of the caller's communicator.
-    """
+    """A communicator that cannot be used after a call failed on it."""
 
     def __init__(self, ranks: Communicator, state: State) -> None:
         self.rank, self.size = ranks.rank, ranks.size

@@ -20,15 +20,7 @@ _EAGER = 1000  # tests before the first nap
 
 
 class MPI:
-    """An mpi4py communicator.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Comm
-        The communicator; all its ranks take part in each call.
-    timeout : float
-        Seconds that a rank waits for another before it raises TimeoutError.
-    """
+    """An mpi4py communicator."""
 
     on_gpu = False
 

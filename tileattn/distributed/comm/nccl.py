@@ -112,15 +112,7 @@ class _Step:
 
 
 class CupyNccl(_Nccl):
-    """A CuPy NCCL communicator.
-
-    Parameters
-    ----------
-    comm : cupy.cuda.nccl.NcclCommunicator
-        Its ranks; all of them take part in each call.
-    timeout : float
-        Seconds after which a rank whose host waits for another gives up.
-    """
+    """A CuPy NCCL communicator."""
 
     def __init__(self, comm: Any, timeout: float) -> None:
         import cupy
@@ -181,15 +173,7 @@ class CupyNccl(_Nccl):
 
 
 class TorchNccl(_Nccl):
-    """A process group of PyTorch whose messages between GPUs go through NCCL.
-
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup
-        Its ranks; all of them take part in each call.
-    timeout : float
-        Seconds after which a rank whose host waits for another gives up.
-    """
+    """A process group of PyTorch whose messages between GPUs go through NCCL."""
 
     def __init__(self, group: Any, timeout: float) -> None:
         import cupy

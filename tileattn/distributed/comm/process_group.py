@@ -16,13 +16,6 @@ _GATHERED = 1 << 30  # tag of gathered objects, above the tags of schedules
 class ProcessGroup:
     """A process group of PyTorch.
 
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup
-        The group; all its ranks take part in each call.
-    timeout : float
-        Seconds that a rank waits for another before it raises TimeoutError.
-
     Raises
     ------
     ValueError

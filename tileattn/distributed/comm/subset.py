@@ -16,13 +16,6 @@ class Subset:
 
     Each rank is in one group and in one ring across groups. The two have no other rank in common,
     so both may use the same tags. All ranks gather at the same points of the program.
-
-    Parameters
-    ----------
-    parent : Communicator
-        All ranks.
-    ranks : sequence of int
-        The ranks of this rank's subset, in ascending order.
     """
 
     def __init__(self, parent: Communicator, ranks: Sequence[int]) -> None:

@@ -15,7 +15,6 @@ from tileattn.distributed.layout import Layout, layout_across
 from tileattn.distributed.model.memory_plan import PassPlanner, planners
 from tileattn.distributed.model.message_counts import (
     Sent,
-    attending_ranks,
     exchanged,
     gathered,
     lengths_of,
@@ -176,7 +175,7 @@ def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -
             before = during / x.plan.groups if x.plan.ahead else during
             during -= before
         seconds = before + max(during, own) + after
-        count, sent = (int(y) for y in sum(part for part, _ in parts).max(axis=1))
+        count, sent = (int(y) for y in np.sum([part for part, _ in parts], axis=0).max(axis=1))
         held = x.nbytes(x.plan)
         share = held / x.fair_share if x.fair_share else 1.0
         costs.append(PassCost(count, sent, float(seconds), x.plan.groups, held, share))
@@ -185,7 +184,8 @@ def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -
 
 def _in_groups(sent: Sent, count: int) -> Sent:
     """Send the same bytes in ``count`` times as many messages."""
-    return sent * np.array([[count], [1]])
+    found: Sent = sent * np.array([[count], [1]])
+    return found
 
 
 def _seconds(sent: Sent, link: Link) -> float:
@@ -233,7 +233,8 @@ def _blocks(work: Workload, queries: Layout, keys: Layout, *, gathers: bool) -> 
         whole = Layout.contiguous([keys.length]) if gathers else keys
         return work.visibility.blocks(queries, whole)
     number, attended = np.zeros((2, queries.ranks))
-    for ranks, length in zip(attending_ranks(work, queries, keys), lengths_of(keys), strict=True):
+    attending = work.visibility.attending(queries, keys)
+    for ranks, length in zip(attending, lengths_of(keys), strict=True):
         number += ranks
         attended += ranks * length
     return BlockCounts(number, number * lengths_of(queries), attended)

@@ -1,11 +1,11 @@
 """Messages and bytes that ranks send in each schedule, counted without sending them.
 
-For P ranks it takes at most O(P * P / 64) steps. The counts exclude what all ranks gather
+The counts exclude what all ranks gather
 (arguments and sums of shared gradients), and the second forward pass of ``backward`` if scores are
 large.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -91,21 +91,12 @@ def gathered(work: Workload) -> tuple[Sent, Sent]:
     P, size = work.problem, work.ranks
     elements = lengths_of(work.k_layout) * (P.B * P.Hkv * (P.D + P.Dv))
     sent, back = np.zeros((2, 2, size))
-    for rank, others in enumerate(attending_ranks(work, work.q_layout, work.k_layout)):
+    for rank, others in enumerate(work.visibility.attending(work.q_layout, work.k_layout)):
         others[rank] = False
-        number = others.sum()
+        number = np.count_nonzero(others)
         sent[:, rank] = 2 * number, number * elements[rank] * P.dtype.itemsize
-        back[0, others] += 2
-        back[1, others] += elements[rank] * P.accum_dtype.itemsize
+        back += others * np.array([[2], [elements[rank] * P.accum_dtype.itemsize]])
     return sent, back
-
-
-def attending_ranks(work: Workload, queries: Layout, keys: Layout) -> Iterator[Array]:
-    """Yield for each rank a boolean array of the ranks that attend to its keys."""
-    size = queries.ranks
-    for ranks in work.visibility.attending(queries, keys):
-        bits = np.frombuffer(ranks.to_bytes(size // 8 + 1, "little"), np.uint8)
-        yield np.unpackbits(bits, count=size, bitorder="little").astype(bool)
 
 
 def lengths_of(layout: Layout) -> Array:

@@ -11,45 +11,23 @@ from tileattn.distributed.visibility import Visibility
 
 
 class Rows(NamedTuple):
-    """A bias or mask of which each rank has the rows of its own queries.
+    """A bias or mask of which each rank has the rows of its own queries."""
 
-    Parameters
-    ----------
-    batch, heads, keys : int
-        Lengths of its other axes; 1 where it is broadcast.
-    itemsize : int
-        Bytes of an element in a message.
-    gradient : bool
-        True if its gradient is sent back.
-    """
-
-    batch: int
+    batch: int  # lengths of its other axes; 1 where it is broadcast
     heads: int
     keys: int
-    itemsize: int
-    gradient: bool
+    itemsize: int  # bytes of an element in a message
+    gradient: bool  # True if its gradient is sent back
 
 
 class Workload(NamedTuple):
-    """A call without its arrays.
+    """A call without its arrays."""
 
-    Parameters
-    ----------
-    problem : Problem
-        The call; its number of queries is ignored.
-    visibility : Visibility
-        Which keys are visible by position. Dense masks and mask functions are ignored.
-    q_layout, k_layout : Layout
-        Queries and keys of each rank.
-    rows : tuple of Rows
-        Bias and mask.
-    """
-
-    problem: Problem
-    visibility: Visibility
+    problem: Problem  # its number of queries is ignored
+    visibility: Visibility  # by position: dense masks and mask functions are ignored
     q_layout: Layout
     k_layout: Layout
-    rows: tuple[Rows, ...] = ()
+    rows: tuple[Rows, ...] = ()  # of bias and mask
 
     @property
     def ranks(self) -> int:

@@ -6,7 +6,7 @@ written to the result array directly, and the merge with the last part rounds.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,36 +22,6 @@ from tileattn.results import Attention
 Array = NDArray[Any]
 
 
-class Rows(Protocol):
-    """Accumulates out and lse over key parts."""
-
-    def attend(self, queries: Segment, k: Array, v: Array, options: dict[str, Any]) -> None:
-        """Attend to more keys with some queries."""
-
-    def finish(self) -> None:
-        """Add sinks to the denominator, and round to the dtype of the call."""
-
-
-class RowSums(Protocol):
-    """Accumulates dq over key parts."""
-
-    def add(self, queries: Segment, part: Array) -> None:
-        """Add the gradients of some queries over more keys."""
-
-    def finish(self) -> None:
-        """Round to the dtype of the call."""
-
-
-def rows_of(call: Call, to: Attention) -> Rows:
-    """Return an accumulator of results in ``to``."""
-    return RowsOnGpu(call, to) if call.on_gpu else RowsOnCpu(call, to)
-
-
-def sums_of(call: Call, to: Array) -> RowSums:
-    """Return an accumulator of gradients in ``to``."""
-    return SumsOnGpu(call, to) if call.on_gpu else SumsOnCpu(call, to)
-
-
 class RowsOnCpu:
     """NumPy arrays: an online softmax state whose row maxima use the array of lse."""
 
@@ -63,7 +33,7 @@ class RowsOnCpu:
         self._state = RowState(to.lse, np.zeros(to.lse.shape, call.sums), acc)
 
     def attend(self, queries: Segment, k: Array, v: Array, options: dict[str, Any]) -> None:
-        """Merge the state of one key part."""
+        """Attend to one key part with some queries."""
         call = self._call
         q = call.wide(call.operands.q[..., queries.rows, :])
         self._state.rows(queries.rows).merge(self._state_of(queries.rows, (q, k, v), options))
@@ -212,6 +182,20 @@ class SumsOnGpu(_OnGpu):
             if not self._blocks.number[rows.start]:
                 self._to[..., rows, :] = 0
         self._low = None
+
+
+Rows = RowsOnCpu | RowsOnGpu
+RowSums = SumsOnCpu | SumsOnGpu
+
+
+def rows_of(call: Call, to: Attention) -> Rows:
+    """Return an accumulator of results in ``to``."""
+    return RowsOnGpu(call, to) if call.on_gpu else RowsOnCpu(call, to)
+
+
+def sums_of(call: Call, to: Array) -> RowSums:
+    """Return an accumulator of gradients in ``to``."""
+    return SumsOnGpu(call, to) if call.on_gpu else SumsOnCpu(call, to)
 
 
 def _within(piece: slice, rows: slice) -> slice:

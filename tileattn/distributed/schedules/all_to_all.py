@@ -24,18 +24,10 @@ Array = NDArray[Any]
 
 
 class Exchange:
-    """The all-to-all of a group, from tokens to heads and back.
+    """The all-to-all of a group of n ranks, from tokens to heads and back.
 
-    Head slices index the heads of one rank. Layouts are ``queries`` or ``keys``.
-
-    Parameters
-    ----------
-    comm : Communicator
-        All ranks.
-    q_layout, k_layout : Layout
-        Queries and keys of all ranks.
-    n : int
-        Ranks of a group; divides the number of ranks and of key heads.
+    n divides the number of ranks and of key heads. Head slices index the heads of one rank. Layouts
+    are ``queries`` or ``keys``.
     """
 
     def __init__(self, comm: Communicator, q_layout: Layout, k_layout: Layout, n: int) -> None:

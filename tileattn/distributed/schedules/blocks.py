@@ -67,18 +67,7 @@ class Parameters(NamedTuple):
 class Sums:
     """Gradients of some heads, summed block by block: of queries, keys, values and parameters.
 
-    Parameters
-    ----------
-    call : Call
-        The call of these heads.
-    upstream : Upstream
-        Their residuals and upstream gradients.
-    wrt : frozenset of str
-        The gradients to compute.
-    dq : array or None
-        Array for the gradient of the queries.
-    parameters : Parameters
-        Sums to which the gradients of parameters are added.
+    Without an array for dq, the gradients of queries are not computed.
     """
 
     def __init__(

@@ -61,24 +61,10 @@ def _known(schedule: Any) -> bool:
 
 
 class Plan(NamedTuple):
-    """How a pass is divided.
+    """How a pass is divided."""
 
-    Parameters
-    ----------
-    groups : int
-        Number of head groups, computed one after the other.
-    splits : int
-        Calls per block; each computes some of the query heads of all key heads of the group.
-    rows : int or None
-        Maximum number of queries of a call; None for no limit.
-    ahead : bool
-        True if the messages of one head group overlap with the computation of another.
-    only_order : bool
-        True if only the order of tokens matters, not their absolute positions.
-    """
-
-    groups: int = 1
-    splits: int = 1
-    rows: int | None = None
-    ahead: bool = False
-    only_order: bool = False
+    groups: int = 1  # head groups, computed one after the other
+    splits: int = 1  # calls per block; each computes some query heads of all key heads of a group
+    rows: int | None = None  # maximum queries of a call; None for no limit
+    ahead: bool = False  # True if messages of one head group overlap with the matmuls of another
+    only_order: bool = False  # True if only the order of tokens matters, not their positions

@@ -16,19 +16,7 @@ Array = NDArray[Any]
 
 
 class RowPart:
-    """A head group of the forward pass.
-
-    Parameters
-    ----------
-    exchange : Exchange
-        The all-to-all of the group.
-    call : Call
-        The call of these heads.
-    heads : Heads
-        Their place among this rank's heads.
-    result : Attention
-        Results of this rank's tokens, to be filled.
-    """
+    """A head group of the forward pass: the call of its heads, and where its results go."""
 
     def __init__(self, exchange: Exchange, call: Call, heads: Heads, result: Attention) -> None:
         self.call, self._exchange, self._own, self._result = call, exchange, heads.queries, result
@@ -113,20 +101,9 @@ class Totals:
 
 
 class GradientPart:
-    """A head group of the backward pass.
+    """A head group of the backward pass: the call of its heads, and where its gradients go.
 
-    Parameters
-    ----------
-    totals : Totals
-        The gradients of all heads.
-    call : Call
-        Of these heads.
-    heads : Heads
-        Which of this rank's.
-    upstream : Upstream
-        Their residuals and upstream gradients.
-    is_last : bool
-        True if no later group reads the same keys.
+    ``is_last`` is True if no later group reads the same keys.
     """
 
     def __init__(

@@ -26,17 +26,7 @@ Array = NDArray[Any]
 
 
 class Passes:
-    """Both passes of a schedule, for calls with one signature; it keeps no arrays.
-
-    Parameters
-    ----------
-    call : Call
-        One of these calls.
-    schedule : str or (str, int)
-        A schedule that the call supports.
-    plans : (Plan, Plan)
-        The plans of the forward and the backward pass.
-    """
+    """Both passes of a schedule, for calls with one signature; it keeps no arrays."""
 
     def __init__(self, call: Call, schedule: Schedule, plans: tuple[Plan, Plan]) -> None:
         comm, blocks, n = call.comm, call.blocks, group_size(schedule, call.comm.size)
