@@ -98,6 +98,19 @@ def test_visible_takes_numbers_and_arrays(drawn: tuple[SlidingWindow, int]) -> N
 # --- ranges and kinds ---------------------------------------------------------------------------
 
 
+@given(windows(), st.lists(st.tuples(*(st.integers(0, 27),) * 4), min_size=1, max_size=9))
+def test_ranges_and_kinds_of_arrays_are_those_of_their_elements(
+    drawn: tuple[SlidingWindow, int], tiles: list[tuple[int, int, int, int]]
+) -> None:
+    window, _ = drawn
+    q0, q1, k0, k1 = map(np.array, zip(*tiles, strict=True))
+    ranges_of = (window.key_range, window.full_key_range, window.query_range)
+    for find in ranges_of:
+        found = np.broadcast_arrays(*find(q0, q1))
+        np.testing.assert_array_equal(np.stack(found, 1), [find(a, b) for a, b, *_ in tiles])
+    np.testing.assert_array_equal(window.kind(q0, q1, k0, k1), [window.kind(*x) for x in tiles])
+
+
 @given(windows(), st.data())
 def test_ranges_of_keys_and_queries_are_the_smallest(
     drawn: tuple[SlidingWindow, int], data: st.DataObject

@@ -15,8 +15,9 @@ from tileattn.call.block_mask import FULL, PARTIAL
 from tileattn.expressions.build import apply
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.extrema import RangeExtrema
-from tileattn.expressions.nodes import INDICES, Kind, Node, constant, depends_on, elements
+from tileattn.expressions.nodes import INDICES, Kind, Node, depends_on, elements
 from tileattn.expressions.quadtree import BlockRuns, find_blocks
+from tileattn.expressions.trace import Traced
 
 Rectangle = tuple[int, int, int, int, int]
 """Queries from and to, keys from and to, and the kind."""
@@ -143,12 +144,5 @@ class VisibleBlocks:
 
 def within(window: Any) -> Node:
     """Write down ``SlidingWindow.visible`` as an expression, for intervals."""
-    p = apply("add", _I, constant(window.offset))
-    visible = apply("less", _J, constant(window.length))
-    if window.left is not None:
-        reach = apply("subtract", p, constant(window.left))
-        visible = apply("bitwise_and", visible, apply("less_equal", reach, _J))
-    if window.right is not None:
-        reach = apply("add", p, constant(window.right))
-        visible = apply("bitwise_and", visible, apply("less_equal", _J, reach))
-    return visible
+    visible: Traced = window.visible(*(Traced(x, "window") for x in (_I, _J)))
+    return visible.node

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from tileattn.algorithm.tile_mask import TileMask
 from tileattn.algorithm.tiles import Tile, cut, cut_between, tile_of
 from tileattn.call.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 
+Ints = TypeVar("Ints", int, NDArray[np.int64])
+
 TALL = 256  # rows from which it pays to halve a tile that the window's boundary crosses
 
 
@@ -27,7 +29,8 @@ class SlidingWindow:
     """The part of a mask that depends on positions only: length, causal and window.
 
     Query ``i`` stands at position ``p = i + offset`` on the key axis and attends to key ``j`` where
-    ``p - left <= j <= p + right`` and ``0 <= j < length``. Causal is ``right = 0``.
+    ``p - left <= j <= p + right`` and ``0 <= j < length``. Causal is ``right = 0``. Methods take
+    integers, or arrays of them that broadcast.
     """
 
     Nq: int
@@ -37,7 +40,7 @@ class SlidingWindow:
     right: int | None
 
     def visible(self, i: Any, j: Any) -> Any:
-        """Return True if query ``i`` attends to key ``j`` (integers or broadcastable arrays)."""
+        """Return True if query ``i`` attends to key ``j``."""
         p = i + self.offset
         visible = (j >= 0) & (j < self.length)
         if self.left is not None:
@@ -51,38 +54,49 @@ class SlidingWindow:
         length = max(0, min(self.length, k1) - k0)
         return SlidingWindow(q1 - q0, length, self.offset + q0 - k0, self.left, self.right)
 
-    def key_range(self, q0: int, q1: int) -> tuple[int, int]:
+    @property
+    def transposed(self) -> "SlidingWindow":
+        """The same pairs, with keys in the place of queries."""
+        return SlidingWindow(self.length, self.Nq, -self.offset, self.right, self.left)
+
+    def key_range(self, q0: Ints, q1: Ints) -> tuple[Ints, Ints]:
         """Smallest range ``[lo, hi)`` of keys that any of queries q0 to q1 - 1 attends to."""
-        lo = 0 if self.left is None else max(0, q0 + self.offset - self.left)
-        hi = self.length
-        if self.right is not None:
-            hi = min(hi, q1 + self.offset + self.right)
-        return (lo, hi) if q0 < q1 and lo < hi else (0, 0)
+        return self._range(q0, q1, q0, q1 - 1)
 
-    def full_key_range(self, q0: int, q1: int) -> tuple[int, int]:
+    def full_key_range(self, q0: Ints, q1: Ints) -> tuple[Ints, Ints]:
         """Range ``[lo, hi)`` of the keys that all queries q0 to q1 - 1 attend to."""
-        lo = 0 if self.left is None else max(0, q1 - 1 + self.offset - self.left)
-        hi = self.length
-        if self.right is not None:
-            hi = min(hi, q0 + self.offset + self.right + 1)
-        return (lo, hi) if q0 < q1 and lo < hi else (0, 0)
+        return self._range(q0, q1, q1 - 1, q0)
 
-    def query_range(self, k0: int, k1: int) -> tuple[int, int]:
+    def query_range(self, k0: Ints, k1: Ints) -> tuple[Ints, Ints]:
         """Smallest range ``[lo, hi)`` of queries that attend to any of keys k0 to k1 - 1."""
-        k1 = min(k1, self.length)
-        lo = 0 if self.right is None else max(0, k0 - self.offset - self.right)
-        hi = self.Nq
-        if self.left is not None:
-            hi = min(hi, k1 - self.offset + self.left)
-        return (lo, hi) if k0 < k1 and lo < hi else (0, 0)
+        stop: Ints = _smaller(k1, self.length)
+        return self.transposed.key_range(k0, stop)
 
-    def kind(self, q0: int, q1: int, k0: int, k1: int) -> int:
+    def _range(self, q0: Any, q1: Any, first: Any, last: Any) -> tuple[Any, Any]:
+        """From the left end of query ``first`` to the right end of ``last``; (0, 0) if empty."""
+        lo, hi = 0, self.length
+        if self.left is not None:
+            lo = _larger(first + self.offset - self.left, 0)
+        if self.right is not None:
+            hi = _smaller(last + self.offset + self.right + 1, self.length)
+        some = (q0 < q1) & (lo < hi)
+        return lo * some, hi * some
+
+    def kind(self, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> Ints:
         """Return the kind of the tile of queries q0 to q1 - 1 and keys k0 to k1 - 1."""
         lo, hi = self.key_range(q0, q1)
-        if max(lo, k0) >= min(hi, k1):
-            return EMPTY
+        some = _larger(k0, lo) < _smaller(k1, hi)
         lo, hi = self.full_key_range(q0, q1)
-        return FULL if lo <= k0 and k1 <= hi else PARTIAL
+        kind: Ints = some * (PARTIAL + (FULL - PARTIAL) * ((lo <= k0) & (k1 <= hi)))
+        return kind
+
+
+def _larger(x: Any, y: Any) -> Any:
+    return np.maximum(x, y) if isinstance(x, np.ndarray) else max(x, y)
+
+
+def _smaller(x: Any, y: Any) -> Any:
+    return np.minimum(x, y) if isinstance(x, np.ndarray) else min(x, y)
 
 
 @lru_cache(maxsize=16)

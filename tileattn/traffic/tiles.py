@@ -124,9 +124,9 @@ def _with_boundary(
     )
     q0, k0 = row[None] * block_q, column[None] * block_k
     q1, k1 = np.minimum(q0 + block_q, window.Nq), np.minimum(k0 + block_k, mask.Nk)
-    lo, hi = _ranges(window, q0, q1)[0]
+    lo, hi = window.key_range(q0, q1)
     by_rows = _halves(mask, q0, q1, np.maximum(k0, lo), np.minimum(k1, hi))
-    lo, hi = _ranges(_transposed(window), k0, np.minimum(k1, window.length))[0]
+    lo, hi = window.query_range(k0, k1)
     by_columns = _halves(mask, np.maximum(q0, lo), np.minimum(q1, hi), k0, k1)
     visited, parts, full, keys = (inner[:4].sum(axis=1) + by_rows[:4].sum(axis=(1, 2))).tolist()
     held = inner[0] + np.bincount(column, by_columns[0, 0], len(counts)) > 0
@@ -135,14 +135,11 @@ def _with_boundary(
 
 def _spans(window: SlidingWindow, k: Ints, tile: tuple[int, int]) -> tuple[Ints, ...]:
     """Query blocks that attend to a key block, and within them those of inner tiles."""
-    (block_q, block_k), flipped = tile, _transposed(window)
-    some, _ = _ranges(flipped, k, np.minimum(k + block_k, window.length))
-    _, every = _ranges(flipped, k, k + block_k)
-    reached, inside = (
-        (k < window.length) & (some[0] < some[1]),
-        (every[0] < every[1]) & (k + block_k <= window.length),
-    )
-    first, stop = np.where(reached, (some[0] // block_q, -(-some[1] // block_q)), 0)
+    block_q, block_k = tile
+    some = window.query_range(k, k + block_k)
+    every = window.transposed.full_key_range(k, k + block_k)
+    first, stop = some[0] // block_q, -(-some[1] // block_q)
+    inside = (every[0] < every[1]) & (k + block_k <= window.length)
     begin = -(-every[0] // block_q)
     end = np.where(every[1] < window.Nq, every[1] // block_q, -(-window.Nq // block_q))
     inside &= begin < end
@@ -152,11 +149,11 @@ def _spans(window: SlidingWindow, k: Ints, tile: tuple[int, int]) -> tuple[Ints,
 def _halves(mask: AttentionMask, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> Ints:
     """Count the parts of tiles, of which tall ones on the boundary come in halves."""
     window = mask.window
-    tall = (q1 - q0 > TALL) & (_kinds(window, q0, q1, k0, k1) == PARTIAL)
+    tall = (q1 - q0 > TALL) & (window.kind(q0, q1, k0, k1) == PARTIAL)
     middle = np.where(tall, (q0 + q1) // 2, q1)
     total = np.zeros((5, *q0.shape), np.int64)
     for r0, r1 in ((q0, middle), (middle, q1)):
-        lo, hi = _ranges(window, r0, r1)[0]
+        lo, hi = window.key_range(r0, r1)
         total += _parts(mask, window, r0, r1, np.maximum(k0, lo), np.minimum(k1, hi))
     total[0] = total[1] > 0
     return total
@@ -201,7 +198,7 @@ def _parts(
     if mask.dense is not None:
         np.minimum(kind, PARTIAL, out=kind)
     if window is not None:
-        np.minimum(kind, _kinds(window, s0, s1, t0, t1), out=kind)
+        np.minimum(kind, window.kind(s0, s1, t0, t1), out=kind)
     used = kind != EMPTY
     begins = used.copy()
     begins[:, :, 1:] &= kind[:, :, 1:] != kind[:, :, :-1]
@@ -222,25 +219,3 @@ def _cut(lo: Ints, hi: Ints, block: int) -> tuple[Ints, Ints]:
     pieces = np.arange(max(1, (stop - first).max(initial=0))).reshape(-1, *lo.ndim * (1,))
     start = (first + pieces) * block
     return np.clip(start, lo, np.maximum(lo, hi)), np.clip(start + block, lo, np.maximum(lo, hi))
-
-
-def _kinds(window: SlidingWindow, q0: Ints, q1: Ints, k0: Ints, k1: Ints) -> Ints:
-    """``SlidingWindow.kind`` of many tiles."""
-    some, every = _ranges(window, q0, q1)
-    reached = (q0 < q1) & (np.maximum(some[0], k0) < np.minimum(some[1], k1))
-    inside = (every[0] <= k0) & (k1 <= every[1])
-    return np.where(reached, np.where(inside, FULL, PARTIAL), EMPTY)
-
-
-def _ranges(window: SlidingWindow, q0: Ints, q1: Ints) -> tuple[tuple[Ints, Ints], ...]:
-    """Ranges of keys that some, and that all, of queries q0 to q1 - 1 attend to."""
-    far = window.Nq + window.length + abs(window.offset)
-    left, right = (far if side is None else min(side, far) for side in (window.left, window.right))
-    first, last = q0 + window.offset, q1 - 1 + window.offset
-    ends = (first - left, last + right + 1), (last - left, first + right + 1)
-    (a, b), (c, d) = ((np.clip(x, 0, window.length) for x in pair) for pair in ends)
-    return (a, b), (c, d)
-
-
-def _transposed(W: SlidingWindow) -> SlidingWindow:
-    return SlidingWindow(W.length, W.Nq, -W.offset, W.right, W.left)

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.algorithm.mask import SlidingWindow
-from tileattn.algorithm.tiles import cut
 from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
 from tileattn.kernels.cuda.families.context import KernelLaunch, main_of
@@ -394,16 +393,13 @@ def _costs(P: Problem, layout: CallLayout, key: KernelKey, tuning: Tuning) -> Ar
     # What is on the GPU is not waited for: a wrong guess costs time only.
     lengths = layout.kv_lengths or (P.Nk,) * P.B
     offsets = layout.q_offset or tuple(length - P.Nq for length in lengths)
-    places = list(zip(lengths, offsets, strict=True))
-
-    def tiles(length: int, offset: int) -> list[tuple[int, int]]:
-        window = SlidingWindow(P.Nq, length, offset, *P.window)
-        ranges = (window.key_range(q0, q1) for q0, q1 in cut(P.Nq, key.block_q))
-        return [(lo // key.block_k, -(-hi // key.block_k)) for lo, hi in ranges]
-
-    each = {place: tiles(*place) for place in set(places)}
-    begin, end = np.moveaxis(np.array([each[place] for place in places]), -1, 0)[..., None, :]
-    tiles_attended = _attended(P, layout, key, begin, end)
+    places = zip(lengths, offsets, strict=True)
+    windows = [SlidingWindow(P.Nq, *place, *P.window) for place in places]
+    start = np.arange(0, P.Nq, key.block_q)
+    stop = np.minimum(start + key.block_q, P.Nq)
+    each = {window: window.key_range(start, stop) for window in {*windows}}
+    lo, hi = np.array([each[window] for window in windows]).swapaxes(0, 1)[..., None, :]
+    tiles_attended = _attended(P, layout, key, lo // key.block_k, -(-hi // key.block_k))
     return tuning.tile_cost * tiles_attended + tuning.work_tile_cost
 
 
