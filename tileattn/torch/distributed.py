@@ -15,11 +15,11 @@ from tileattn.distributed.comm.failures import CheckedComm
 from tileattn.distributed.comm.protocol import TIMEOUT
 from tileattn.distributed.schedules.names import Schedule
 from tileattn.expressions.aux_arrays import AuxArrays, check_kind
+from tileattn.messages import must_be
 from tileattn.results import Attention
 from tileattn.torch.functional import refuse_gradients
 from tileattn.torch.functions import expressions_of, functions_of, tensors_of
 from tileattn.torch.tensors import array_of, autocast, check_memory, check_tensor, on, tensor_of
-from tileattn.validation import must_be
 
 _DIFFERENTIABLE = tuple(name for name in DIFFERENTIABLE if name != "aux")  # one tensor each
 
