@@ -20,8 +20,9 @@ from tileattn.jax.call import call_of
 from tileattn.jax.differentiation import differentiable
 from tileattn.jax.manual_axes import axes_of, varying
 from tileattn.jax.ring import LAYOUTS, Ring
+from tileattn.messages import must_be
 from tileattn.results import Attention
-from tileattn.validation import check_flags, must_be
+from tileattn.validation import check_flags
 
 _BY_INDEX = [x for x in options_with(by_index=True, shared=True) if x not in INTEGERS]
 _PLACES = options_with(role="place", shared=True)
