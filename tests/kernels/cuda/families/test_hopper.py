@@ -71,12 +71,12 @@ def test_what_they_do_not_support_and_why(
     problem, context = replace(SUPPORTED, **changed), ON_HOPPER._replace(**where)
     both = {"deterministic": False, "sinks": False}
     forwards = forward_launches(problem, context)
-    for kind, launches in (
-        ("forward", forwards),
-        ("backward", backward_launches(problem, context, **both)),
+    for why_not, launches in (
+        (hopper.why_not_forward, forwards),
+        (hopper.why_not_backward, backward_launches(problem, context, **both)),
     ):
-        why = hopper.why_not(problem, context, kind)
-        if kind == "forward" and reason in BACKWARD_ALONE:
+        why = why_not(problem, context)
+        if launches is forwards and reason in BACKWARD_ALONE:
             assert why is None
             assert [launch.key.kernel for launch in forwards] == [HOPPER]
             continue
@@ -95,7 +95,7 @@ def test_every_clause_of_the_rule_is_tried() -> None:
     assert set(hopper._UNSUPPORTED) < set(hopper._UNSUPPORTED_BACKWARD)
     forward_alone = set(hopper._UNSUPPORTED_FORWARD) - set(hopper._UNSUPPORTED)
     assert [why for why, _ in forward_alone] == ["pages are no multiple of 8 keys"]  # test_pages.py
-    assert hopper.why_not(replace(SUPPORTED, Nk=MANY - 1), ON_HOPPER, "backward") is None
+    assert hopper.why_not_backward(replace(SUPPORTED, Nk=MANY - 1), ON_HOPPER) is None
 
 
 def test_results_whose_rows_are_not_aligned() -> None:

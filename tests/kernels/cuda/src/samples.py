@@ -252,5 +252,5 @@ def _latent_keys(arch: str) -> Iterator[KernelKey]:
         problem = replace(
             problem_of(dtype, 576, options | {"kv_lengths"}), Hq=16, Dv=512, Nk=Nk, page=page
         )
-        if LATENT_FAMILY.why_not(problem, context, "forward") is None:
+        if LATENT_FAMILY.why_not(problem, context) is None:
             yield from (launch.key for launch in forward_launches(problem, context))

@@ -1,4 +1,4 @@
-"""What a backward pass launches: what computes dq, dk and dv, and what goes before and after."""
+"""The launches of a backward pass: those of its family, and what runs before and after them."""
 
 from collections.abc import Sequence
 from itertools import takewhile
@@ -12,7 +12,7 @@ from tileattn.kernels.cuda.families.context import (
     rows_of_block,
 )
 from tileattn.kernels.cuda.families.ds_tiles import daux_launches, dbias_launch
-from tileattn.kernels.cuda.families.families import attention_gradients
+from tileattn.kernels.cuda.families.families import gradient_launches
 from tileattn.kernels.cuda.families.grid import Grid
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.size_class import (
@@ -23,26 +23,26 @@ from tileattn.kernels.cuda.families.size_class import (
 )
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
 
-_VECTORS = 4  # of a lane, at most: as in ``src/backward_preprocess.cu``
-_BESIDE_WARPS = 32
+_VECTORS = 4  # upper bound of the vectors of a lane, as in ``src/backward_preprocess.cu``
+_BESIDE_WARPS = 32  # warps of a thread block that computes delta beside the main kernel
 
 
 def backward_launches(
     problem: Problem, context: LaunchContext, *, deterministic: bool, sinks: bool
 ) -> tuple[KernelLaunch, ...]:
-    """Return what the backward pass launches; ``deterministic`` sums dq in a fixed order.
+    """Return the launches of the backward pass.
 
-    ``sinks`` is true if their gradient is wanted. If a key has ``add_dq``, dq is summed in an array
-    of zeros. Without the gradients of q, k and v, the kernels that sum dS run without others. Pages
-    have no backward pass.
+    ``deterministic`` sums dq in a fixed order. ``sinks`` is true if their gradient is wanted. If
+    no gradient of q, k and v is wanted, only the kernels that sum dS run. There is no backward pass
+    over pages.
     """
-    P = problem
+    P, context = problem, context._replace(deterministic=deterministic)
     if P.is_paged:
         return ()
     queries, keys = has_queries(P), has_keys(P)
     own: tuple[KernelLaunch, ...] = ()
     if context.dqkv:
-        own = attention_gradients(P, context, deterministic=deterministic)
+        own = gradient_launches(P, context)
     begins = tuple(takewhile(_begins_beside_rows, own))
     before = []
     if queries:
@@ -51,12 +51,8 @@ def backward_launches(
     if queries and keys:
         before.append(generic.large_scores_launch(P, context))
     after = []
-    if (
-        context.dbias
-        and queries
-        and "Nk" not in empty_axes(P)
-        and not any(launch.key.write_dbias for launch in own)
-    ):
+    written = any(launch.key.write_dbias for launch in own)
+    if context.dbias and queries and "Nk" not in empty_axes(P) and not written:
         after.append(dbias_launch(P, context))
     after += daux_launches(P, context)
     if sinks and "Hq" not in empty_axes(P):
@@ -70,7 +66,7 @@ def _begins_beside_rows(launch: KernelLaunch) -> bool:
 
 
 def _rows(P: Problem, context: LaunchContext, begins: Sequence[KernelLaunch]) -> KernelLaunch:
-    """Launch the kernel that computes delta row by row, on all SMs or beside the next kernel."""
+    """Launch the kernel that computes delta, on all SMs or beside the next kernel."""
     tuning, sm_count = context.tuning, context.sm_count
     beside = bool(begins) and delta_beside(P, begins[0].key.block_k, tuning, sm_count)
     key = KernelKey(

@@ -1,4 +1,4 @@
-"""What is launched before a pass over packed sequences: its work tiles are put in order."""
+"""Kernels that put the work tiles of packed sequences in order, before a persistent kernel."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,20 +10,19 @@ from tileattn.kernels.cuda.families.key import KernelKey
 
 ORDERS_QUERIES, ORDERS_KEYS = "order_query_blocks", "order_key_blocks"
 COUNTS = {ORDERS_QUERIES: "count_query_blocks", ORDERS_KEYS: "count_key_blocks"}
-_BLOCK_BYTES, _COUNT_BYTES = 48, 4  # of a `PackedBlock`, and of the blocks of a chunk
+_BLOCK_BYTES, _COUNT_BYTES = 48, 4  # bytes of a `PackedBlock`, and of the count of a chunk
 
-# As in ``src/block_order.cuh``: up to so many blocks are put in order together; of more, each chunk
-# of so many.
+# As in ``src/block_order.cuh``: up to WHOLE blocks are sorted together, more in chunks of CHUNK.
 WHOLE, CHUNK = 4096, 1024
 
-_WARPS = 8  # so that the blocks of short calls have several SMs, which find places side by side
+_WARPS = 8  # few, so that the blocks of short calls are spread over several SMs
 _TOGETHER = 32  # threads that find the place of one block
-_WHY = "the longest sequences first, whose lengths the device alone may know"
-_WHY_COUNT = f"many blocks, of which each is compared with {CHUNK:,} neighbours"
+_WHY = "the longest sequences first, whose lengths may be known only on the device"
+_WHY_COUNT = f"many blocks: each is compared with {CHUNK:,} neighbours"
 
 
 def with_orders(problem: Problem, launches: Iterable[KernelLaunch]) -> tuple[KernelLaunch, ...]:
-    """Put the work tiles of packed sequences in order before each persistent kernel.
+    """Insert the ordering kernels of packed sequences before the persistent kernels.
 
     Successive kernels that take the same blocks share an order.
     """
@@ -56,19 +55,19 @@ def _ordering(P: Problem, launch: KernelLaunch, kernel: str) -> list[KernelLaunc
 
 
 def _blocks(key: KernelKey) -> Grid:
-    """Return what a kernel puts in order: the blocks of a head, and numbers without a block."""
+    """Return the rule for the block numbers of a head; some have no block."""
     if key.kernel == ORDERS_QUERIES:
         return Grid("queries of a head", key.block_q)
     return Grid("keys of a head", key.block_k)
 
 
 def ordered_blocks(problem: Problem, key: KernelKey) -> int:
-    """Count the numbers that a kernel puts in order."""
+    """Count the block numbers that a kernel puts in order."""
     return _blocks(key).thread_blocks(GridSizes(problem)) or 0
 
 
 def order_bytes(problem: Problem, key: KernelKey) -> int:
-    """Count the bytes of the order that a kernel writes, and of what was counted for it."""
+    """Count the bytes of the order that a kernel writes, and of the counts of its chunks."""
     blocks = ordered_blocks(problem, key)
     chunks = -(-blocks // CHUNK) if blocks > WHOLE else 0
     return blocks * _BLOCK_BYTES + chunks * _COUNT_BYTES

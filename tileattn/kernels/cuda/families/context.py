@@ -1,4 +1,4 @@
-"""What decides about kernels, and what is decided."""
+"""What a family is asked, `LaunchContext`, and what it answers, `KernelLaunch`."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -13,46 +13,47 @@ from tileattn.kernels.cuda.families.size_class import positive_scale
 from tileattn.kernels.cuda.tuning import DEFAULT, Tuning
 
 WARP = 32
-ROW_WARPS = 4  # of a thread block, in kernels in which each warp takes rows
+ROW_WARPS = 4  # warps of a thread block in kernels without tiles: each warp takes rows
 NON_FINITE, LARGE_SCORES, FAILED = 1, 2, 4  # flags of heads, as in src/head_flags.cuh
 COUNT = 4  # bytes of a counter, u32
-_CLUSTERS = 90  # from this compute capability on, times ten
+_CLUSTERS = 90  # first compute capability with clusters, times ten
 
 
 class LaunchContext(NamedTuple):
-    """What decides about kernels besides the problem."""
+    """What decides about kernels besides the problem: arrays, GPU, wanted gradients."""
 
-    alignment_bytes: int  # every row of every array is aligned to them
-    shared_limit: int  # bytes of shared memory that a thread block may have
-    bias: str = ""  # its element type; empty where there is none
-    full_bias: bool = False  # whether it has an element for each pair of each head
-    dbias: bool = False  # whether its gradient is wanted
-    dqkv: bool = True  # whether that of q, k or v is
-    mask_vector_width: int = 1  # neighbouring keys of the mask that can be read at once: 1, 2 or 16
-    bias_alignment_bytes: int = 0  # of every row, at both ends; 0 where none can be copied
-    arch: str = ""  # what kernels are compiled for, as in "sm_90a"
-    tensor_maps: bool = True  # whether q, k, v and dout can have tensor maps
+    alignment_bytes: int  # alignment of every row of every array
+    shared_limit: int  # bytes of shared memory per thread block
+    bias: str = ""  # dtype of the bias; "" if there is none
+    full_bias: bool = False  # the bias has an element for each pair of each head
+    dbias: bool = False  # the gradient of the bias is wanted
+    dqkv: bool = True  # the gradient of q, k or v is wanted
+    mask_vector_width: int = 1  # neighbouring mask elements that can be read at once: 1, 2 or 16
+    bias_alignment_bytes: int = 0  # alignment of both ends of its rows; 0: too low for copies
+    arch: str = ""  # compilation target, like "sm_90a"
+    tensor_maps: bool = True  # q, k, v and dout can have tensor maps
     sm_count: int = 1
-    mask_block_k: int = 0  # keys of a block of the block mask; 0 where there is none
-    functions: str = ""  # of the caller's own, in CUDA
-    v_is_k: bool = False  # whether v is a view of the first columns of k
-    learned: tuple["LearnedLaunch", ...] = ()  # elements whose gradients are wanted
+    mask_block_k: int = 0  # keys of a block of the block mask; 0 if there is none
+    functions: str = ""  # the caller's functions as CUDA
+    v_is_k: bool = False  # v is a view of the first columns of k
+    learned: tuple["LearnedLaunch", ...] = ()  # array elements whose gradients are wanted
     tuning: Tuning = DEFAULT
+    deterministic: bool = False  # sum dq in a fixed order
 
 
 class LearnedLaunch(NamedTuple):
-    """What the kernels of the gradient of an element are launched with."""
+    """What decides about the kernels of the gradient of an array element."""
 
-    functions: str  # with the derivative by that element
-    own_rows: bool  # whether queries have elements of their own
-    array: int
+    functions: str  # CUDA text with the derivative by that element
+    own_rows: bool  # each query has elements of its own
+    array: int  # number of the array
 
 
 class Parts(NamedTuple):
-    """Bytes of a workspace, by the names of its parts in the parameter block."""
+    """Bytes of the parts of a workspace, by their names in the parameter block."""
 
     scratch: dict[str, int]
-    zeros: dict[str, int]  # parts that kernels find at zero
+    zeros: dict[str, int]  # parts that are zeroed before the kernel
 
 
 @dataclass(frozen=True)
@@ -62,26 +63,26 @@ class KernelTraits:
     Parameters
     ----------
     main : bool
-        True if it computes the result of its pass: its tile and its schedule stand for the pass.
+        True for the kernel whose tile and schedule stand for the pass.
     persistent : str
-        Blocks that its persistent thread blocks take one after the other; empty if each thread
-        block has one work tile. The blocks of packed sequences are put in order before.
+        Blocks that a persistent thread block takes one after another; "" if each thread block has
+        one work tile. In packed sequences a kernel orders these blocks first.
     tile_lists : bool
-        True if it skips tiles by lists: key tiles of a query tile, or the converse, as
-        ``persistent`` says.
+        True if it skips tiles by lists. The lists hold the key tiles of a query tile if
+        ``persistent`` is "queries", the query tiles of a key tile if it is "keys".
     split_keys : int
-        Keys of a split, if it takes the rows that share a key head together, over splits of the
-        keys; else 0.
+        Keys of a split if it splits the keys; else 0.
     loads_v_with_k : bool
         True if values are columns of the keys that it loads.
     pair_by_pair : bool
         True if it has no tiles.
     beside_rows : bool
-        True if it starts with heads whose delta is complete, and leaves flagged heads to others.
+        True if it can run beside the kernel that computes delta: it starts with heads whose delta
+        is complete, and leaves flagged heads to other kernels.
     ordered_dq : bool
         True if its key blocks can add to dq in lockstep, or from staggered heads.
     l2_share : float
-        Part of the L2 cache that the keys and values of a head group may fill.
+        Share of the L2 cache that the keys and values of a head group may fill.
     workspace : callable or None
         Returns the parts of the workspace that it needs, for a problem and its key.
     """
@@ -102,19 +103,19 @@ PLAIN = KernelTraits()
 
 
 def main_of(launches: "Iterable[KernelLaunch]") -> "KernelLaunch | None":
-    """Return the launch whose tile and schedule stand for a pass; None if it has none."""
+    """Return the main launch of a pass; None if there is none."""
     return next((launch for launch in launches if launch.traits.main), None)
 
 
 class KernelLaunch(NamedTuple):
-    """One launch of a kernel, and why this one, in one clause."""
+    """One launch of a kernel."""
 
     key: KernelKey
-    blocks: Grid  # how many thread blocks, whatever the sizes of the call
+    blocks: Grid  # the rule for the number of thread blocks
     shared_bytes: int = 0  # dynamic shared memory
-    why: str = "one warp for each row"
+    why: str = "one warp for each row"  # why this kernel, in one clause
     tensor_maps: tuple[tuple[str, int], ...] = ()  # arrays, each with the rows of a box
-    in_order: bool = False  # whether its blocks add to dq in a fixed order
+    in_order: bool = False  # its blocks add to dq in a fixed order
     traits: KernelTraits = PLAIN
     grid: int = 0  # thread blocks, once the sizes are known
 
@@ -130,7 +131,7 @@ class KernelLaunch(NamedTuple):
 
 
 def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
-    """Fields of a key that say which options are enabled; ``bias`` is its element type."""
+    """Return the fields of a key for the enabled options; ``bias`` is the dtype of the bias."""
     P = problem
     return {
         "bias": bias,
@@ -151,7 +152,7 @@ def refused(problem: Problem, *facts: str) -> str | None:
 
 
 def function_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:
-    """Fields of a key for the caller's own functions: none where there is no pair."""
+    """Return the fields of a key for the caller's functions; none if there is no pair."""
     if not context.functions:
         return {}
     return {
@@ -162,12 +163,12 @@ def function_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:
 
 
 def folds_scale(problem: Problem) -> bool:
-    """Whether kernels hold ``q @ k.T`` for scores, and scale in the exponent."""
+    """Return True if the scale is folded into the exponent, so that scores are ``q @ k.T``."""
     return not problem.changes_scores and positive_scale(problem)
 
 
 def rows_of_block(key: KernelKey, columns: int) -> int:
-    """Rows of a thread block where a few lanes take each: counterpart of ``src/rows.cuh``."""
+    """Return the rows of a thread block if a few lanes share each; as in ``src/rows.cuh``."""
     itemsize = NAMED[key.dtype].itemsize
     elements = max(key.alignment_bytes, itemsize) // itemsize
     lanes = 1
@@ -177,6 +178,6 @@ def rows_of_block(key: KernelKey, columns: int) -> int:
 
 
 def has_clusters(arch: str) -> bool:
-    """Whether a GPU has clusters, whose thread blocks reach each other's shared memory."""
+    """Return True if a GPU has clusters of thread blocks with distributed shared memory."""
     found = re.search(r"\d+", arch)
     return found is not None and int(found[0]) >= _CLUSTERS

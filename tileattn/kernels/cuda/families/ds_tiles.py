@@ -1,4 +1,4 @@
-"""The kernels that sum dS over pairs: the gradients of a bias and of what a ``score_mod`` reads."""
+"""The kernels that sum dS: gradients of a bias, and of arrays that a ``score_mod`` reads."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from tileattn.kernels.cuda.families.shared_memory import DAUX_WINDOW_BYTES
 
 DBIAS, DAUX = "backward_dbias", "backward_daux"
 
-_DAUX_WINDOW_LEAST = 32 * 1024  # bytes that tiles leave to sums
+_DAUX_WINDOW_LEAST = 32 * 1024  # bytes of shared memory that tiles leave for private sums
 
 
 def dbias_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
@@ -31,7 +31,7 @@ def dbias_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
 
 
 def daux_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-    """Launch what sums the gradients of elements that a ``score_mod`` reads, then the copies."""
+    """Launch the kernels that sum gradients of array elements, then those that add the copies."""
     sums, totals = [], dict[int, KernelLaunch]()
     for n, x in enumerate(context.learned):
         limit = context.shared_limit - _DAUX_WINDOW_LEAST
@@ -49,5 +49,5 @@ def daux_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunc
 
 
 def _launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLaunch:
-    """Launch the Hopper kernel if it supports the problem, else the generic one; without a grid."""
+    """Launch the Hopper kernel if it supports the call, else the generic one; grid open."""
     return hopper.ds_launch(kernel, problem, context) or generic.configure(kernel, problem, context)

@@ -1,40 +1,37 @@
-"""What a kernel family is, and which one of several runs a pass."""
+"""What a kernel family is, and which of several families runs a pass."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from tileattn.call.problem import Problem
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext
 from tileattn.kernels.cuda.families.size_class import empty_axes
 
+Clause = tuple[str, Callable[[Problem, LaunchContext], bool]]
+"""A reason not to run a pass, and the condition under which it applies."""
 
-class Family:
-    """Kernels for one kind of call or one generation of GPUs.
+NOT_HOPPER: Clause = (
+    "the GPU is not of compute capability 9.0",
+    lambda _, context: context.arch != "sm_90a",
+)
+NOT_16_BIT: Clause = (
+    "dtype is neither float16 nor bfloat16",
+    lambda P, _: P.dtype.itemsize != 2,
+)
+NOT_ALIGNED: Clause = (
+    "a row is not aligned to 16 bytes",
+    lambda _, context: context.alignment_bytes < 16,
+)
+NO_TENSOR_MAPS: Clause = (
+    "an array has an axis that is broadcast, reversed or of too long strides",
+    lambda _, context: not context.tensor_maps,
+)
 
-    A family computes the forward pass, the backward pass, or both. A ``direction`` is
-    ``"forward"`` or ``"backward"``.
-    """
 
-    name: str
-    """What messages call its kernels."""
-
-    def concerns(self, problem: Problem, context: LaunchContext, direction: str) -> bool:  # noqa: ARG002 - some families ask it
-        """Return True if the family is meant for such calls: others pass it over without a word."""
-        return not (direction == "forward" and reads_pages(problem))
-
-    def why_not(self, problem: Problem, context: LaunchContext, direction: str) -> str | None:
-        """Return why the family does not support a pass; None if it does."""
-        raise NotImplementedError
-
-    def forward(self, problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-        """Return what the forward pass launches; there is a query."""
-        raise NotImplementedError
-
-    def backward(
-        self, problem: Problem, context: LaunchContext, *, deterministic: bool
-    ) -> tuple[KernelLaunch, ...]:
-        """Return what computes dq, dk and dv."""
-        raise NotImplementedError
+def first_reason(clauses: Iterable[Clause], problem: Problem, context: LaunchContext) -> str | None:
+    """Return the first reason that applies; None if there is none."""
+    return next((why for why, applies in clauses if applies(problem, context)), None)
 
 
 def reads_pages(problem: Problem) -> bool:
@@ -42,33 +39,55 @@ def reads_pages(problem: Problem) -> bool:
     return problem.is_paged and "Nk" not in empty_axes(problem)
 
 
-def first_that_runs(
-    families: Iterable[Family], problem: Problem, context: LaunchContext, direction: str
-) -> tuple[Family, str]:
-    """Return the first family that supports a pass, and why the preferred ones do not.
+def _has_no_pages(problem: Problem, _: LaunchContext) -> bool:
+    return not reads_pages(problem)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels that run one pass, for one kind of call or one generation of GPUs.
+
+    Parameters
+    ----------
+    name : str
+        What messages call the kernels.
+    launches : callable
+        Returns the launches of the pass. A backward family computes dq, dk and dv.
+    why_not : callable
+        Returns why the family does not support a pass; None if it does.
+    concerns : callable
+        Returns True if the family is meant for such calls. Other calls pass it over, and their
+        explanation does not mention it.
+    """
+
+    name: str
+    launches: Callable[[Problem, LaunchContext], tuple[KernelLaunch, ...]]
+    why_not: Callable[[Problem, LaunchContext], str | None]
+    concerns: Callable[[Problem, LaunchContext], bool] = _has_no_pages
+
+
+def launches_of(
+    families: Iterable[Family], problem: Problem, context: LaunchContext
+) -> tuple[KernelLaunch, ...]:
+    """Return the launches of the first family that supports a pass.
+
+    The first launch says why the families before it do not.
 
     Raises
     ------
     UnsupportedError
-        If none does: only pages lack a family for every call.
+        If no family supports the pass: some calls over pages.
     """
     refusals: dict[str, None] = {}
     reasons = ""
     for family in families:
-        if family.concerns(problem, context, direction):
-            why = family.why_not(problem, context, direction)
+        if family.concerns(problem, context):
+            why = family.why_not(problem, context)
             if why is None:
-                return family, reasons
+                launches = family.launches(problem, context)
+                first = (x._replace(why=f"{reasons}{x.why}") for x in launches[:1])
+                return *first, *launches[1:]
             refusals[why] = None
             reasons += f"not {family.name}, because {why}; "
-    raise UnsupportedError(
-        f"backend 'cupy' does not support block_table here: {'; '.join(refusals)}"
-    )
-
-
-def explained(reasons: str, launches: tuple[KernelLaunch, ...]) -> tuple[KernelLaunch, ...]:
-    """Say at the first launch why it is not of a preferred family."""
-    if not launches:
-        return launches
-    first, *others = launches
-    return first._replace(why=f"{reasons}{first.why}"), *others
+    what = "block_table" if problem.is_paged else problem.dtype.name
+    raise UnsupportedError(f"backend 'cupy' does not support {what} here: {'; '.join(refusals)}")

@@ -33,7 +33,7 @@ from tileattn.kernels.cuda.families.shared_memory import (
 )
 from tileattn.kernels.cuda.families.size_class import has_keys, has_queries
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, tuned_tiles
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.tuning import TILES, TileSize
 
 NAIVE = {
     "forward": "naive_forward",
@@ -55,41 +55,28 @@ _SMALL_KEYS = tuple(
 )
 
 
-class Generic(Family):
-    """The kernels for every problem on every GPU, except for keys in pages."""
-
-    name = "the generic kernel"
-
-    def why_not(self, problem: Problem, context: LaunchContext, direction: str) -> str | None:  # noqa: ARG002 - the interface of families
-        """Return None: the family supports every pass it is meant for."""
-        return None
-
-    def forward(self, problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-        """Return the launch of the forward pass."""
-        return (forward_launch(problem, context),)
-
-    def backward(
-        self, problem: Problem, context: LaunchContext, *, deterministic: bool
-    ) -> tuple[KernelLaunch, ...]:
-        """Return the launches that compute dq, dk and dv.
-
-        By default the kernel over keys also adds dq, in any order. In deterministic mode a kernel
-        over queries computes dq. Pairs of thread blocks leave flagged heads to other kernels.
-        """
-        P = problem
-        if not has_keys(P):
-            return (dq_launch(P, context),) if has_queries(P) else ()
-        dkdv = dkdv_launch(P, context, add_dq=not deterministic, pair=True)
-        if not has_queries(P):
-            return (dkdv,)
-        own = _with_repairs(dkdv, dkdv_launch(P, context, add_dq=False), context)
-        others = dq_launch(P, context)
-        if not dkdv.key.add_dq:
-            return *own, *_with_repairs(dq_launch(P, context, pair=True), others, context)
-        return *own, _dq_convert(dkdv.key), repairing(others, context, NON_FINITE | LARGE_SCORES)
+def _why_not(problem: Problem, _: LaunchContext) -> str | None:
+    size = problem.dtype.itemsize
+    return None if ("forward", size) in TILES else f"no generic kernel has {problem.dtype.name}"
 
 
-GENERIC = Generic()
+def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+    """Launch what computes dq, dk and dv.
+
+    By default the kernel over keys also adds dq, in any order. In deterministic mode a kernel over
+    queries computes dq. Pairs of thread blocks leave flagged heads to other kernels.
+    """
+    P = problem
+    if not has_keys(P):
+        return (dq_launch(P, context),) if has_queries(P) else ()
+    dkdv = dkdv_launch(P, context, add_dq=not context.deterministic, pair=True)
+    if not has_queries(P):
+        return (dkdv,)
+    own = _with_repairs(dkdv, dkdv_launch(P, context, add_dq=False), context)
+    others = dq_launch(P, context)
+    if not dkdv.key.add_dq:
+        return *own, *_with_repairs(dq_launch(P, context, pair=True), others, context)
+    return *own, _dq_convert(dkdv.key), repairing(others, context, NON_FINITE | LARGE_SCORES)
 
 
 def forward_launch(
@@ -153,7 +140,7 @@ def _with_repairs(
 
 
 def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> KernelLaunch:
-    """Restrict a kernel to flagged heads, with only as many thread blocks as run at a time."""
+    """Restrict a kernel to flagged heads, with at most as many thread blocks as run at a time."""
     most = min(launch.blocks.most, context.sm_count * launch.key.min_blocks_per_sm)
     key, blocks = replace(launch.key, head_flags=flags), launch.blocks._replace(most=most)
     return launch._replace(key=key, blocks=blocks, why=_REPAIRS)
@@ -167,7 +154,7 @@ def configure(
     *,
     pair: bool = False,
 ) -> KernelLaunch:
-    """Choose the first tile of a kernel that fits, else the naive kernel; leave the grid at 0.
+    """Choose the first tile of a kernel that fits, else the naive kernel; leave the grid open.
 
     ``pair`` allows pairs of thread blocks if the GPU has clusters.
     """
@@ -237,7 +224,7 @@ _DKDV = KernelTraits(main=True, workspace=_dq_sums)
 
 
 def _dq_convert(key: KernelKey) -> KernelLaunch:
-    """Launch the kernel that rounds the float32 or float64 sums of dq to the dtype of q."""
+    """Launch the kernel that rounds the sums of dq to the dtype of q."""
     key = replace(key, kernel="backward_dq_convert", warps_m=ROW_WARPS, warps_n=1, pair=False)
     rows = rows_of_block(key, key.head_dim)
     key = replace(key, add_dq=False, write_dbias=False, score_mod=False, mask_mod=False)
@@ -256,3 +243,7 @@ def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
         "backward_daux": (tile.block_k,),
     }.get(kernel, ())
     return all(columns % (16 * tile.warps_n) == 0 for columns in shared)
+
+
+GENERIC_FORWARD = Family("the generic kernel", lambda *call: (forward_launch(*call),), _why_not)
+GENERIC_BACKWARD = Family("the generic kernel", _backward, _why_not)

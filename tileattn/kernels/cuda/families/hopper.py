@@ -1,6 +1,6 @@
 """The Hopper kernels (wgmma, TMA): which calls they support, and what they launch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tileattn.call.problem import Problem
@@ -19,7 +19,15 @@ from tileattn.kernels.cuda.families.context import (
     function_fields,
     option_fields,
 )
-from tileattn.kernels.cuda.families.family import Family
+from tileattn.kernels.cuda.families.family import (
+    NO_TENSOR_MAPS,
+    NOT_16_BIT,
+    NOT_ALIGNED,
+    NOT_HOPPER,
+    Clause,
+    Family,
+    first_reason,
+)
 from tileattn.kernels.cuda.families.grid import OPEN, Grid, block_count
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import (
@@ -52,8 +60,9 @@ HOPPER_DQ_CONVERT = "backward_dq_convert_sm90"
 HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_WIDE)
 HOPPER_DS = ("backward_dbias_sm90", "backward_daux_sm90")  # which sum dS over pairs
 
-# Head-dimension buckets. Of the backward kernels, of q and of v: the first that has both.
-_NARROW = tuple(range(32, 129, 16))  # steps of a GEMM
+# Head-dimension buckets; for each backward kernel those of q and of v. The first kernel with both
+# buckets runs.
+_NARROW = tuple(range(32, 129, 16))  # multiples of the K extent of wgmma
 _NARROW_DIM = _NARROW[-1]
 _FORWARD_BUCKETS = (*_NARROW, 192, 256)
 _BACKWARD_BUCKETS = {
@@ -61,37 +70,31 @@ _BACKWARD_BUCKETS = {
     HOPPER_HALVES: ((192,), (128,)),
     HOPPER_WIDE: ((128, 192, 256), (128, 192, 256)),
 }
-_PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to another
+_PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
 _SUPPORTED = "wgmma and tensor maps"
 _DQ_CONVERT = "one thread block for each tile of dq"
 _NAN_SAFE = "for heads with something not finite; mostly there are none, and it returns at once"
 
-_Clause = tuple[str, Callable[[Problem, LaunchContext], bool]]
-
-# The first clause that holds is the reason why another family runs the call.
-_UNSUPPORTED: tuple[_Clause, ...] = (
-    ("the GPU is not of compute capability 9.0", lambda _, context: context.arch != "sm_90a"),
-    ("dtype is neither float16 nor bfloat16", lambda P, _: P.dtype.itemsize != 2),
+_UNSUPPORTED: tuple[Clause, ...] = (
+    NOT_HOPPER,
+    NOT_16_BIT,
     (f"a head dimension is above {MAX_HEAD_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_HEAD_DIM),
     ("an array is empty", lambda P, _: bool(empty_axes(P)) or 0 in (P.D, P.Dv)),
     ("an array has nearly 2**31 rows or more", lambda P, _: not fits_positions(P)),
     ("the head dimension of v is no multiple of 8", lambda P, _: P.Dv % 8 > 0),
-    ("a row is not aligned to 16 bytes", lambda _, context: context.alignment_bytes < 16),
-    (
-        "an array has an axis that is broadcast, reversed or of too long strides",
-        lambda _, context: not context.tensor_maps,
-    ),
+    NOT_ALIGNED,
+    NO_TENSOR_MAPS,
     (
         "no tile has room for the bias",
         lambda P, context: _bias_size(context) > 0 and not _forward_tiles(P, context),
     ),
 )
-_UNSUPPORTED_FORWARD: tuple[_Clause, ...] = (
+_UNSUPPORTED_FORWARD: tuple[Clause, ...] = (
     *_UNSUPPORTED,
     # A swizzle atom has eight rows.
     ("pages are no multiple of 8 keys", lambda P, _: (P.page or 0) % 8 > 0),
 )
-_UNSUPPORTED_BACKWARD: tuple[_Clause, ...] = (
+_UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
     *_UNSUPPORTED,
     ("the head dimension of q and k is no multiple of 8", lambda P, _: P.D % 8 > 0),
     (
@@ -101,84 +104,52 @@ _UNSUPPORTED_BACKWARD: tuple[_Clause, ...] = (
 )
 
 
-class Hopper(Family):
-    """The wgmma kernels of both passes."""
-
-    name = "the Hopper kernel"
-
-    def why_not(self, problem: Problem, context: LaunchContext, direction: str) -> str | None:
-        """Return why the family does not support a pass; None if it does."""
-        return why_not(problem, context, direction)
-
-    def forward(self, problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-        """Return the launch of the forward pass."""
-        return (forward_launch(problem, context),)
-
-    def backward(
-        self, problem: Problem, context: LaunchContext, *, deterministic: bool
-    ) -> tuple[KernelLaunch, ...]:
-        """Return the backward kernel, then what computes flagged heads again, mostly none.
-
-        Its thread blocks add dq to device memory, in a fixed order if ``deterministic``. For wide
-        heads a kernel of its own computes dq.
-        """
-        P, own = problem, _backward_launch(problem, context, deterministic=deterministic)
-        key, is_wide = own.key, not own.key.add_dq
-        # The NaN-safe kernel does not know that flat scores mask a gradient of NaN, and has no room
-        # for a bias.
-        has_safe = not (is_wide or key.softcap or key.score_mod or key.bias)
-        left = LARGE_SCORES | FAILED | (0 if has_safe else NON_FINITE)
-        dq = _wide_dq(P, context, key) if is_wide else _dq_convert(key)
-        safe = (_nan_safe(own), generic.repairing(dq, context, NON_FINITE)) if has_safe else ()
-        context = context._replace(dbias=False)  # a kernel of its own computes it for all heads
-        others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
-        repairs = (generic.repairing(launch, context, left) for launch in others)
-        return own, dq, *safe, *repairs
+def why_not_forward(problem: Problem, context: LaunchContext) -> str | None:
+    """Return why the forward kernel does not support a call; None if it does."""
+    return first_reason(_UNSUPPORTED_FORWARD, problem, context)
 
 
-HOPPER_FAMILY = Hopper()
-
-
-def why_not(problem: Problem, context: LaunchContext, direction: str) -> str | None:
-    """Return why the kernels do not support a pass; None if they do."""
-    clauses = _UNSUPPORTED_FORWARD if direction == "forward" else _UNSUPPORTED_BACKWARD
-    return next((why for why, holds in clauses if holds(problem, context)), None)
+def why_not_backward(problem: Problem, context: LaunchContext) -> str | None:
+    """Return why the backward kernels do not support a call; None if they do."""
+    return first_reason(_UNSUPPORTED_BACKWARD, problem, context)
 
 
 def forward_launch(
     problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
 ) -> KernelLaunch:
-    """Launch the forward pass, with the first of some tiles or with those that suit the problem.
+    """Launch the forward pass, with the first tile of ``tiles`` or the best one for the problem.
 
-    Given tiles are for splits of the keys, which a generic kernel joins: they have its buckets.
+    Callers pass tiles for split-KV. These use the buckets of the generic kernel that joins splits.
     """
     P, tuning, tile = problem, context.tuning, (tiles or _forward_tiles(problem, context))[0]
     dim, value = (bucket(n) if tiles else _forward_bucket(n) for n in (P.D, P.Dv))
     shared = hopper_forward_bytes(tile, dim, value, _bias_size(context))
     key = _key(HOPPER, P, context, dim, value, tile, shared)
-    # The kernel is persistent: a thread block takes one query block after the other.
+    # The kernel is persistent: a thread block takes one query block after another.
     grid = Grid("queries", key.block_q, most=context.sm_count)
-    # Of keys in pages a box has as many as divide a page and a tile: a power of two.
+    # A box lies in one page: its keys are the largest power of two that divides page and tile.
     either = key.block_k | (P.page or 0)
     box = key.block_k if P.page is None else either & -either
     maps = (("q", HOPPER_GROUP_ROWS), ("k", box), ("v", box))
-    # Long blocks wait for memory, and short ones for the tensor cores: small groups mix them.
+    # Long blocks wait for memory, short ones for the tensor cores: small head groups mix them.
     share = tuning.short_l2_share if has_dynamic_keys(P, tuning) else _FORWARD.l2_share
     why, traits = f"{_SUPPORTED}, {tile.why}", replace(_FORWARD, l2_share=share)
     return KernelLaunch(key, grid, key.smem_bytes, why, maps, traits=traits)
 
 
 def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSize]:
-    """List the forward tiles that fit and suit, the best first.
+    """List the forward tiles that fit and suit the call, the best first.
 
-    Two groups fill the time between work tiles, and read keys more often: they are faster where
-    queries attend to few keys (measured); with score modifiers and dropout their registers spill.
-    There, if a diagonal cuts few keys, small tiles waste less of what it masks out (measured).
-    Tiles of 192 queries read keys less often. Above 64 columns they are faster where there are many
-    queries; of few, SMs would have too few work tiles (measured). The number of heads does not
-    count, so that a row has the same bits in any batch. Under a mask tiles have no more queries
-    than blocks of a block mask mostly have. Of packed sequences nobody knows the keys: their tiles
-    are the same whatever sequences there are, and so are the bits of each.
+    * Two groups of warps fill the time between work tiles, but read the keys more often: they are
+      for queries that attend to few keys. With score modifiers and dropout their registers spill.
+    * The smallest tiles are for such calls with few keys and a causal mask: they compute fewer
+      masked-out pairs.
+    * Tiles of 192 queries read the keys less often. Above 64 columns they need many queries, or SMs
+      have too few work tiles.
+    * With a mask, tiles have at most 128 queries, the usual block of a block mask.
+
+    The number of heads does not count, so that a row has the same bits in any batch. Packed lengths
+    are known only on the device, so their tiles are the same for all lengths.
     """
     P, tuning = problem, context.tuning
     dim, value = _forward_bucket(P.D), _forward_bucket(P.Dv)
@@ -205,19 +176,36 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     return tiles[-1:] if cut and not has_groups else tiles
 
 
-def _backward_launch(P: Problem, context: LaunchContext, *, deterministic: bool) -> KernelLaunch:
+def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+    """Launch the kernel over keys, what finishes dq, and what recomputes flagged heads.
+
+    The kernel over keys adds dq to device memory, in deterministic mode in a fixed order. Wide
+    heads have a kernel of their own for dq. Heads are rarely flagged.
+    """
+    P, own = problem, _key_launch(problem, context)
+    key, is_wide = own.key, not own.key.add_dq
+    # The NaN-safe kernel has no room for a bias, and ignores that a flat score modifier masks NaN.
+    has_safe = not (is_wide or key.softcap or key.score_mod or key.bias)
+    left = LARGE_SCORES | FAILED | (0 if has_safe else NON_FINITE)
+    dq = _wide_dq(P, context, key) if is_wide else _dq_convert(key)
+    safe = (_nan_safe(own), generic.repairing(dq, context, NON_FINITE)) if has_safe else ()
+    context = context._replace(dbias=False)  # a kernel of its own computes dbias of all heads
+    others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
+    repairs = (generic.repairing(launch, context, left) for launch in others)
+    return own, dq, *safe, *repairs
+
+
+def _key_launch(P: Problem, context: LaunchContext) -> KernelLaunch:
     """Launch the kernel over keys."""
     tuning = context.tuning
-    plain = not (P.changes_scores or P.has_mask or P.has_dropout)
-    # All that is not plain needs registers.
+    plain = not (P.changes_scores or P.has_mask or P.has_dropout)  # the others need registers
     suited = (name for name in HOPPER_BACKWARDS if plain or name != HOPPER_HALVES)
     kernel = next(name for name in suited if 0 not in _buckets(name, P))
     dim, value = _buckets(kernel, P)
-    is_wide = kernel == HOPPER_WIDE
 
     def suits(tile: TileSize) -> bool:
         if tile.block_q % HOPPER_GROUP_ROWS > 0:
-            # dq is computed transposed, 64 columns by each warpgroup.
+            # dq is computed transposed: each warpgroup has 64 of its columns.
             return plain and dim > 64 and suits_tall_rows(P, tuning)
         return plain or tile.block_q <= tuning.modified_rows
 
@@ -228,12 +216,12 @@ def _backward_launch(P: Problem, context: LaunchContext, *, deterministic: bool)
         <= HOPPER_LIMIT - HOPPER_STATIC
     )
     key = _key(kernel, P, context, dim, value, tile, shared)
-    key = replace(key, add_dq=not is_wide, head_major=is_head_major(P, tuning))
-    # The kernel is persistent: a thread block takes one key block after the other.
+    key = replace(key, add_dq=kernel != HOPPER_WIDE, head_major=is_head_major(P, tuning))
+    # The kernel is persistent: a thread block takes one key block after another.
     grid = Grid("keys", key.block_k, most=context.sm_count)
     maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
     why = f"{_SUPPORTED}, {tile.why}"
-    in_order, traits = deterministic and key.add_dq, _BACKWARD[kernel]
+    in_order, traits = context.deterministic and key.add_dq, _BACKWARD[kernel]
     return KernelLaunch(key, grid, key.smem_bytes, why, maps, in_order, traits)
 
 
@@ -242,15 +230,15 @@ def _forward_bucket(dim: int) -> int:
 
 
 def _buckets(kernel: str, P: Problem) -> tuple[int, int]:
-    """Give the head-dimension buckets of q and of v, 0 for one that the kernel does not have."""
+    """Return the head-dimension buckets of q and of v; 0 for one that the kernel lacks."""
     of_q, of_v = _BACKWARD_BUCKETS[kernel]
     return next((n for n in of_q if n >= P.D), 0), next((n for n in of_v if n >= P.Dv), 0)
 
 
 def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLaunch | None:
-    """Launch the counterpart of a generic kernel that sums dS, where there is one; without grid."""
+    """Launch the counterpart of a generic kernel that sums dS; None if it does not support it."""
     P = problem
-    if max(P.D, P.Dv) > _NARROW_DIM or why_not(P, context, "backward") is not None:
+    if max(P.D, P.Dv) > _NARROW_DIM or why_not_backward(P, context) is not None:
         return None
     kernel += "_sm90"
     dim, value = _buckets(HOPPER_BACKWARD, P)
@@ -264,15 +252,12 @@ def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLa
 
 
 def _bias_size(context: LaunchContext) -> int:
-    """Bytes of an element of the bias in shared memory; 0 where none is copied there."""
+    """Return the bytes of an element of the bias in shared memory; 0 if it is not copied there."""
     return NAMED[context.bias].itemsize if context.bias_alignment_bytes else 0
 
 
 def _nan_safe(own: KernelLaunch) -> KernelLaunch:
-    """Launch the backward kernel for heads with something not finite.
-
-    It has one stage, since it needs k twice.
-    """
+    """Launch the NaN-safe form of the backward kernel. It holds k twice, so it has one stage."""
     key = own.key
     tile = TileSize(key.block_q, key.block_k, key.warps_m, stages=1)
     shared = hopper_backward_bytes(tile, key.head_dim, key.value_dim, repairs=True)
@@ -296,12 +281,12 @@ def _wide_dq(P: Problem, context: LaunchContext, own: KernelKey) -> KernelLaunch
 
 
 def dq_columns(dim: int) -> int:
-    """Count the columns of dq_accum of a backward kernel: those of whole bulk copies."""
+    """Return the columns of dq_accum: whole bulk copies of 32 columns."""
     return -(-dim // 32) * 32
 
 
 def _dq_convert(key: KernelKey) -> KernelLaunch:
-    """Launch the kernel that rounds the sums of dq, and undoes the order that they lie in."""
+    """Launch the kernel that rounds the sums of dq and restores the order of their columns."""
     sizes = key.head_dim, key.value_dim, key.block_q
     convert = KernelKey(
         *(HOPPER_DQ_CONVERT, key.dtype, *sizes),
@@ -338,7 +323,7 @@ def _key(
 
 
 def _forward_workspace(P: Problem, key: KernelKey) -> Parts:
-    """Return the dynamic scheduler's counter and claims; other calls take them from a schedule."""
+    """Return the dynamic scheduler's parts for packed sequences; other calls have a schedule."""
     if not P.is_packed:
         return Parts({}, {})
     blocks = P.B * P.Hq * block_count(P, P.Nq, key.block_q)
@@ -346,7 +331,7 @@ def _forward_workspace(P: Problem, key: KernelKey) -> Parts:
 
 
 def _backward_workspace(P: Problem, key: KernelKey) -> Parts:
-    """Return the sums of dq, and the counters of work tiles, of dq tiles and of key heads."""
+    """Return the sums of dq, and the counters of work tiles, dq tiles and key heads."""
     heads = {} if P.is_packed else {"row_counter": P.B * P.Hkv}
     if not key.add_dq:
         return Parts({}, _counters({"tile_counter": 2, **heads}))
@@ -379,3 +364,9 @@ _BACKWARD = {
 }
 _WIDE_DQ = KernelTraits(persistent="queries", beside_rows=True)
 _CONVERT = KernelTraits(beside_rows=True)
+
+
+HOPPER_FORWARD_FAMILY = Family(
+    "the Hopper kernel", lambda *call: (forward_launch(*call),), why_not_forward
+)
+HOPPER_BACKWARD_FAMILY = Family("the Hopper kernel", _backward, why_not_backward)

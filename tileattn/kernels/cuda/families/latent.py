@@ -1,6 +1,6 @@
-"""The Hopper kernel for latent attention (MLA): values are the first columns of the keys.
+"""The Hopper kernel for latent attention (MLA): heads above 256, whose v is a view of k.
 
-Each key is loaded once. Keys are split as for other calls of few queries.
+Values are the first columns of the keys, so each key is loaded once. Keys are split as in split-KV.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,14 @@ from tileattn.kernels.cuda.families.context import (
     option_fields,
     refused,
 )
-from tileattn.kernels.cuda.families.family import Family
+from tileattn.kernels.cuda.families.family import (
+    NO_TENSOR_MAPS,
+    NOT_ALIGNED,
+    NOT_HOPPER,
+    Clause,
+    Family,
+    first_reason,
+)
 from tileattn.kernels.cuda.families.grid import Grid
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import latent_bytes
@@ -31,8 +38,8 @@ LATENT = "forward_latent_sm90"
 LATENT_VALUE_DIM = 512
 LATENT_HEAD_DIM = 576
 _TILE = TileSize(64, 64, 4, 2, 2)
-_PRODUCER_WARPS = 4  # a warpgroup: registers are handed from one warpgroup to another
-_LEAST_PAGE = 8  # keys: a swizzle atom has eight rows
+_PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
+_LEAST_PAGE = 8  # keys: the rows of a swizzle atom
 
 _LATENT = "latent attention: v is a view of k"
 
@@ -54,59 +61,47 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Problem], bool]], ...] = (
         lambda P: shared_rows(P) > MOST_ROWS,
     ),
 )
-_UNSUPPORTED_ARRAYS: tuple[tuple[str, Callable[[Problem, LaunchContext], bool]], ...] = (
-    ("the GPU is not of compute capability 9.0", lambda _, context: context.arch != "sm_90a"),
+_UNSUPPORTED_ARRAYS: tuple[Clause, ...] = (
+    NOT_HOPPER,
     ("there are no keys", lambda P, _: "Nk" in empty_axes(P)),
     ("v is no view of the first columns of k", lambda _, context: not context.v_is_k),
-    ("a row is not aligned to 16 bytes", lambda _, context: context.alignment_bytes < 16),
-    (
-        "an array has an axis that is broadcast, reversed or of too long strides",
-        lambda _, context: not context.tensor_maps,
-    ),
+    NOT_ALIGNED,
+    NO_TENSOR_MAPS,
 )
 
 
-class Latent(Family):
-    """Heads wider than `MAX_HEAD_DIM`, of which v is a view of k."""
-
-    name = "latent attention"
-
-    def concerns(self, problem: Problem, context: LaunchContext, direction: str) -> bool:  # noqa: ARG002 - the interface of families
-        """Return True for the forward pass of wide heads."""
-        return direction == "forward" and max(problem.D, problem.Dv) > MAX_HEAD_DIM
-
-    def why_not(self, problem: Problem, context: LaunchContext, direction: str) -> str | None:  # noqa: ARG002 - the interface of families
-        """Return why the kernel does not run a pass; None if it does."""
-        clauses = (why for why, holds in _UNSUPPORTED_ARRAYS if holds(problem, context))
-        return why_not_problem(problem) or next(clauses, None)
-
-    def forward(self, problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-        """Return the kernel over splits, and the one that joins them."""
-        P, shared = problem, latent_bytes(_TILE, LATENT_HEAD_DIM)
-        keys = split_keys(P, context.tuning)
-        key = KernelKey(
-            *(LATENT, P.dtype.name, LATENT_HEAD_DIM, LATENT_VALUE_DIM, *_TILE[:6]),
-            alignment_bytes=context.alignment_bytes,
-            paged=P.is_paged,
-            producer_warps=_PRODUCER_WARPS,
-            smem_bytes=shared,
-            **option_fields(P, ""),
-        )
-        grid = Grid("splits", key.block_q, split_keys=keys)
-        box = key.block_k if P.page is None else min(P.page, key.block_k)
-        traits = KernelTraits(main=True, split_keys=keys, loads_v_with_k=True)
-        launch = KernelLaunch(key, grid, shared, _LATENT, (("k", box),), traits=traits)
-        return split.joined(P, context, launch)
-
-
-LATENT_FAMILY = Latent()
-
-
 def why_not_problem(problem: Problem) -> str | None:
-    """Return why the kernel does not support a call, whatever its arrays are; None if it does."""
+    """Return why the kernel does not support a call with any arrays on any GPU; None if it may."""
     option = refused(
         *(problem, "has_bias", "has_block_mask", "has_dropout", "has_mask", "mask_mod", "score_mod")
     )
     if option is not None:
         return f"{option} is in use"
     return next((why for why, holds in _UNSUPPORTED if holds(problem)), None)
+
+
+def _why_not(problem: Problem, context: LaunchContext) -> str | None:
+    return why_not_problem(problem) or first_reason(_UNSUPPORTED_ARRAYS, problem, context)
+
+
+def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+    P, shared = problem, latent_bytes(_TILE, LATENT_HEAD_DIM)
+    keys = split_keys(P, context.tuning)
+    key = KernelKey(
+        *(LATENT, P.dtype.name, LATENT_HEAD_DIM, LATENT_VALUE_DIM, *_TILE[:6]),
+        alignment_bytes=context.alignment_bytes,
+        paged=P.is_paged,
+        producer_warps=_PRODUCER_WARPS,
+        smem_bytes=shared,
+        **option_fields(P, ""),
+    )
+    grid = Grid("splits", key.block_q, split_keys=keys)
+    box = key.block_k if P.page is None else min(P.page, key.block_k)
+    traits = KernelTraits(main=True, split_keys=keys, loads_v_with_k=True)
+    launch = KernelLaunch(key, grid, shared, _LATENT, (("k", box),), traits=traits)
+    return split.joined(P, context, launch)
+
+
+LATENT_FAMILY = Family(
+    "latent attention", _launches, _why_not, lambda P, _: max(P.D, P.Dv) > MAX_HEAD_DIM
+)

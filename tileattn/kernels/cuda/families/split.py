@@ -1,4 +1,4 @@
-"""Split-KV (Flash-Decoding): kernels for few queries over many keys, which they split.
+"""Split-KV (Flash-Decoding) for few queries over many keys, contiguous or in pages.
 
 Splits depend only on head dimensions and dtype, so that a row has the same bits in any batch.
 """
@@ -34,10 +34,10 @@ from tileattn.kernels.cuda.tuning import TileSize
 
 SPLIT, COMBINE = "forward_split", "forward_combine"
 
-_GROUPS = 8  # of the splits of a row, by their index: a warp takes each, or one warp all
-_WARP_BYTES = 512  # of a row of sums, so that a warp's registers hold those of all groups
+_GROUPS = 8  # groups of the splits of a row: one warp joins each group, or one warp all
+_WARP_BYTES = 512  # largest row of sums whose groups fit in the registers of one warp
 
-# By the rows that share keys: warps_m take 16 of them each, and warps_n keys of their own.
+# By the number of rows that share keys: warps_m take 16 rows each, warps_n keys of their own.
 _NARROW = (
     TileSize(16, 16, 1, 4, 3),
     TileSize(16, 16, 1, 4, 2),
@@ -53,36 +53,20 @@ _CUT = "one thread block for each split of {:,} keys"
 _JOIN = "one {} for each query, which joins its splits"
 
 
-class Split(Family):
-    """Few queries over many keys, contiguous or in pages."""
-
-    name = "split-KV"
-
-    def concerns(self, problem: Problem, context: LaunchContext, direction: str) -> bool:
-        """Return True if few rows share keys, and keys are many or in pages."""
-        P, tuning = problem, context.tuning
-        if direction != "forward" or max(P.D, P.Dv) > MAX_HEAD_DIM or shared_rows(P) > FEW_ROWS:
-            return False
-        if reads_pages(P):
-            return True
-        many = P.has_lengths or splits(P, split_keys(P, tuning), tuning) > 1
-        few = has_split_queries(P, tuning)
-        return "Nk" not in empty_axes(P) and many and few and not P.is_packed
-
-    def why_not(self, problem: Problem, context: LaunchContext, direction: str) -> str | None:  # noqa: ARG002 - the interface of families
-        """Return why the kernels do not run a pass; None if they do."""
-        return why_not(problem, context)
-
-    def forward(self, problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-        """Return the kernel over splits, and the one that joins them."""
-        return joined(problem, context, launch_over_splits(problem, context))
-
-
-SPLIT_FAMILY = Split()
+def concerns(problem: Problem, context: LaunchContext) -> bool:
+    """Return True if few rows share keys, and keys are many or in pages."""
+    P, tuning = problem, context.tuning
+    if max(P.D, P.Dv) > MAX_HEAD_DIM or shared_rows(P) > FEW_ROWS:
+        return False
+    if reads_pages(P):
+        return True
+    many = P.has_lengths or splits(P, split_keys(P, tuning), tuning) > 1
+    few = has_split_queries(P, tuning)
+    return "Nk" not in empty_axes(P) and many and few and not P.is_packed
 
 
 def why_not(problem: Problem, context: LaunchContext) -> str | None:
-    """Return why the kernel over splits does not honour a call; None if it does."""
+    """Return why the split-KV kernel does not support a call; None if it does."""
     option = refused(problem, "has_block_mask", "has_dropout")
     if option is not None:
         return f"{option} is in use"
@@ -91,12 +75,12 @@ def why_not(problem: Problem, context: LaunchContext) -> str | None:
 
 @dataclass(frozen=True)
 class PartialSums:
-    """The part of the workspace for the sums that splits of some keys leave."""
+    """The part of the workspace for the partial sums of splits of some keys."""
 
     split_keys: int
 
     def __call__(self, P: Problem, key: KernelKey) -> Parts:
-        """Count the bytes: none if each sequence is one split."""
+        """Count the bytes: 0 if each sequence is one split."""
         count = split_count(P, self.split_keys)
         rows = P.B * P.Hq * P.Nq * count if count > 1 else 0
         numbers = {"partial_out": key.value_dim, "partial_sums": 2}
@@ -105,7 +89,7 @@ class PartialSums:
 
 
 def launch_over_splits(problem: Problem, context: LaunchContext) -> KernelLaunch:
-    """Launch the kernel over splits."""
+    """Launch the split-KV kernel."""
     P, tile = problem, next(_tiles(problem, context))
     key, keys = _key(P, context, tile), split_keys(P, context.tuning)
     grid = Grid("splits", key.block_q, split_keys=keys)
@@ -117,7 +101,7 @@ def launch_over_splits(problem: Problem, context: LaunchContext) -> KernelLaunch
 def joined(
     problem: Problem, context: LaunchContext, split: KernelLaunch
 ) -> tuple[KernelLaunch, ...]:
-    """Launch a kernel over splits, and what joins them if there are several."""
+    """Add the kernel that joins the splits, if there are several."""
     P, key, keys = problem, split.key, split.traits.split_keys
     count = splits(P, keys, context.tuning)
     if count == 1:
@@ -137,7 +121,6 @@ def joined(
         fold_scale=key.fold_scale,
         functions=key.functions if key.score_mod else "",
     )
-
     traits = KernelTraits(workspace=PartialSums(keys))
     return split, KernelLaunch(join, Grid("queries", together=rows), why=why, traits=traits)
 
@@ -155,8 +138,8 @@ def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
 
 def _tiles(P: Problem, context: LaunchContext) -> Iterator[TileSize]:
     """Yield the tiles that fit in shared memory, the best first."""
-    # The rows of packed sequences may be known only on the device: their tiles, and so their bits,
-    # are the same for all lengths.
+    # The rows of packed sequences may be known only on the device. Their tiles are the same for all
+    # lengths, and so are their bits.
     rows = FEW_ROWS if P.is_packed else shared_rows(P)
     tiles = next((x for x in (_NARROW, _WIDE) if rows <= x[0].block_q), _WIDEST)
     for tile in tiles:
@@ -167,3 +150,8 @@ def _tiles(P: Problem, context: LaunchContext) -> Iterator[TileSize]:
 
 def _bytes(P: Problem, tile: TileSize) -> int:
     return split_bytes(tile, bucket(P.D), bucket(P.Dv), P.dtype.itemsize)
+
+
+SPLIT_FAMILY = Family(
+    "split-KV", lambda *call: joined(*call, launch_over_splits(*call)), why_not, concerns
+)

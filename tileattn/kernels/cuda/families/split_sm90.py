@@ -1,7 +1,7 @@
-"""Split-KV with Hopper's forward kernel, if many rows share keys.
+"""Split-KV with the Hopper forward kernel, if many rows share keys.
 
-A tile has all rows of a key head. Few of them leave tensor cores idle in ``forward_split``, too:
-reading the keys takes longer.
+A tile holds all rows of a key head. With few rows ``forward_split`` is as fast: it waits for the
+keys, not for the tensor cores.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tileattn.kernels.cuda.tuning import TileSize
 
 _WHY = "many rows that share keys: each SM takes an equal share of the splits of {:,} keys"
 
-# By the larger head-dimension bucket; each tile divides a split.
+# By the larger head-dimension bucket. The keys of a tile divide those of a split.
 _TILES = {
     64: TileSize(128, 128, 8, 1, 4),
     128: TileSize(128, 128, 8, 1, 2),
@@ -26,46 +26,37 @@ _TILES = {
 }
 
 
-class SplitHopper(Family):
-    """Few queries over many keys, of many rows that share them."""
-
-    name = "the Hopper kernel over splits"
-
-    def concerns(self, problem: Problem, context: LaunchContext, direction: str) -> bool:
-        """Return True if the keys are split, and enough rows share them."""
-        return shared_rows(
-            problem
-        ) > context.tuning.split_wgmma_rows and split.SPLIT_FAMILY.concerns(
-            problem, context, direction
-        )
-
-    def why_not(self, problem: Problem, context: LaunchContext, direction: str) -> str | None:
-        """Return why the kernel does not take a call that is split; None if it does."""
-        P, tuning = problem, context.tuning
-        option = refused(P, "has_alibi", "has_bias", "has_mask", "mask_mod", "score_mod")
-        if option is not None:
-            return f"{option} is in use"
-        if splits(P, split_keys(P, tuning), tuning) == 1:
-            return "there is one split"
-        return split.why_not(P, context) or hopper.why_not(P, context, direction)
-
-    def forward(self, problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-        """Return the kernel over splits, and the one that joins them."""
-        P, keys = problem, split_keys(problem, context.tuning)
-        launch = hopper.forward_launch(P, context, (tile_of(P),))
-        launch = launch._replace(
-            key=replace(launch.key, split_kv=True),
-            blocks=Grid("splits", launch.key.block_q, split_keys=keys, most=context.sm_count),
-            why=_WHY.format(keys),
-            traits=replace(launch.traits, split_keys=keys),
-        )
-        return split.joined(P, context, launch)
-
-
-SPLIT_HOPPER = SplitHopper()
-
-
 def tile_of(problem: Problem) -> TileSize:
-    """Return the tile: as the splits, it depends only on head dimensions."""
+    """Return the tile; like the splits, it depends only on head dimensions."""
     dim = bucket(max(problem.D, problem.Dv))
     return next(tile for limit, tile in _TILES.items() if dim <= limit)
+
+
+def _concerns(problem: Problem, context: LaunchContext) -> bool:
+    many = shared_rows(problem) > context.tuning.split_wgmma_rows
+    return many and split.concerns(problem, context)
+
+
+def _why_not(problem: Problem, context: LaunchContext) -> str | None:
+    P, tuning = problem, context.tuning
+    option = refused(P, "has_alibi", "has_bias", "has_mask", "mask_mod", "score_mod")
+    if option is not None:
+        return f"{option} is in use"
+    if splits(P, split_keys(P, tuning), tuning) == 1:
+        return "there is one split"
+    return split.why_not(P, context) or hopper.why_not_forward(P, context)
+
+
+def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+    P, keys = problem, split_keys(problem, context.tuning)
+    launch = hopper.forward_launch(P, context, (tile_of(P),))
+    launch = launch._replace(
+        key=replace(launch.key, split_kv=True),
+        blocks=Grid("splits", launch.key.block_q, split_keys=keys, most=context.sm_count),
+        why=_WHY.format(keys),
+        traits=replace(launch.traits, split_keys=keys),
+    )
+    return split.joined(P, context, launch)
+
+
+SPLIT_HOPPER_FAMILY = Family("the Hopper kernel over splits", _launches, _why_not, _concerns)

@@ -1,4 +1,4 @@
-"""What is launched before a pass whose ``mask_mod`` reads arrays: its tiles are classified."""
+"""Kernels that classify the tiles of a ``mask_mod`` that reads arrays, and list them."""
 
 from tileattn.kernels.cuda.families.context import ROW_WARPS, KernelLaunch
 from tileattn.kernels.cuda.families.grid import Grid, Over
@@ -14,7 +14,7 @@ _LIST_WHY = "one warp for each line of tiles"
 
 
 def classify_launch(dtype: str, tile: tuple[int, int], functions: str) -> KernelLaunch:
-    """Launch the kernel that writes the kinds of all tiles."""
+    """Launch the kernel that marks each tile as empty, partial or full."""
     key = KernelKey(
         *(CLASSIFY, dtype),
         block_q=tile[0],
@@ -27,7 +27,7 @@ def classify_launch(dtype: str, tile: tuple[int, int], functions: str) -> Kernel
 
 
 def list_launches(dtype: str, tile: tuple[int, int], direction: str) -> tuple[KernelLaunch, ...]:
-    """Launch what makes lists of the kinds, for heads that have lists of their own."""
+    """Launch the kernels that list the tiles that are not empty."""
     launches = []
     for name in LISTS[direction]:
         key = KernelKey(name, dtype, block_q=tile[0], block_k=tile[1], warps_m=ROW_WARPS)
