@@ -130,11 +130,11 @@ class KernelLaunch(NamedTuple):
         return self.grid * self.key.groups
 
 
-def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
-    """Return the fields of a key for the enabled options; ``bias`` is the dtype of the bias."""
+def option_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:
+    """Return the fields of a key for the enabled options and the caller's functions."""
     P = problem
-    return {
-        "bias": bias,
+    found = {
+        "bias": context.bias,
         "softcap": P.softcap is not None,
         "alibi": P.has_alibi,
         "mask": P.has_mask,
@@ -142,24 +142,18 @@ def option_fields(problem: Problem, bias: str) -> dict[str, Any]:
         "dropout": P.has_dropout,
         "origin": P.has_dropout_origin,
         "packed": P.is_packed,
-        "fold_scale": not bias and folds_scale(P),
+        "fold_scale": not context.bias and folds_scale(P),
     }
+    if context.functions:  # empty if there is no pair
+        found["functions"] = context.functions
+        found["score_mod"] = P.score_mod is not None
+        found["mask_mod"] = P.mask_mod is not None
+    return found
 
 
 def refused(problem: Problem, *facts: str) -> str | None:
     """Name the option of the first fact that is true of a problem; None if there is none."""
     return next((problem.option_of(fact) for fact in facts if getattr(problem, fact)), None)
-
-
-def function_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:
-    """Return the fields of a key for the caller's functions; none if there is no pair."""
-    if not context.functions:
-        return {}
-    return {
-        "score_mod": problem.score_mod is not None,
-        "mask_mod": problem.mask_mod is not None,
-        "functions": context.functions,
-    }
 
 
 def folds_scale(problem: Problem) -> bool:

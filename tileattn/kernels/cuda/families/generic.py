@@ -5,6 +5,7 @@ If no tile fits in shared memory, naive kernels run instead, one warp per row.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from tileattn.call.problem import Problem
 from tileattn.dtypes import NAMED
@@ -18,7 +19,6 @@ from tileattn.kernels.cuda.families.context import (
     KernelTraits,
     LaunchContext,
     Parts,
-    function_fields,
     has_clusters,
     option_fields,
     rows_of_block,
@@ -158,40 +158,21 @@ def configure(
 
     ``pair`` allows pairs of thread blocks if the GPU has clusters.
     """
-    pair = pair and has_clusters(context.arch)
-    dtype, size = problem.dtype.name, problem.dtype.itemsize
-    options = option_fields(problem, context.bias)
-    options |= {
-        "mask_vector_width": context.mask_vector_width,
-        "alignment_bytes": context.alignment_bytes,
-    }
-    options |= function_fields(problem, context)
-    bias_size = NAMED[context.bias].itemsize if context.bias_alignment_bytes else 0
-    if max(problem.D, problem.Dv) <= MAX_HEAD_DIM:
-        widest = bucket(max(problem.D, problem.Dv))
-        for tile in tiles or _tiles(kernel, size, widest, context.mask_block_k):
-            if tile.pair and not pair:
-                continue
-            unit = 32 * tile.warps_n if tile.pair else 1
-            dim, value = bucket(problem.D, unit), bucket(problem.Dv, unit)
-            shared_bytes = generic_bytes(kernel, tile, dim, value, size, bias_size)
-            # A bias must not lower the occupancy that the tile asks for.
-            blocks = tile.min_blocks_per_sm if bias_size else 1
-            limit = (context.shared_limit + RESERVED) // blocks - RESERVED
-            fits = shared_bytes + generic_static_bytes(kernel, tile, size) <= limit
-            if fits and _divides(kernel, tile, dim, value):
-                key = KernelKey(kernel, dtype, dim, value, *tile[:6], **options)
-                key = replace(
-                    key, bias_alignment_bytes=context.bias_alignment_bytes, pair=tile.pair
-                )
-                traits = _traits(kernel, context)
-                return KernelLaunch(key, OPEN, shared_bytes, tile.why, traits=traits)
-    key = KernelKey(NAIVE[kernel], dtype, warps_m=ROW_WARPS, **options)
-    why = f"no tile fits for head dimensions {problem.D} and {problem.Dv}: naive, row by row"
+    P, pair = problem, pair and has_clusters(context.arch)
+    options = option_fields(P, context)
+    options["mask_vector_width"] = context.mask_vector_width
+    options["alignment_bytes"] = context.alignment_bytes
+    for tile in tiles or _tiles(kernel, P, context.mask_block_k):
+        if pair or not tile.pair:
+            launch = _tiled(kernel, tile, P, context, options)
+            if launch is not None:
+                return launch
+    key = KernelKey(NAIVE[kernel], P.dtype.name, warps_m=ROW_WARPS, **options)
+    why = f"no tile fits for head dimensions {P.D} and {P.Dv}: naive, row by row"
     return KernelLaunch(key, OPEN, why=why, traits=replace(_NAIVE, main=kernel in _MAIN))
 
 
-def _tiles(kernel: str, itemsize: int, dim: int, mask_block_k: int) -> tuple[TileSize, ...]:
+def _tiles(kernel: str, P: Problem, mask_block_k: int) -> tuple[TileSize, ...]:
     """List the tiles of a kernel, the fastest first.
 
     With a block mask of ``mask_block_k`` keys a block, forward tiles whose keys align with the
@@ -201,10 +182,32 @@ def _tiles(kernel: str, itemsize: int, dim: int, mask_block_k: int) -> tuple[Til
     def straddles(tile: TileSize) -> bool:
         return max(tile.block_k, mask_block_k) % min(tile.block_k, mask_block_k) > 0
 
-    best = tuned_tiles(kernel, itemsize, dim)
+    if max(P.D, P.Dv) > MAX_HEAD_DIM:
+        return ()
+    best = tuned_tiles(kernel, P.dtype.itemsize, bucket(max(P.D, P.Dv)))
     if mask_block_k and kernel == "forward":
         best = tuple(sorted(best, key=straddles))
     return best + (_SMALL_KEYS if kernel == "backward_dkdv" else _SMALL)
+
+
+def _tiled(
+    kernel: str, tile: TileSize, P: Problem, context: LaunchContext, options: dict[str, Any]
+) -> KernelLaunch | None:
+    """Launch a kernel with a tile; None if it does not fit in shared memory."""
+    size, bias_alignment = P.dtype.itemsize, context.bias_alignment_bytes
+    bias_size = NAMED[context.bias].itemsize if bias_alignment else 0
+    unit = 32 * tile.warps_n if tile.pair else 1
+    dim, value = bucket(P.D, unit), bucket(P.Dv, unit)
+    shared_bytes = generic_bytes(kernel, tile, dim, value, size, bias_size)
+    # A bias must not lower the occupancy that the tile asks for.
+    blocks = tile.min_blocks_per_sm if bias_size else 1
+    limit = (context.shared_limit + RESERVED) // blocks - RESERVED
+    fits = shared_bytes + generic_static_bytes(kernel, tile, size) <= limit
+    if not (fits and _divides(kernel, tile, dim, value)):
+        return None
+    sizes = kernel, P.dtype.name, dim, value, *tile[:6]
+    key = KernelKey(*sizes, bias_alignment_bytes=bias_alignment, pair=tile.pair, **options)
+    return KernelLaunch(key, OPEN, shared_bytes, tile.why, traits=_traits(kernel, context))
 
 
 def _traits(kernel: str, context: LaunchContext) -> KernelTraits:

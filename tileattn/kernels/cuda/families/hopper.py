@@ -16,7 +16,6 @@ from tileattn.kernels.cuda.families.context import (
     KernelTraits,
     LaunchContext,
     Parts,
-    function_fields,
     option_fields,
 )
 from tileattn.kernels.cuda.families.family import (
@@ -308,17 +307,14 @@ def _key(
     shared: int,
 ) -> KernelKey:
     sizes = dim, value, *tile[:7]
-    options = option_fields(P, context.bias) | function_fields(P, context)
-    options |= {
-        "mask_vector_width": context.mask_vector_width,
-        "bias_alignment_bytes": context.bias_alignment_bytes,
-    }
     return KernelKey(
         *(kernel, P.dtype.name, *sizes),
+        mask_vector_width=context.mask_vector_width,
+        bias_alignment_bytes=context.bias_alignment_bytes,
         producer_warps=_PRODUCER_WARPS,
         smem_bytes=shared,
         paged=P.is_paged,
-        **options,
+        **option_fields(P, context),
     )
 
 

@@ -93,7 +93,7 @@ def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
         paged=P.is_paged,
         producer_warps=_PRODUCER_WARPS,
         smem_bytes=shared,
-        **option_fields(P, ""),
+        **option_fields(P, context),
     )
     grid = Grid("splits", key.block_q, split_keys=keys)
     box = key.block_k if P.page is None else min(P.page, key.block_k)

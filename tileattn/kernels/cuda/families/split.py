@@ -12,7 +12,6 @@ from tileattn.kernels.cuda.families.context import (
     KernelTraits,
     LaunchContext,
     Parts,
-    function_fields,
     option_fields,
     refused,
 )
@@ -126,13 +125,12 @@ def joined(
 
 
 def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
-    options = option_fields(P, context.bias) | function_fields(P, context)
     sizes = bucket(P.D), bucket(P.Dv), *tile[:6]
     return KernelKey(
         *(SPLIT, P.dtype.name, *sizes),
         alignment_bytes=context.alignment_bytes,
         paged=P.is_paged,
-        **options,
+        **option_fields(P, context),
     )
 
 
