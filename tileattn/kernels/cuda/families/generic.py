@@ -248,5 +248,7 @@ def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
     return all(columns % (16 * tile.warps_n) == 0 for columns in shared)
 
 
-GENERIC_FORWARD = Family("the generic kernel", lambda *call: (forward_launch(*call),), _why_not)
+GENERIC_FORWARD = Family(
+    "the generic kernel", lambda P, context: (forward_launch(P, context),), _why_not
+)
 GENERIC_BACKWARD = Family("the generic kernel", _backward, _why_not)

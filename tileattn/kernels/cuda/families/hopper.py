@@ -363,6 +363,6 @@ _CONVERT = KernelTraits(beside_rows=True)
 
 
 HOPPER_FORWARD_FAMILY = Family(
-    "the Hopper kernel", lambda *call: (forward_launch(*call),), why_not_forward
+    "the Hopper kernel", lambda P, context: (forward_launch(P, context),), why_not_forward
 )
 HOPPER_BACKWARD_FAMILY = Family("the Hopper kernel", _backward, why_not_backward)

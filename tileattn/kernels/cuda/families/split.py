@@ -151,5 +151,8 @@ def _bytes(P: Problem, tile: TileSize) -> int:
 
 
 SPLIT_FAMILY = Family(
-    "split-KV", lambda *call: joined(*call, launch_over_splits(*call)), why_not, concerns
+    "split-KV",
+    lambda P, context: joined(P, context, launch_over_splits(P, context)),
+    why_not,
+    concerns,
 )
