@@ -370,6 +370,34 @@ def on_jax_traced(**call: Any) -> Any:
     return jax.eval_shape(lambda *x: on_jax(**dict(zip("qkv", x, strict=True)), **call), *rows)
 
 
+def on_torch(**call: Any) -> Any:
+    """Make a call on tensors; arrays that cannot be tensors stay NumPy's."""
+    from tileattn.torch import attention  # PyTorch takes long to import
+
+    return attention(**{name: _tensors(x) for name, x in call.items()})
+
+
+def _tensors(x: Any) -> Any:
+    import torch
+
+    if type(x) is tuple and any(isinstance(y, np.ndarray) for y in x):
+        return tuple(map(_tensors, x))
+    try:
+        return torch.from_numpy(x.copy()) if type(x) is np.ndarray else x
+    except (TypeError, ValueError):  # objects, or bytes in another order
+        return x
+
+
+if find_spec("torch"):
+    ENTRIES |= {
+        "tileattn.torch.attention": Entry(
+            on_torch,
+            dense,
+            DENSE | {"backend": BACKEND, "return_lse": FLAGS, "deterministic": FLAGS},
+        ),
+        "tileattn.torch.attention, packed": Entry(on_torch, packed, PACKED),
+        "tileattn.torch.attention, paged": Entry(on_torch, paged, PAGED),
+    }
 if find_spec("jax"):
     ENTRIES |= {
         "tileattn.jax.attention": Entry(

@@ -1,4 +1,4 @@
-"""Repeated calls on tensors on a GPU: launched from addresses, as those on arrays; no GPU."""
+"""Repeated calls on GPU tensors, by addresses: the same launches as on arrays. Needs no GPU."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -70,96 +70,59 @@ def tensors(dtype: Any = torch.bfloat16, transposed: bool = False) -> list[Any]:
     return [on_gpu(x).requires_grad_(n < 3) for n, x in enumerate(given)]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"causal": True}, {"window": (3, 1), "softcap": 2.0}, {"kv_lengths": (9, 4)}],
-    ids=str,
-)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_calls_by_addresses_are_those_on_arrays(
-    gpu: Machine,
-    options: dict[str, Any],
-    deterministic: bool,
-    transposed: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = on_arrays(monkeypatch)
-    options = options | {"deterministic": deterministic}
-    expected, results = launched(gpu, tensors(transposed=transposed), **options)
-    assert names == ["forward", "backward"]
-    for _ in range(2):
-        found, others = launched(gpu, tensors(transposed=transposed), **options)
-        assert found == expected
-        for x, y in zip(others, results, strict=True):
-            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
-    assert names == ["forward", "backward"]
-
-
-@pytest.mark.parametrize(
-    ("ndim", "options"),
-    [(2, {}), (3, {"causal": True}), (3, {"cu_seqlens_q": (0, 2, 5), "cu_seqlens_k": (0, 3, 9)})],
-)
-def test_fewer_axes_and_packed_sequences(
-    gpu: Machine, ndim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = on_arrays(monkeypatch)
-    given = [on_gpu(x[(0,) * (4 - ndim)]).requires_grad_(n < 3) for n, x in enumerate(tensors())]
-    expected, results = launched(gpu, given, **options)
-    found, others = launched(gpu, given, **options)
-    assert names == ["forward", "backward"]
-    assert found == expected
-    assert [x.shape for x in others] == [x.shape for x in results]
+def flat(ndim: int) -> list[Any]:
+    """Tensors of one batch entry, with so many axes."""
+    return [on_gpu(x[(0,) * (4 - ndim)]).requires_grad_(n < 3) for n, x in enumerate(tensors())]
 
 
 def integers(*values: int, dtype: Any = torch.int32) -> Any:
     return on_gpu(torch.tensor(values, dtype=dtype))
 
 
-BROUGHT: dict[str, Any] = {
-    "lengths": lambda: {
-        "kv_lengths": integers(9, 4),
-        "q_offset": integers(3, 0, dtype=torch.int64),
-    },
-    "slopes": lambda: {"alibi_slopes": on_gpu(torch.rand(2, 4)), "causal": True},
-    "sinks": lambda: {"sinks": on_gpu(torch.rand(4)), "kv_lengths": (9, 4)},
-    "mask": lambda: {"mask": on_gpu((torch.rand(9, 5) > 0.5).mT), "sinks": on_gpu(torch.rand(4))},
-    "bias": lambda: {"bias": on_gpu(torch.rand(4, 1, 9, dtype=torch.bfloat16))},
+CALLS: dict[str, tuple[Any, Any]] = {
+    "plain": (tensors, dict),
+    "other strides": (lambda: tensors(transposed=True), lambda: {"causal": True}),
+    "deterministic": (tensors, lambda: {"deterministic": True}),
+    "window": (tensors, lambda: {"window": (3, 1), "softcap": 2.0}),
+    "lengths on the host": (tensors, lambda: {"kv_lengths": (9, 4)}),
+    "two axes": (lambda: flat(2), dict),
+    "three axes": (lambda: flat(3), lambda: {"causal": True}),
+    "packed on the host": (
+        lambda: flat(3),
+        lambda: {"cu_seqlens_q": (0, 2, 5), "cu_seqlens_k": (0, 3, 9)},
+    ),
+    "packed": (
+        lambda: flat(3),
+        lambda: {"cu_seqlens_q": integers(0, 2, 5), "cu_seqlens_k": integers(0, 3, 9)},
+    ),
+    "lengths": (
+        tensors,
+        lambda: {"kv_lengths": integers(9, 4), "q_offset": integers(3, 0, dtype=torch.int64)},
+    ),
+    "slopes": (tensors, lambda: {"alibi_slopes": on_gpu(torch.rand(2, 4)), "causal": True}),
+    "sinks": (tensors, lambda: {"sinks": on_gpu(torch.rand(4)), "kv_lengths": (9, 4)}),
+    "mask": (tensors, lambda: {"mask": on_gpu((torch.rand(9, 5) > 0.5).mT)}),
+    "bias": (tensors, lambda: {"bias": on_gpu(torch.rand(4, 1, 9, dtype=torch.bfloat16))}),
 }
 
 
-@pytest.mark.parametrize("name", BROUGHT)
-def test_tensors_among_the_options_are_brought_by_address(
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_by_addresses_are_those_on_arrays(
     gpu: Machine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = on_arrays(monkeypatch)
-    expected, _ = launched(gpu, tensors(), **BROUGHT[name]())
-    for _ in range(2):
-        options = BROUGHT[name]()
-        found, _ = launched(gpu, tensors(), **options)
-        assert found == expected
-        # That what is compared is their place, and not that they have none.
-        brought = {n: x.data_ptr() for n, x in options.items() if isinstance(x, torch.Tensor)}
-        for *_, params in gpu.launches:
-            assert {n: int(params[n]) for n in brought} == brought
+    rows, options = CALLS[name]
+    expected, results = launched(gpu, rows(), **options())
     assert names == ["forward", "backward"]
-
-
-@pytest.mark.parametrize("both_given", [False, True])
-def test_offsets_of_packed_sequences_are_brought_by_address(
-    gpu: Machine, both_given: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = on_arrays(monkeypatch)
-    for _ in range(3):
-        given = [on_gpu(x[0]).requires_grad_(n < 3) for n, x in enumerate(tensors())]
-        options = {"cu_seqlens_k": integers(0, 3, 9)}
-        options |= {"cu_seqlens_q": integers(0, 2, 5)} if both_given else {}
-        both(*given, **options)
+    for _ in range(2):
+        given = options()
+        found, others = launched(gpu, rows(), **given)
+        assert found == expected
+        for x, y in zip(others, results, strict=True):
+            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
+        addresses = {n: x.data_ptr() for n, x in given.items() if isinstance(x, torch.Tensor)}
         for *_, params in gpu.launches:
-            for name in ("cu_seqlens_q", "cu_seqlens_k"):
-                x = options.get(name, options["cu_seqlens_k"])
-                assert params[name] == x.data_ptr()
-        gpu.launches.clear()
+            assert {n: int(params[n]) for n in addresses} == addresses
     assert names == ["forward", "backward"]
 
 
@@ -264,19 +227,7 @@ def test_memory_of_the_forward_pass_is_pytorchs(
     assert 0 not in partial
 
 
-def test_other_layouts_are_other_calls(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = on_arrays(monkeypatch)
-    q, k, v, dout = tensors()
-    for _ in range(3):
-        launched(gpu, [q, k, v, dout])
-    names.clear()
-    wide = on_gpu(torch.zeros(*dout.shape[:-1], 16, dtype=dout.dtype)[..., :8])
-    (_, (*_, fields), *_), _ = launched(gpu, [q, k, v, wide])
-    assert names == ["backward"]
-    assert fields["dout_at"][2] == 16
-
-
-@pytest.mark.parametrize("case", ["alignment", "one array", "rows apart"])
+@pytest.mark.parametrize("case", ["alignment", "one array", "rows apart", "gradient"])
 def test_what_addresses_decide_is_looked_at(
     gpu: Machine, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,14 +241,17 @@ def test_what_addresses_decide_is_looked_at(
         q = on_gpu(whole[1:].view(q.shape)).requires_grad_()
     elif case == "one array":
         v = on_gpu(k).requires_grad_()
+    elif case == "gradient":
+        dout = on_gpu(torch.zeros(*dout.shape[:-1], 16, dtype=dout.dtype)[..., :8])
     else:
         q = on_gpu(torch.zeros(2, 4, 8, 5, dtype=q.dtype).mT).requires_grad_()
     names.clear()
+    new = ["backward"] if case == "gradient" else ["forward", "backward"]
     expected, _ = launched(gpu, [q, k, v, dout])
-    assert names == ["forward", "backward"]
+    assert names == new
     found, _ = launched(gpu, [q, k, v, dout])
     # Copies are made of arrays.
-    assert names == ["forward", "backward"] * (2 if case == "rows apart" else 1)
+    assert names == new * (2 if case == "rows apart" else 1)
     assert case == "rows apart" or found == expected
 
 

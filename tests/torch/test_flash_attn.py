@@ -1,6 +1,5 @@
-"""The calls of flash_attn, beside the plain formula with its conventions."""
+"""The functions of flash_attn, beside ``attention`` on one sequence at a time."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tileattn.errors import UnsupportedError  # noqa: E402 - PyTorch may be absent
-from tileattn.torch import flash_attn  # noqa: E402 - as above
+from tileattn.torch import attention, flash_attn  # noqa: E402 - as above
 
 flash: Any = flash_attn  # called with *tensors
 HQ, HKV, D = 4, 2, 16
@@ -23,79 +22,47 @@ def drawn(*shapes: tuple[int, ...]) -> list[Any]:
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def plain(
-    q: Any,
-    k: Any,
-    v: Any,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-) -> tuple[Any, Any]:
-    """Attend in one sequence, (N, H, D) each."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q, k) * (softmax_scale or q.shape[-1] ** -0.5)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    i = torch.arange(len(q))[:, None] + len(k) - len(q)
-    j = torch.arange(len(k))
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes[:, None, None] * abs(i - j)
-    left, right = window_size
-    seen = torch.ones(scores.shape[1:], dtype=torch.bool)
-    seen &= j <= i if causal else seen
-    seen &= j >= i - left if left >= 0 else seen
-    seen &= j <= i + right if right >= 0 else seen
-    lse = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
-    weights = torch.where(seen, (scores - lse[..., None]).exp(), 0)
-    return torch.einsum("hij,jhd->ihd", weights, v), lse
+def one_sequence(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
+    """Attend in one sequence, (N, H, D) each, with the options of the library."""
+    rows = (x.transpose(0, 1) for x in (q, k, v))
+    out, lse = attention(*rows, return_lse=True, **options)
+    return out.transpose(0, 1), lse
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"causal": True},
-    {"window_size": (3, 0)},
-    {"window_size": (-1, 2), "softmax_scale": 0.4},
-    {"window_size": (4, -1), "softcap": 2.0},
-    {"alibi_slopes": torch.linspace(0.1, 0.7, HQ, dtype=torch.float64), "causal": True},
-]
+# What each parameter means is tested in tests/contract/test_shim_parameters.py.
+SLOPES = torch.linspace(0.1, 0.7, HQ, dtype=torch.float64)
+GIVEN: dict[str, Any] = {"window_size": (4, 1), "softcap": 2.0, "alibi_slopes": SLOPES}
+OPTIONS = {"window": (4, 1), "softcap": 2.0, "alibi_slopes": SLOPES}
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("Nq", "Nk"), [(9, 9), (4, 9)])
-def test_flash_attn_func(options: dict[str, Any], Nq: int, Nk: int) -> None:
-    tensors = drawn((3, Nq, HQ, D), (3, Nk, HKV, D), (3, Nk, HKV, D))
+def same(found: Any, expected: Any, tensors: Any) -> None:
+    """Compare outputs and gradients."""
+    torch.testing.assert_close(found, expected)
+    grads = (torch.autograd.grad(x.cos().sum(), tensors) for x in (found, expected))
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_flash_attn_func() -> None:
+    tensors = drawn((3, 4, HQ, D), (3, 9, HKV, D), (3, 9, HKV, D))
     q, k, v = tensors
-    out, lse, probabilities = flash.flash_attn_func(q, k, v, **options, return_attn_probs=True)
+    out, lse, probabilities = flash.flash_attn_func(q, k, v, **GIVEN, return_attn_probs=True)
     assert probabilities is None
-    each = [plain(*(x[b] for x in tensors), **options) for b in range(3)]
+    each = [one_sequence(*(x[b] for x in tensors), **OPTIONS) for b in range(3)]
     expected, expected_lse = (torch.stack(parts) for parts in zip(*each, strict=True))
-    torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
-    assert torch.equal(out, flash.flash_attn_func(*tensors, **options))
-    grads = (torch.autograd.grad(x.cos().sum(), tensors) for x in (out, expected))
-    for found, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(found, wanted)
+    assert torch.equal(out, flash.flash_attn_func(*tensors, **GIVEN))
+    same(out, expected, tensors)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_flash_attn_varlen_func(options: dict[str, Any]) -> None:
+def test_flash_attn_varlen_func() -> None:
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 4, 9], [0, 6, 7, 16]))
     tensors = drawn((9, HQ, D), (16, HKV, D), (16, HKV, D))
     q, k, v = tensors
-    out = flash.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 9, **options)
-    offsets = (cu_q, cu_k, cu_k)
-    each = [
-        plain(*(x[c[s] : c[s + 1]] for x, c in zip(tensors, offsets, strict=True)), **options)[0]
-        for s in range(3)
-    ]
-    expected = torch.cat(each)
-    torch.testing.assert_close(out, expected)
-    grads = (torch.autograd.grad(x.cos().sum(), tensors) for x in (out, expected))
-    for found, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(found, wanted)
+    out = flash.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 9, **GIVEN)
+    cuts = zip(tensors, (cu_q, cu_k, cu_k), strict=True)
+    parts = zip(*(x.split(cu.diff().tolist()) for x, cu in cuts), strict=True)
+    same(out, torch.cat([one_sequence(*part, **OPTIONS)[0] for part in parts]), tensors)
 
 
 def test_flash_attn_varlen_func_with_pages() -> None:
@@ -105,7 +72,8 @@ def test_flash_attn_varlen_func_with_pages() -> None:
     out = flash.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 7, causal=True, block_table=table)
     for s, (rows, n) in enumerate(((slice(0, 4), 6), (slice(4, 9), 7))):
         keys, values = (x[table[s]].flatten(0, 1)[:n] for x in (k, v))
-        torch.testing.assert_close(out[rows], plain(q[rows], keys, values, causal=True)[0])
+        expected = one_sequence(q[rows], keys, values, causal=True)[0]
+        torch.testing.assert_close(out[rows], expected)
 
 
 def test_rows_that_are_packed_along_an_axis() -> None:
@@ -133,14 +101,10 @@ def test_rows_that_are_packed_along_an_axis() -> None:
     ]
     for found, expected in pairs:
         assert found[2] is None
-        for x, y in zip(found[:2], expected[:2], strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=0)
         sums = found[0].cos().sum(), expected[0].cos().sum()
-        grads = (torch.autograd.grad(x, (qkv, q, kv), allow_unused=True) for x in sums)
-        for x, y in zip(*grads, strict=True):
-            assert (x is None) == (y is None)
-            if x is not None:
-                torch.testing.assert_close(x, y, rtol=0, atol=0)
+        grads = (torch.autograd.grad(x, (qkv, q, kv), materialize_grads=True) for x in sums)
+        for x, y in zip((*found[:2], *next(grads)), (*expected[:2], *next(grads)), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"kv must have shape \(B, N, 2, H, D\).*got \(2, 9, 3,"):
         flash.flash_attn_kvpacked_func(q, qkv)
 
@@ -148,13 +112,9 @@ def test_rows_that_are_packed_along_an_axis() -> None:
 def test_a_sink_joins_the_denominator_and_has_a_gradient() -> None:
     q, k, v, sink = drawn((2, 5, HQ, D), (2, 9, HKV, D), (2, 9, HKV, D), (HQ,))
     out = flash.flash_attn_func(q, k, v, learnable_sink=sink)
-    plain_out, lse = flash.flash_attn_func(q, k, v, return_attn_probs=True)[:2]
+    without, lse = flash.flash_attn_func(q, k, v, return_attn_probs=True)[:2]
     share = torch.sigmoid(lse - sink[:, None])
-    expected = plain_out * share.transpose(1, 2)[..., None]
-    torch.testing.assert_close(out, expected)
-    grads = (torch.autograd.grad(x.cos().sum(), (q, k, v, sink)) for x in (out, expected))
-    for found, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(found, wanted)
+    same(out, without * share.transpose(1, 2)[..., None], (q, k, v, sink))
     flat, offsets = [x.flatten(0, 1) for x in (q, k, v)], [[0, 5, 10], [0, 9, 18]]
     found = flash.flash_attn_varlen_func(*flat, *offsets, learnable_sink=sink)
     torch.testing.assert_close(found.view_as(out), out)
@@ -199,12 +159,13 @@ CAPACITY = 40
 @pytest.mark.parametrize("place", ["entries", "other entries", "pages"])
 @pytest.mark.parametrize(
     ("causal", "interleaved", "window_size"),
-    [*itertools.product((False, True), (False, True), ((-1, -1), (4, -1)))],
+    [(False, False, (-1, -1)), (True, True, (-1, -1)), (False, True, (4, -1))],
 )
 def test_flash_attn_with_kvcache(
     place: str, causal: bool, interleaved: bool, window_size: tuple[int, int]
 ) -> None:
     options: dict[str, Any] = {"causal": causal, "window_size": window_size}
+    window = tuple(None if n < 0 else n for n in window_size)
     shapes = (3, 3, HQ, D), (3, 3, HKV, D), (3, 3, HKV, D)
     q, k, v, k_old, v_old = (x.detach() for x in drawn(*shapes, *((3, CAPACITY, HKV, D),) * 2))
     angles = torch.arange(64)[:, None] * 10_000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
@@ -243,7 +204,8 @@ def test_flash_attn_with_kvcache(
         in_order = causal or window_size != (-1, -1)
         own = rotated(q[b], cos, sin, at if in_order else torch.full((3,), n), interleaved)
         keys = torch.cat([k_old[b, :n], rotated(k[b], cos, sin, at, interleaved)])
-        expected = plain(own, keys, torch.cat([v_old[b, :n], v[b]]), **options)
+        values = torch.cat([v_old[b, :n], v[b]])
+        expected = one_sequence(own, keys, values, causal=causal, window=window)
         torch.testing.assert_close(out[b], expected[0])
         torch.testing.assert_close(lse[b], expected[1])
         kept = pages[0][table[b]].flatten(0, 1) if place == "pages" else pages[0][entries[b]]
@@ -255,7 +217,7 @@ def test_a_cache_is_read_without_new_keys() -> None:
     q, k, v = (x.detach() for x in drawn((2, 3, HQ, D), (2, 8, HKV, D), (2, 8, HKV, D)))
     for given, n in ((None, 8), (5, 5), (torch.tensor([5, 5]), 5)):
         out = flash.flash_attn_with_kvcache(q, k, v, cache_seqlens=given, causal=True)
-        expected = plain(q[1], k[1, :n], v[1, :n], causal=True)[0]
+        expected = one_sequence(q[1], k[1, :n], v[1, :n], causal=True)[0]
         torch.testing.assert_close(out[1], expected)
 
 

@@ -1,6 +1,5 @@
 """Functions of the caller's on tensors: read once, by the call, and under PyTorch's compilers."""
 
-import dataclasses
 import functools
 import gc
 import io
@@ -189,22 +188,6 @@ def test_the_backward_pass_is_that_of_what_forward_has_read(name: str) -> None:
     same(*grads)
 
 
-def test_with_arrays_and_by_operators_too() -> None:
-    table, grads = torch.ones(2, 8, dtype=torch.float64, requires_grad=True), []
-    for later in (5, 7):
-        set_layer(5)
-        q = drawn()
-        out = attention(
-            *(q, q, q),
-            score_mod=lambda s, b, h, i, j, t: s + t[h, j] * layer.width,
-            mask_mod=lambda b, h, i, j, t: (i - j < layer.width) & (t[h, j] > 0),
-            aux=(table,),
-        )
-        set_layer(later)
-        grads.append(torch.autograd.grad(out.square().sum(), (q, table)))
-    same(*grads)
-
-
 @pytest.mark.slow
 def test_nothing_that_a_function_reads_is_kept_alive() -> None:
     gone, q = [], drawn()
@@ -304,7 +287,10 @@ def of_both(q: Any, x: Any) -> Any:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("is_dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("call", [of_number, of_size, of_both])
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(of_number, marks=pytest.mark.slow), of_size, of_both],
+)
 def test_numbers_that_a_program_keeps_open_are_compiled_once(call: Any, is_dynamic: bool) -> None:
     """Sizes, and arguments that are integers or floats."""
     fast, graphs = graphs_of(call, fullgraph=True)
@@ -313,6 +299,8 @@ def test_numbers_that_a_program_keeps_open_are_compiled_once(call: Any, is_dynam
         if is_dynamic:
             torch._dynamo.mark_dynamic(q, 2)
         found, expected = fast(q, x), call(q, x)
+        # The program reads x from a float64 array, and a plain call has it as a constant that is
+        # folded: both are right to the last bits of float64, in a different order.
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
         grads = (torch.autograd.grad(y.square().sum(), q)[0] for y in (found, expected))
         torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
@@ -390,43 +378,3 @@ def test_a_size_is_symbolic_in_an_exported_program(is_strict: bool) -> None:
     for n in (8, 12, 21):
         q = drawn(n).detach()
         same(program(q), of_size(q, None))
-
-
-# --- what is refused ----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Slope:
-    value: float = 0.5
-
-
-@pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
-@pytest.mark.parametrize("value", [Slope(), Slope, 3, 0.5, "causal", torch.ones(3), [], True])
-def test_what_is_no_function_is_named(name: str, value: Any) -> None:
-    q = drawn()
-    with pytest.raises(TypeError, match=f"^{name} must be a function; got "):
-        attention(q, q, q, **{name: value})
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"aux": torch.ones(3)},
-            "^aux must be a tuple of arrays; got torch.Tensor",
-        ),
-        ({"aux": (3,)}, r"^aux\[0\] must be a torch.Tensor; got int"),
-        (
-            {"aux": (torch.ones(3, dtype=torch.complex64),)},
-            r"^aux\[0\] must hold .*; got dtype complex64",
-        ),
-        ({"aux": ()}, r"^score_mod has the parameters \(s, b, h, i, j, t\)"),
-        ({"block_mask": Slope()}, "^block_mask must be a tileattn.BlockMask; got Slope"),
-    ],
-)
-def test_wrong_arguments_are_named(changed: dict[str, Any], message: str) -> None:
-    q = drawn()
-    options: dict[str, Any] = {"score_mod": lambda s, b, h, i, j, t: s + t[j]}
-    options |= {"aux": (torch.ones(8),)} | changed
-    with pytest.raises(TypeError, match=message):
-        attention(q, q, q, **options)

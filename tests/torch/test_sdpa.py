@@ -247,20 +247,10 @@ def test_a_mode_sees_the_call_and_its_result_is_computed_here() -> None:
     assert seen.names == [scaled_dot_product_attention]
 
 
-def test_parameters_are_plain_tensors() -> None:
-    x = torch.nn.Parameter(torch.randn(2, 5, 8, dtype=torch.float64))
-    bias = torch.nn.Buffer(torch.randn(5, 5, dtype=torch.float64))
-    with sdpa():
-        found = functional.scaled_dot_product_attention(x, x, x, bias)
-    torch.testing.assert_close(found, functional.scaled_dot_product_attention(x, x, x, bias))
-
-
 # --- memory --------------------------------------------------------------------------------------
 
-SHAPES_OF_BIAS = ((5, 7), (1, 1, 4, 5, 7), (1, 3, 4, 5, 7), (2, 1, 1, 5, 7))
 
-
-@pytest.mark.parametrize("shape", [*SHAPES_OF_BIAS, (2, 3, 1, 5, 1), (2, 3, 4, 5, 7)])
+@pytest.mark.parametrize("shape", [(5, 7), (1, 3, 4, 5, 7), (2, 1, 1, 5, 7), (2, 3, 1, 5, 1)])
 def test_a_bias_that_broadcasts_over_many_axes_is_not_written_out(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from tileattn.torch.block_mask_names import name_of
 from tileattn.torch.functions import read_functions
 from tileattn.torch.operators import INPUTS, TENSORS
 from tileattn.torch.tensors import autocast, check_integers, check_tensor
-from tileattn.validation import check_flags
+from tileattn.validation import check_flags, refuse_masked
 
 _NEVER_NONE = {*options_with(value="flag"), *options_with(role="dropout")}
 _REMEDIES = {  # for tensors that require a gradient that attention does not compute
@@ -184,6 +184,8 @@ def integer_tensor(name: str, x: Any) -> torch.Tensor:
     """Make a tensor of integers: a compiled program takes new values without recompiling."""
     if isinstance(x, torch.Tensor):
         return x
+    if not torch.compiler.is_compiling():
+        refuse_masked(name, x)
     if name in SEEDS:
         x = seed_of(x)
         return torch.full((), x, dtype=torch.int64 if x < 1 << 63 else torch.uint64, device="cpu")
@@ -192,7 +194,7 @@ def integer_tensor(name: str, x: Any) -> torch.Tensor:
             return torch.full((), x, dtype=torch.int64, device="cpu")
         return torch.as_tensor(x, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(f"{called(name)} must be integers; got {x!r}") from None
+        raise TypeError(must_be(name, "integers", x)) from None
 
 
 def number(name: str, x: Any) -> float:
