@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tuning
-from benchmarks.configurations import Configuration
+from benchmarks.configurations import DTYPES, Configuration, Inputs, Shapes
 from benchmarks.tuning import NUMBERS, Case
+from tests.backends.cupy.fake_cupy import Machine, machine
 from tests.benchmarks.fake_gpu import Fake
 from tileattn.kernels.cuda.plan.device import device_of_arch
 
@@ -43,6 +44,52 @@ def test_every_number_is_listed_with_its_origin(capsys: pytest.CaptureFixture[st
 def test_every_number_changes_a_call(name: str) -> None:
     number, device = NUMBERS[name], device_of_arch("sm_90a")
     assert next(tuning.changed(number, number.alternative, device), None) is not None
+
+
+class OnMachine(Fake):
+    """A GPU that only takes note of launches."""
+
+    def __init__(self, gpu: Machine) -> None:
+        import cupy
+
+        super().__init__()
+        self.xp, self._gpu = cupy, gpu
+
+    def inputs(self, shapes: Shapes, dtype: str) -> tuple[Inputs, ...]:
+        return (Inputs(*(self._gpu.array(shape, DTYPES[dtype]) for shape in shapes)),)
+
+
+SMALL = [
+    ("stagger_one_wave", Case(Configuration("backward", "bf16", 1, 70, 256, 96, True), True)),
+    ("modified_rows", Case(Configuration("backward", "bf16", 1, 2, 512, 64), option="softcap")),
+    ("masked_rows", Case(Configuration("forward", "bf16", 1, 2, 512, 96), option="documents")),
+    ("split_queries", Case(Configuration("forward", "bf16", 1, 2, 9000, 64, Hkv=1), queries=1)),
+    (
+        "latent_keys_per_row",
+        Case(
+            Configuration("forward", "bf16", 1, 16, 3000, 576, Hkv=1, Dv=512),
+            queries=1,
+            latent=True,
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), SMALL, ids=[name for name, _ in SMALL])
+def test_both_values_are_launched(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    number, launched = NUMBERS[name], []
+    with machine(monkeypatch) as gpu:
+        gpu.arch = "sm_90a"
+        for value in (number.value, number.alternative):
+            call = tuning.prepared(case, number, value, OnMachine(gpu))
+            gpu.launches.clear()
+            call()
+            launched.append([(*x[:3], x[3].tobytes()) for x in gpu.launches])
+    assert all(launched)
+    mine, theirs = (
+        [(key, grid, shared) for key, grid, shared, _ in launches] for launches in launched
+    )
+    assert (mine != theirs) == (name != "stagger_one_wave")  # which changes only parameters
 
 
 @pytest.mark.usefixtures("few")
