@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tuning
-from benchmarks.configurations import DTYPES, Configuration, Inputs, Shapes
+from benchmarks.configurations import DTYPES, Configuration, Inputs
 from benchmarks.tuning import NUMBERS, Case
-from tests.backends.cupy.fake_cupy import Machine, machine
+from tests.backends.cupy.fake_cupy import machine
 from tests.benchmarks.fake_gpu import Fake
 from tileattn.kernels.cuda.plan.device import device_of_arch
 
@@ -46,19 +46,6 @@ def test_every_number_changes_a_call(name: str) -> None:
     assert next(tuning.changed(number, number.alternative, device), None) is not None
 
 
-class OnMachine(Fake):
-    """A GPU that only takes note of launches."""
-
-    def __init__(self, gpu: Machine) -> None:
-        import cupy
-
-        super().__init__()
-        self.xp, self._gpu = cupy, gpu
-
-    def inputs(self, shapes: Shapes, dtype: str) -> tuple[Inputs, ...]:
-        return (Inputs(*(self._gpu.array(shape, DTYPES[dtype]) for shape in shapes)),)
-
-
 SMALL = [
     ("stagger_one_wave", Case(Configuration("backward", "bf16", 1, 70, 256, 96, True), True)),
     ("modified_rows", Case(Configuration("backward", "bf16", 1, 2, 512, 64), option="softcap")),
@@ -77,18 +64,21 @@ SMALL = [
 
 @pytest.mark.parametrize(("name", "case"), SMALL, ids=[name for name, _ in SMALL])
 def test_both_values_are_launched(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    number, launched = NUMBERS[name], []
+    import cupy
+
+    number, device, launched = NUMBERS[name], Fake(), []
+    device.xp = cupy
     with machine(monkeypatch) as gpu:
         gpu.arch = "sm_90a"
+        drawn = Inputs(*(gpu.array(x, DTYPES[case.configuration.dtype]) for x in case.shapes))
+        monkeypatch.setattr(device, "inputs", lambda *_: (drawn,))
         for value in (number.value, number.alternative):
-            call = tuning.prepared(case, number, value, OnMachine(gpu))
+            call = tuning.prepared(case, number, value, device)
             gpu.launches.clear()
             call()
-            launched.append([(*x[:3], x[3].tobytes()) for x in gpu.launches])
+            launched.append([x[:3] for x in gpu.launches])
     assert all(launched)
-    mine, theirs = (
-        [(key, grid, shared) for key, grid, shared, _ in launches] for launches in launched
-    )
+    mine, theirs = launched
     assert (mine != theirs) == (name != "stagger_one_wave")  # which changes only parameters
 
 
