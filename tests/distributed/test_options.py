@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tileattn.distributed as dist
-from tests.distributed.schedules.test_schedules import check_once
 from tests.distributed.threads import Rank, on_ranks
+from tests.distributed.whole_sequence import check_once
 from tileattn import BlockMask, reference
 from tileattn.call.options import Options
 from tileattn.distributed import Layout

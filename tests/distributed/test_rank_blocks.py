@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.in_groups import tireless
-from tests.distributed.schedules.test_schedules import check, layouts
+from tests.distributed.whole_sequence import check, layouts
 from tileattn.call.parse import parse
 from tileattn.distributed import Layout
 from tileattn.distributed.model.memory_plan import CPU, PassPlanner

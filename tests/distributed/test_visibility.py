@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.distributed.schedules.test_schedules import layouts
+from tests.distributed.whole_sequence import layouts
 from tileattn.distributed import Layout
 from tileattn.distributed.visibility import Visibility, reach
 

@@ -84,7 +84,9 @@ def on_ranks(ranks: int, *program: str, check: bool = True) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))]
+)
 def test_the_example(ranks: int) -> None:
     printed = on_ranks(ranks, str(ROOT / "examples" / "ring.py")).splitlines()
     assert printed == [

@@ -102,7 +102,7 @@ def on_ranks(size: int, run: Callable[[Any], Any], store: Path) -> list[Any]:
         return pool.starmap_async(work, given, chunksize=1).get(SECONDS)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_results_are_those_of_one_call(ranks: int, tmp_path: Path) -> None:
     found = on_ranks(ranks, results, tmp_path / "store")
     layout = Layout.zigzag(N, ranks)

@@ -1,4 +1,4 @@
-"""Sums in the place of results, as GPUs have them; the kernels run on the CPU."""
+"""Accumulators of GPUs, which keep sums in two halves; their kernels run on the CPU."""
 
 import threading
 from typing import Any
@@ -7,22 +7,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import tileattn.distributed as dist
 from tests.distributed.in_groups import in_groups
-from tests.distributed.threads import on_ranks
+from tests.distributed.whole_sequence import check_once
 from tests.kernels.cuda.src.partial_rows_on_host import KernelOnHost
-from tileattn import Attention, Gradients, reference
 from tileattn.backends.cupy import partial_rows
 from tileattn.distributed import Layout
 from tileattn.distributed.call import Call
-from tileattn.testing import assert_attention_close, error_bound
+from tileattn.testing import AttentionCase
 
 DTYPES = [np.dtype(x) for x in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64)]
 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What gives a kernel; ranks are threads."""
+    """Return a function that loads a kernel; ranks are threads."""
     folder, lock = tmp_path_factory.mktemp("kernels"), threading.Lock()
     kernels: dict[Any, KernelOnHost] = {}
 
@@ -37,7 +35,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(autouse=True)
 def on_host(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take arrays of NumPy's for those of a GPU."""
+    """Treat NumPy arrays as arrays on a GPU."""
     monkeypatch.setattr(partial_rows, "load", load)
     monkeypatch.setattr(partial_rows, "_address", lambda x: x.ctypes.data)
     monkeypatch.setattr(Call, "on_gpu", True)
@@ -48,7 +46,7 @@ def on_host(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("splits", [False, True])
 def test_halves_are_those_of_a_sum(dtype: Any, is_split: bool, splits: bool) -> None:
-    """Of heads 1 to 2 of 4, and rows 3 to 7."""
+    """Add to heads 1 and 2 of 4, rows 3 to 7."""
     rng, at = np.random.default_rng(1), slice(3, 8)
     wide = np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
     whole = rng.standard_normal((2, 4, 11, 35)).astype(dtype)
@@ -67,7 +65,7 @@ def test_halves_are_those_of_a_sum(dtype: Any, is_split: bool, splits: bool) -> 
 
 
 def value(x: Any, low: Any, wide: np.dtype[Any], is_split: bool) -> Any:
-    """The sums that halves stand for."""
+    """Return the sums that are kept in halves."""
     if not is_split or x.dtype.itemsize > 2:
         return x.astype(wide)
     high = np.ascontiguousarray(x).view(np.uint16).astype(np.uint32)
@@ -91,7 +89,7 @@ def test_ranks_with_a_gpu_each_in_groups(B: int, dtype: Any, schedule: Any, name
 
 
 def check(B: int, dtype: Any, schedule: Any, name: str) -> None:
-    """Hold both passes of four ranks to the oracle; the window leaves queries without keys."""
+    """Compare four ranks with the oracle; the window leaves queries without keys."""
     given: dict[str, dict[str, Any]] = {
         "full": {},
         "causal": {"causal": True},
@@ -104,21 +102,4 @@ def check(B: int, dtype: Any, schedule: Any, name: str) -> None:
         rng.standard_normal((B, heads, 170, 24)).astype(dtype) for heads in (4, 2, 2, 4)
     )
     layout = Layout.zigzag(170, 4)
-
-    def run(comm: Any) -> Any:
-        *own, upstream = (layout.take(x, comm.rank) for x in (q, k, v, dout))
-        more: dict[str, Any] = {"layout": layout, "schedule": schedule, "backend": "numpy"}
-        attention, pullback = dist.vjp(own[0], own[1], own[2], comm, **more, **options)
-        return [*attention, *pullback(upstream)[:5]]
-
-    found = on_ranks(4, run)
-    for x in found:
-        if isinstance(x, Exception):
-            raise x
-    out, lse, dq, dk, dv, _, dsinks = zip(*found, strict=True)
-    bounds = error_bound(q, k, v, dout, **options)
-    attention = Attention(layout.join(out), layout.join(lse, axis=-1))
-    assert_attention_close(attention, reference.forward(q, k, v, **options), bounds)
-    dq, dk, dv = (layout.join(x) for x in (dq, dk, dv))
-    grads = Gradients(dq, dk, dv, None, dsinks[0])
-    assert_attention_close(grads, reference.backward(dout, q, k, v, **options), bounds)
+    check_once(AttentionCase(q, k, v, dout, None, options), layout, layout, schedule=schedule)

@@ -1,4 +1,4 @@
-"""Ranks whose messages run as NCCL's do: in the order of a stream, without tags."""
+"""Messages as NCCL sends them: in the order of a stream, without tags."""
 
 import threading
 from collections.abc import Iterator
@@ -11,11 +11,10 @@ import pytest
 
 import tileattn.distributed as dist
 from tests.distributed.in_groups import in_groups
-from tests.distributed.schedules.test_schedules import layouts
 from tests.distributed.threads import PATIENCE, Rank, on_ranks
-from tileattn import reference
+from tests.distributed.whole_sequence import check_once, layouts
 from tileattn.distributed import Layout
-from tileattn.testing import assert_attention_close, error_bound
+from tileattn.testing import AttentionCase
 
 SCHEDULES: list[Any] = ["ring", "gather", ("heads", 2), "heads"]
 
@@ -101,24 +100,10 @@ def test_no_step_waits_for_another(schedule: Any, options: dict[str, Any], budge
     rng = np.random.default_rng(5)
     q, dout = rng.standard_normal((2, 2, 8, 37, 6), np.float32)
     k, v = rng.standard_normal((2, 2, 4, 37, 6), np.float32)
-    bounds = error_bound(q, k, v, dout, **options)
+    case = AttentionCase(q, k, v, dout, None, options)
     for layout in (Layout.zigzag(37, 4), layouts(rng, 37, 4), Layout.contiguous([0, 20, 0, 17])):
-
-        def run(comm: Any, layout: Layout = layout) -> Any:
-            *own, upstream = (layout.take(x, comm.rank) for x in (q, k, v, dout))
-            given: dict[str, Any] = {"layout": layout, "schedule": schedule, "backend": "numpy"}
-            attention, pullback = dist.vjp(own[0], own[1], own[2], comm, **given, **options)
-            return [*attention, *pullback(upstream)[:3]]
-
         with in_groups(budget):
-            out, lse, *grads = zip(*streamed(4, run), strict=True)
-        attention = type(reference.forward(q, k, v))(layout.join(out), layout.join(lse, axis=-1))
-        assert_attention_close(attention, reference.forward(q, k, v, **options), bounds)
-        found = reference.backward(dout, q, k, v, **options)
-        joined = found._replace(
-            **{n: layout.join(x) for n, x in zip(("dq", "dk", "dv"), grads, strict=True)}
-        )
-        assert_attention_close(joined, found, bounds)
+            check_once(case, layout, layout, on=streamed, schedule=schedule)
 
 
 def test_ranges_that_touch_are_one_segment() -> None:

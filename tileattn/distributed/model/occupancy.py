@@ -101,7 +101,7 @@ class Occupancy:
         """
         units, number, tail = self._units, heads * len(costs), _TAIL * float(costs.mean())
         if number > _MAX_WAVES * units:
-            return heads * float(costs.sum()) / units + tail
+            return heads * float(costs.sum()) / units
         tiles, busy = np.repeat(costs, heads), np.zeros(units)
         for start in range(0, number, units):
             wave = tiles[start : start + units]

@@ -1,0 +1,97 @@
+"""Both passes of a problem on ranks: each gets its part, and the results are put together."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+import tileattn.distributed as dist
+from tests.distributed.in_groups import in_groups
+from tests.distributed.threads import on_ranks
+from tileattn import Attention, Gradients, reference
+from tileattn.distributed import Layout
+from tileattn.testing import AttentionCase, assert_attention_close, error_bound
+
+
+def layouts(rng: np.random.Generator, length: int, ranks: int) -> Layout:
+    """Draw a layout: contiguous with empty parts, zigzag, striped, or ranges anywhere."""
+    kind = rng.integers(4)
+    cuts = np.sort(rng.integers(0, length + 1, ranks - 1))
+    if kind == 0:
+        return Layout.contiguous(np.diff([0, *cuts, length]).tolist())
+    if kind == 1:
+        return Layout.zigzag(length, ranks)
+    if kind == 2:
+        return Layout.striped(length, ranks, int(rng.integers(1, 20)))
+    ends = [0, *np.sort(rng.integers(0, length + 1, 2 * ranks)), length]
+    parts: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for start, stop in pairwise(ends):
+        parts[rng.integers(ranks)].append((start, stop))
+    return Layout(tuple(tuple(part) for part in parts))
+
+
+def cut(case: AttentionCase, queries: Layout, keys: Layout, rank: int) -> AttentionCase:
+    """Return the part of a rank."""
+    options = dict(case.options)
+    for name in ("bias", "mask"):
+        x = options.get(name)
+        if x is not None and x.ndim > 1 and x.shape[-2] > 1:
+            options[name] = queries.take(x, rank)
+    q, dout = (queries.take(x, rank) for x in (case.q, case.dout))
+    k, v = (keys.take(x, rank) for x in (case.k, case.v))
+    dlse = None if case.dlse is None else queries.take(case.dlse, rank, axis=-1)
+    return AttentionCase(q, k, v, dout, dlse, options)
+
+
+def results(
+    case: AttentionCase,
+    queries: Layout,
+    keys: Layout,
+    on: Callable[..., list[Any]] = on_ranks,
+    **more: Any,
+) -> tuple[Attention, Gradients]:
+    """Compute both passes; gradients of shared inputs must be the same on all ranks."""
+
+    def run(comm: Any) -> Any:
+        q, k, v, dout, dlse, options = cut(case, queries, keys, comm.rank)
+        given = options | {"layout": queries, "layout_k": keys, "backend": "numpy"} | more
+        attention, pullback = dist.vjp(q, k, v, comm, **given)
+        return attention, pullback(dout, dlse)
+
+    found = on(queries.ranks, run)
+    for x in found:
+        if isinstance(x, Exception):
+            raise x
+    out, lse = (queries.join([x[0][n] for x in found], axis=n - 2) for n in range(2))
+    grads = [x[1] for x in found]
+    dq = queries.join([g.dq for g in grads])
+    dk, dv = (keys.join([getattr(g, name) for g in grads]) for name in ("dk", "dv"))
+    dbias, bias = grads[0].dbias, case.options.get("bias")
+    if bias is not None and bias.ndim > 1 and bias.shape[-2] > 1:
+        dbias = queries.join([g.dbias for g in grads])
+    for other in grads[1:]:
+        assert_same(other.dsinks, grads[0].dsinks)
+        assert (other.daux is None) == (grads[0].daux is None)
+    return Attention(out, lse), Gradients(dq, dk, dv, dbias, grads[0].dsinks, grads[0].daux)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert (a is None and b is None) or a.tobytes() == b.tobytes()
+
+
+def check_once(case: AttentionCase, queries: Layout, keys: Layout, **more: Any) -> None:
+    """Compare the results of the ranks with the oracle."""
+    attention, grads = results(case, queries, keys, **more)
+    q, k, v, dout, dlse, options = case
+    bounds = error_bound(q, k, v, dout, dlse=dlse, **options)
+    assert_attention_close(attention, reference.forward(q, k, v, **options), bounds)
+    expected = reference.backward(dout, q, k, v, dlse=dlse, **options)
+    assert_attention_close(grads, expected, bounds)
+
+
+def check(case: AttentionCase, queries: Layout, keys: Layout, **more: Any) -> None:
+    """Compare with the oracle, once with all heads at a time and once in head groups."""
+    check_once(case, queries, keys, **more)
+    with in_groups():
+        check_once(case, queries, keys, **more)
