@@ -99,7 +99,7 @@ def test_spills_are_counted(folder: Path) -> None:
     assert made.spill_bytes > 100
 
 
-def test_headers_come_from_the_sources_alone(
+def test_headers_come_only_from_the_sources(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "elsewhere"
@@ -231,7 +231,7 @@ def test_no_text_moves_between_files_unseen(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF from elsewhere", None])
-def test_an_unsound_entry_is_compiled_anew_and_replaced(
+def test_an_unsound_entry_is_compiled_again_and_replaced(
     folder: Path, content: bytes | None
 ) -> None:
     first = make(folder)

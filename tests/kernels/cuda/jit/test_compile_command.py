@@ -18,7 +18,7 @@ from tileattn.kernels.cuda.jit import compile as compiling
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give each test a cache of its own, and every warning anew."""
+    """Give each test a cache of its own, and every warning again."""
     monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
     cache._warn_once.cache_clear()
     return tmp_path / "cache"

@@ -87,7 +87,7 @@ def test_a_failure_is_not_remembered(folder: Path, placed: list[tuple[Any, ...]]
     assert len(placed) == 1
 
 
-# --- those of a call ------------------------------------------------------------------------------
+# --- the kernels of a call ------------------------------------------------------------------------
 
 CALL = [dataclasses.replace(KEY, head_dim=16 * n) for n in (1, 2, 1, 3)]
 

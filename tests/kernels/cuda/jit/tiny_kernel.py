@@ -39,6 +39,6 @@ def written(folder: Path) -> Path:
 def make(
     folder: Path, key: KernelKey = KEY, arch: str = "sm_80", *, force: bool = False
 ) -> Compiled:
-    """Compile as a new process would, which reads the sources anew."""
+    """Compile as a new process would: it reads the sources again."""
     sources_in.cache_clear()
     return compiled(key, arch, (folder,), force=force)

@@ -1,4 +1,4 @@
-"""The launches of a backward pass: those of its family, and what runs before and after them."""
+"""The launches of a backward pass: its family's, and what runs before and after them."""
 
 from collections.abc import Sequence
 from itertools import takewhile

@@ -7,6 +7,7 @@ from tileattn.call.problem import Problem
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext
 from tileattn.kernels.cuda.families.size_class import empty_axes
+from tileattn.kernels.cuda.tuning import TILES
 
 Clause = tuple[str, Callable[[Problem, LaunchContext], bool]]
 """A reason not to run a pass, and the condition under which it applies."""
@@ -18,6 +19,10 @@ NOT_HOPPER: Clause = (
 NOT_16_BIT: Clause = (
     "dtype is neither float16 nor bfloat16",
     lambda P, _: P.dtype.itemsize != 2,
+)
+NO_GENERIC: Clause = (
+    "no generic kernel has this dtype",
+    lambda P, _: ("forward", P.dtype.itemsize) not in TILES,
 )
 NOT_ALIGNED: Clause = (
     "a row is not aligned to 16 bytes",

@@ -23,7 +23,7 @@ from tileattn.kernels.cuda.families.context import (
     option_fields,
     rows_of_block,
 )
-from tileattn.kernels.cuda.families.family import Family
+from tileattn.kernels.cuda.families.family import NO_GENERIC, Family, first_reason
 from tileattn.kernels.cuda.families.grid import OPEN, Grid
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import (
@@ -33,7 +33,7 @@ from tileattn.kernels.cuda.families.shared_memory import (
 )
 from tileattn.kernels.cuda.families.size_class import has_keys, has_queries
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, tuned_tiles
-from tileattn.kernels.cuda.tuning import TILES, TileSize
+from tileattn.kernels.cuda.tuning import TileSize
 
 NAIVE = {
     "forward": "naive_forward",
@@ -55,9 +55,8 @@ _SMALL_KEYS = tuple(
 )
 
 
-def _why_not(problem: Problem, _: LaunchContext) -> str | None:
-    size = problem.dtype.itemsize
-    return None if ("forward", size) in TILES else f"no generic kernel has {problem.dtype.name}"
+def _why_not(problem: Problem, context: LaunchContext) -> str | None:
+    return first_reason((NO_GENERIC,), problem, context)
 
 
 def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:

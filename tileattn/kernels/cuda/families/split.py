@@ -15,7 +15,13 @@ from tileattn.kernels.cuda.families.context import (
     option_fields,
     refused,
 )
-from tileattn.kernels.cuda.families.family import Family, reads_pages
+from tileattn.kernels.cuda.families.family import (
+    NO_GENERIC,
+    Clause,
+    Family,
+    first_reason,
+    reads_pages,
+)
 from tileattn.kernels.cuda.families.grid import Grid, split_count
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import split_bytes, split_static_bytes
@@ -67,9 +73,13 @@ def concerns(problem: Problem, context: LaunchContext) -> bool:
 def why_not(problem: Problem, context: LaunchContext) -> str | None:
     """Return why the split-KV kernel does not support a call; None if it does."""
     option = refused(problem, "has_block_mask", "has_dropout")
-    if option is not None:
-        return f"{option} is in use"
-    return "no tile fits in shared memory" if next(_tiles(problem, context), None) is None else None
+    return f"{option} is in use" if option else first_reason(_UNSUPPORTED, problem, context)
+
+
+_UNSUPPORTED: tuple[Clause, ...] = (
+    NO_GENERIC,
+    ("no tile fits in shared memory", lambda P, context: not any(_tiles(P, context))),
+)
 
 
 @dataclass(frozen=True)
