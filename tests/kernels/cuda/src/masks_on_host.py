@@ -1,6 +1,5 @@
 """Run the attention mask of mask.cuh on the CPU, pair by pair."""
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.kernels.cuda.src.on_host import built, kernel_texts
-from tileattn.kernels.cuda.plan.params import aux_name, slots, template
+from tests.kernels.cuda.src.on_host import built, kernel_texts, named, parameter_block, pointer
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
 
 Array = NDArray[Any]
@@ -35,21 +33,15 @@ extern "C" void visible(const Params* p, int rows, int columns, bool* by_functio
 def visible(
     folder: Path, plan: LaunchPlan, aux: Sequence[Array], rows: int, columns: int
 ) -> tuple[Array, Array]:
-    """Find the pairs that the function of a plan lets attend, and those that its whole mask does.
+    """Return the pairs that the mask_mod of a plan makes visible, and those of its whole mask.
 
-    Of so many rows and columns, which may be more than there are.
+    There may be more rows and columns than queries and keys.
     """
-    block = np.frombuffer(template(plan.fields, plan.aux), np.uint64).copy()
-    for n, x in enumerate(aux):
-        block[slots(plan.aux)[aux_name(n)]] = x.ctypes.data
+    block = parameter_block(plan.fields, named(aux), plan.aux)
     key = next(launch.key for launch in plan.launches if launch.key.mask_mod)
     texts = kernel_texts(replace(key, kernel="visible"), 1, "float32")
     library = built(folder, texts | {"visible.cpp": _VISIBLE}, "visible.cpp")
     P = plan.problem
     found, seen = (np.zeros((P.B, P.Hq, rows, columns), bool) for _ in range(2))
-    library.visible(
-        ctypes.c_void_p(block.ctypes.data),
-        *map(ctypes.c_int, (rows, columns)),
-        *(ctypes.c_void_p(x.ctypes.data) for x in (found, seen)),
-    )
+    library.visible(pointer(block), rows, columns, pointer(found), pointer(seen))
     return found, seen

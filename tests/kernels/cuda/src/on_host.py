@@ -1,7 +1,4 @@
-"""Run the text of functions.cuh, and what classifies tiles by it, on the CPU.
-
-A C++ compiler takes it with a few stand-ins.
-"""
+"""Run sources of the kernels on the CPU: a C++ compiler takes them with the few stand-ins here."""
 
 import ctypes
 import shutil
@@ -26,55 +23,17 @@ from tileattn.kernels.cuda.families.functions import functions_text
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.tile_lists import KERNELS
 from tileattn.kernels.cuda.jit.compile import SOURCES
-from tileattn.kernels.cuda.plan.layout import array_layout
+from tileattn.kernels.cuda.plan.layout import ArrayLayout, array_layout
 from tileattn.kernels.cuda.plan.params import PARAMS, aux_name, slots, template
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
 
 Array = NDArray[Any]
 
-_HEADERS = "quick.cuh", "numpy.cuh", "intervals.cuh"  # that run as they are
+STAND_INS = Path(__file__).with_name("stand_ins.h").read_text(encoding="utf-8")
+"""The text that takes the place of types.cuh."""
 
-_TYPES = """\
-#pragma once
-#include <math.h>
-#include <algorithm>
-#include <limits>
-#define __device__
-#define __shared__ static
-#define __global__
-#define __grid_constant__
-#define __launch_bounds__(...)
-using std::max, std::min;
-using i64 = long long;
-using u32 = unsigned;
-using u64 = unsigned long long;
-using float32 = float;
-using float64 = double;
-inline float widen(float x) { return x; }
-inline double widen(double x) { return x; }
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline double __dadd_rn(double x, double y) { return x + y; }
-template <class T> T difference(T x, T y) { return x - y; }
-template <class T> T rounded_product(T x, T y) { return x * y; }
-inline float reciprocal_of(float x) { return 1 / x; }
-inline float exp2_of(float x) { return exp2f(x); }
-inline bool is_finite(float x) { return isfinite(x); }
-template <class T> T infinity() { return std::numeric_limits<T>::infinity(); }
+_HEADERS = "quick.cuh", "numpy.cuh", "intervals.cuh"
 
-// Warps of one lane.
-constexpr int WARP = 1;
-struct int2 { int x, y; };
-inline struct { int x; } threadIdx, blockIdx;
-inline u32 __ballot_sync(u32, bool x) { return x; }
-inline int __popc(u32 x) { return __builtin_popcount(x); }
-template <class T> T __shfl_xor_sync(u32, T x, int) { return x; }
-inline void __syncthreads() {}
-inline int __syncthreads_count(bool x) { return x; }
-inline void sync_threads() {}
-inline void overlap_launches() {}
-struct float16;
-struct bfloat16;
-"""
 
 _PAIRS = """\
 #include "functions.cuh"
@@ -202,8 +161,6 @@ struct Lane {{
     int row(int e) const {{ return g + e / 2 * 8; }}
     int column(int e) const {{ return 2 * t + e % 2; }}
 }};
-inline void hide(u32&) {{}}
-inline u32 __umulhi(u32 x, u32 y) {{ return u32(u64(x) * y >> 32); }}
 """
 
 
@@ -215,30 +172,23 @@ def dropped(
     place: tuple[int, int],
     atoms: tuple[int, int],
 ) -> list[Array]:
-    """Find what dropout keeps of a head, from a place on: pair by pair, and in fragments.
+    """Return which pairs dropout keeps from a place on: one by one, in a fragment, and transposed.
 
-    Of so many atoms along rows and columns; the last has keys as rows.
+    A fragment has ``atoms`` atoms along rows and columns.
     """
-    block = np.frombuffer(template(fields), np.uint64).copy()
-    if origin is not None:
-        block[slots({})["origin"]] = origin.ctypes.data
+    block = parameter_block(fields, {} if origin is None else {"origin": origin})
     names = "philox.cuh", "params.cuh", "integers.cuh", "functions.cuh", "numpy.cuh", "quick.cuh"
-    texts = {name: (SOURCES / name).read_text(encoding="utf-8") for name in names}
     config = _DROPOUT_CONFIG.format(m=atoms[0], n=atoms[1], origin=int(origin is not None))
-    texts |= {"types.cuh": _TYPES, "config.cuh": config, "dropout.cpp": _DROPOUT}
+    texts = sources(*names) | {"config.cuh": config, "dropout.cpp": _DROPOUT}
     library = built(folder, texts, "dropout.cpp")
     found = [np.empty((16 * atoms[0], 8 * atoms[1]), bool) for _ in range(3)]
-    library.drop(
-        ctypes.c_void_p(block.ctypes.data),
-        *map(ctypes.c_longlong, head),
-        *map(ctypes.c_int, place),
-        *(ctypes.c_void_p(x.ctypes.data) for x in found),
-    )
+    numbers = (*map(ctypes.c_longlong, head), *map(ctypes.c_int, place))
+    library.drop(pointer(block), *numbers, *map(pointer, found))
     return found
 
 
 class Found(NamedTuple):
-    """What a number stands for: a block of a sequence, and where that is."""
+    """The block of a number: its sequence, and where that is."""
 
     b: int
     block: int
@@ -254,99 +204,107 @@ class Found(NamedTuple):
 def sequence_blocks(
     folder: Path, plan: LaunchPlan, key: KernelKey, count: int, **integers: Array
 ) -> list[Found]:
-    """Find the blocks of queries of some first numbers; integers are those of the call."""
+    """Find the blocks of the first ``count`` numbers, for the integer arrays of a call."""
     block = block_with(plan, integers)
     texts = kernel_texts(replace(key, kernel="sequences"), 1, "float32")
     library = built(folder, texts | {"sequences.cpp": _SEQUENCES}, "sequences.cpp")
     found = np.empty((count, len(Found._fields)), np.int64)
-    library.find(ctypes.c_void_p(block.ctypes.data), count, ctypes.c_void_p(found.ctypes.data))
+    library.find(pointer(block), count, pointer(found))
     return [Found(*row) for row in found.tolist()]
 
 
 def ordered(folder: Path, plan: LaunchPlan, **integers: Array) -> Array:
-    """Put the work tiles of a plan in order: a row of integers for each `PackedBlock`."""
+    """Order the work tiles of a plan: a row of integers for each `PackedBlock`."""
     key = next(x.key for x in plan.launches if x.key.kernel in COUNTS)
     count = ordered_blocks(plan.problem, key)
     found = np.full(order_bytes(plan.problem, key) // 4, -1, np.int32)
     counter = np.ones(1, np.uint32)
-    block, places = block_with(plan, integers), slots({})
-    for name, x in (("block_order", found), ("tile_counter", counter)):
-        block[places[name]] = x.ctypes.data
+    block = block_with(plan, integers, block_order=found, tile_counter=counter)
     counting = [x for x in plan.launches if x.key.kernel == COUNTS[key.kernel]]
     for each, grid in (*((x.key, x.grid) for x in counting), (key, count)):
         library = built(folder, kernel_texts(each, 1, "float32"), f"{each.kernel}.cpp")
-        library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(grid))
-    assert counter[0] == (key.kernel != ORDERS_QUERIES)  # a forward pass finds zero
+        library.launch(pointer(block), ctypes.c_int(grid))
+    assert counter[0] == (key.kernel != ORDERS_QUERIES)  # the forward pass needs 0
     return found[: 12 * count].reshape(count, 12)
 
 
-def block_with(plan: LaunchPlan, integers: Mapping[str, Array]) -> Array:
+def pointer(x: Array) -> ctypes.c_void_p:
+    """Return the address of an array, for a C function. It keeps the array alive."""
+    return x.ctypes.data_as(ctypes.c_void_p)
+
+
+def parameter_block(
+    fields: Mapping[str, Any],
+    arrays: Mapping[str, Array],
+    aux: Mapping[str, ArrayLayout] | None = None,
+) -> Array:
+    """Fill a parameter block with fields and the addresses of arrays."""
+    block = np.frombuffer(template(fields, aux or {}), np.uint64).copy()
+    places = slots(aux or {})
+    for name, x in arrays.items():
+        block[places[name]] = x.ctypes.data
+    return block
+
+
+def block_with(plan: LaunchPlan, integers: Mapping[str, Array], **arrays: Array) -> Array:
     """Fill the parameter block of a plan with the integers of a call, of 4 or 8 bytes each."""
     sizes = {f"{name}_bytes": x.itemsize for name, x in integers.items()}
-    block = np.frombuffer(template(plan.fields | sizes), np.uint64).copy()
-    for name, x in integers.items():
-        block[slots({})[name]] = x.ctypes.data
-    return block
+    return parameter_block(plan.fields | sizes, {**integers, **arrays})
 
 
 def element_sums(
     folder: Path, plan: LaunchPlan, key: KernelKey, aux: Sequence[Array], ds: Array, window: int
 ) -> dict[str, Array]:
-    """Sum what each pair of ``ds`` adds to an element, as a kernel does; give the copies."""
+    """Sum what each pair of ``ds`` adds to an element, as a kernel does, and return the copies."""
     sums = {
         name: np.zeros(x.shape, x.dtype) for name, x in plan.aux.items() if name.startswith("sums")
     }
-    block = np.frombuffer(template(plan.fields, plan.aux), np.uint64).copy()
-    places = slots(plan.aux)
-    for name, x in (*sums.items(), *((aux_name(n), x) for n, x in enumerate(aux))):
-        block[places[name]] = x.ctypes.data
+    block = parameter_block(plan.fields, sums | named(aux), plan.aux)
     accum = plan.problem.accum_dtype.name
     texts = kernel_texts(replace(key, kernel="element_sums"), 1, accum)
     texts["config.cuh"] += f"\nconstexpr int WINDOW = {window};\n"
     library = built(folder, texts | {"element_sums.cpp": _ELEMENT_SUMS}, "element_sums.cpp")
     given = np.ascontiguousarray(ds, accum)
-    library.add_up(ctypes.c_void_p(block.ctypes.data), ctypes.c_void_p(given.ctypes.data))
+    library.add_up(pointer(block), pointer(given))
     return sums
 
 
 def launched(folder: Path, plan: LaunchPlan, aux: Sequence[Array]) -> dict[str, Array]:
-    """Run what a plan classifies tiles with; give the parts of its workspace, in bytes.
+    """Run the kernels of a plan that classify and list tiles.
 
-    They begin poisoned.
+    Returns the parts of its workspace, in bytes, which start poisoned.
     """
     memory = np.full(plan.workspace.nbytes, 0xAB, np.uint8)
     starts = dict(sorted(plan.workspace.starts.items(), key=lambda part: part[1]))
     ends = [*list(starts.values())[1:], len(memory)]
     parts = {name: memory[a:b] for (name, a), b in zip(starts.items(), ends, strict=True)}
-    block = np.frombuffer(template(plan.fields, plan.aux), np.uint64).copy()
-    places = slots(plan.aux)
-    for name, x in (*parts.items(), *((aux_name(n), x) for n, x in enumerate(aux))):
-        block[places[name]] = x.ctypes.data
+    block = parameter_block(plan.fields, parts | named(aux), plan.aux)
     for launch in plan.launches:
         if launch.key.kernel not in KERNELS:
             continue
         texts = kernel_texts(launch.key, launch.key.threads // 32, "float32")
         library = built(folder, texts, f"{launch.key.kernel}.cpp")
-        library.launch(ctypes.c_void_p(block.ctypes.data), ctypes.c_int(launch.grid))
+        library.launch(pointer(block), ctypes.c_int(launch.grid))
     return parts
 
 
-def kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
-    """Give the texts of a kernel whose warps have one lane, and its configuration."""
-    own = (
-        "tile_lists.cuh",
-        "block_order.cuh",
-        "params.cuh",
-        "integers.cuh",
-        "sequence.cuh",
-        "mask.cuh",
-        "element_sums.cuh",
-    )
-    names = (*own, *_HEADERS)
+def named(aux: Sequence[Array]) -> dict[str, Array]:
+    """Return the caller's arrays by the names of their fields."""
+    return {aux_name(n): x for n, x in enumerate(aux)}
+
+
+def sources(*names: str) -> dict[str, str]:
+    """Return the texts of sources, and the stand-ins."""
     texts = {name: (SOURCES / name).read_text(encoding="utf-8") for name in names}
-    source = SOURCES / f"{key.kernel}.cu"
-    if source.exists():
-        texts[source.name] = source.read_text(encoding="utf-8")
+    return texts | {"types.cuh": STAND_INS}
+
+
+def kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
+    """Return the texts of a kernel, and its configuration."""
+    own = "tile_lists", "block_order", "params", "integers", "sequence", "mask", "element_sums"
+    names = [*(f"{name}.cuh" for name in own), *_HEADERS]
+    if (SOURCES / f"{key.kernel}.cu").exists():
+        names.append(f"{key.kernel}.cu")
     config = [
         f"using Accum = {accum};",
         "constexpr bool IS_16_BIT = false, HAS_MASK = false, HAS_BLOCK_MASK = false;",
@@ -355,10 +313,11 @@ def kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
         f"constexpr int BLOCK_Q = {key.block_q}, BLOCK_K = {key.block_k};",
         f"constexpr int THREADS = {threads};",
         f"constexpr int FUNCTIONS = {len(key.functions)};",
+        "inline void sync_threads() {}",
+        "inline void overlap_launches() {}",
     ]
     functions = key.functions or (SOURCES / "functions.cuh").read_text(encoding="utf-8")
-    return texts | {
-        "types.cuh": _TYPES,
+    return sources(*names) | {
         "config.cuh": "\n".join(["#pragma once", '#include "types.cuh"', *config]),
         "functions.cuh": functions,
         f"{key.kernel}.cpp": _KERNEL.format(kernel=key.kernel),
@@ -366,16 +325,10 @@ def kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
 
 
 def quick(folder: Path, x: Array, y: Array) -> tuple[Array, Array]:
-    """Give the quotients and the hyperbolic tangents of quick.cuh."""
-    texts = {
-        "types.cuh": _TYPES,
-        "quick.cuh": (SOURCES / "quick.cuh").read_text(encoding="utf-8"),
-        "quick.cpp": _QUICK,
-    }
-    library = built(folder, texts, "quick.cpp")
+    """Return the quotients and the hyperbolic tangents of quick.cuh."""
+    library = built(folder, sources("quick.cuh") | {"quick.cpp": _QUICK}, "quick.cpp")
     found = np.empty_like(x), np.empty_like(x)
-    pointers = (ctypes.c_void_p(each.ctypes.data) for each in (x, y, *found))
-    library.quick(ctypes.c_longlong(x.size), *pointers)
+    library.quick(ctypes.c_longlong(x.size), *map(pointer, (x, y, *found)))
     return found
 
 
@@ -383,7 +336,7 @@ _libraries: dict[tuple[object, ...], ctypes.CDLL] = {}
 
 
 def built(folder: Path, texts: Mapping[str, str], name: str) -> ctypes.CDLL:
-    """Compile one of some texts for the CPU, and load it; the same texts once."""
+    """Compile one of some texts for the CPU, and load it. The same texts are compiled once."""
     made_from = name, *sorted(texts.items())
     if made_from not in _libraries:
         _libraries[made_from] = _built(folder, texts, name)
@@ -397,7 +350,7 @@ def _built(folder: Path, texts: Mapping[str, str], name: str) -> ctypes.CDLL:
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
     library = folder / f"{name}{len(list(folder.glob('*.so')))}.so"
-    # Functions of the C library are called, and not worked out by the compiler.
+    # The compiler must call functions of the C library, not evaluate them itself.
     exact = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-builtin", "-shared", "-fPIC")
     source = str(folder / name)
     subprocess.run([compiler, *exact, source, "-o", str(library), "-lm"], check=True)
@@ -413,16 +366,14 @@ def run(
     places: Sequence[Array],
     near: int | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Give scores, their derivatives by s, and what is visible, for pairs b, h, i, j.
+    """Return scores, their derivatives with respect to s, and visibility of pairs b, h, i, j.
 
-    ``near`` is the number of the array that has a near origin.
+    ``near`` is the number of the array with a near origin.
     """
     kinds = tuple((x.dtype.name, x.ndim) for x in aux)
-    texts = {
-        "types.cuh": _TYPES,
+    texts = sources(*_HEADERS) | {
         "config.cuh": f'#pragma once\n#include "types.cuh"\nusing Accum = {s.dtype.name};\n'
         "constexpr bool IS_16_BIT = false;\n",
-        **{name: (SOURCES / name).read_text(encoding="utf-8") for name in _HEADERS},
         "functions.cuh": functions_text(score_mod, mask_mod, kinds, s.dtype, near=near),
         "pairs.cpp": _PAIRS,
     }
@@ -431,17 +382,8 @@ def run(
     given = np.ascontiguousarray(whole[0])
     at = np.ascontiguousarray(np.stack(whole[1:])).astype(np.int64)
     scores, grads, visible = np.empty_like(given), np.empty_like(given), np.empty(given.shape, bool)
+    layouts = {name: array_layout(x, x.ctypes.data) for name, x in named(aux).items()}
+    block = parameter_block({}, named(aux), layouts)[PARAMS.itemsize // 8 :]
     arrays = (given, at, scores, grads, visible)
-    block = _block_of(aux)
-    first, *others = (ctypes.c_void_p(x.ctypes.data) for x in (block, *arrays))
-    library.pairs(first, ctypes.c_longlong(given.size), *others)
+    library.pairs(pointer(block), ctypes.c_longlong(given.size), *map(pointer, arrays))
     return scores, grads, visible
-
-
-def _block_of(aux: Sequence[Array]) -> Array:
-    """Write what the parameter block has of the arrays."""
-    layouts = {aux_name(n): array_layout(x, x.ctypes.data) for n, x in enumerate(aux)}
-    block = np.frombuffer(template({}, layouts), np.uint64).copy()
-    for n, x in enumerate(aux):
-        block[slots(layouts)[aux_name(n)]] = x.ctypes.data
-    return block[PARAMS.itemsize // 8 :]

@@ -7,54 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.kernels.cuda.src.on_host import built
+from tests.kernels.cuda.src.on_host import built, sources
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.jit.compile import SOURCES
-
-_CONFIG = """\
-#pragma once
-#include <math.h>
-#include <string.h>
-#include <limits>
-#define __device__
-#define __global__
-#define __launch_bounds__(...)
-using i64 = long long;
-using u32 = unsigned;
-struct float16 { unsigned short bits; };
-struct bfloat16 { unsigned short bits; };
-using float32 = float;
-using float64 = double;
-constexpr int WARP = 1;
-inline struct { int x, y; } threadIdx, blockIdx, gridDim;
-inline void __syncwarp() {}
-template <class To, class From> To same_bits(From x) {
-    To y;
-    memcpy(&y, &x, sizeof y);
-    return y;
-}
-inline float __uint_as_float(u32 x) { return same_bits<float>(x); }
-inline u32 __float_as_uint(float x) { return same_bits<u32>(x); }
-inline u32 __float_as_uint(double) { return 0; }  // sums of float64 have no halves
-template <class T> T infinity() { return std::numeric_limits<T>::infinity(); }
-template <class T> T clip_finite(T x) {
-    const T most = std::numeric_limits<T>::max();
-    return x > most ? most : x < -most ? -most : x;
-}
-inline float widen(float16 x) { return float(same_bits<_Float16>(x.bits)); }
-inline float widen(bfloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
-inline float widen(float x) { return x; }
-inline double widen(double x) { return x; }
-template <class T> T narrow(double x) { return T(x); }
-template <class T> T narrow(float x) { return T(x); }
-template <> float16 narrow<float16>(float x) {
-    return {same_bits<unsigned short>(static_cast<_Float16>(x))};
-}
-template <> bfloat16 narrow<bfloat16>(float x) {
-    const u32 bits = __float_as_uint(x);
-    return {(unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
-"""
 
 _LAUNCH = """\
 #include "KERNEL.cu"
@@ -82,6 +36,7 @@ class KernelOnHost:
         given = [f"static_cast<{name}*>(arrays[{n}])" for n, name in enumerate(types)]
         given += [f"n[{n}]" for n in range(numbers)]
         config = [
+            '#pragma once\n#include "types.cuh"',
             f"using Element = {key.dtype};",
             f"using Accum = {'double' if key.dtype == 'float64' else 'float'};",
             "using u16 = unsigned short;",
@@ -90,12 +45,9 @@ class KernelOnHost:
         self._lock = threading.Lock()
         folder = folder / f"{key.kernel}_{key.dtype}"
         folder.mkdir(exist_ok=True)
-        texts = {
-            name: (SOURCES / name).read_text(encoding="utf-8")
-            for name in ("partial_rows.cuh", f"{key.kernel}.cu")
-        }
+        texts = sources("partial_rows.cuh", f"{key.kernel}.cu")
         launch = _LAUNCH.replace("KERNEL", key.kernel).replace("ARGUMENTS", ", ".join(given))
-        texts |= {"config.cuh": _CONFIG + "\n".join(config), f"{key.kernel}.cpp": launch}
+        texts |= {"config.cuh": "\n".join(config), f"{key.kernel}.cpp": launch}
         self._launch, self._arrays = built(folder, texts, f"{key.kernel}.cpp").launch, len(types)
 
     def function(self, grid: tuple[int, ...], _block: Any, arguments: tuple[Any, ...]) -> None:

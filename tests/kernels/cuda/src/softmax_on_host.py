@@ -10,89 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.kernels.cuda.src.on_host import built
+from tests.kernels.cuda.src.on_host import STAND_INS, built, parameter_block, pointer, sources
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.compile import SOURCES
-from tileattn.kernels.cuda.plan.params import slots, template
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
 
 Array = NDArray[Any]
-
-_TYPES = """\
-#pragma once
-#include <math.h>
-#include <string.h>
-#include <algorithm>
-#include <limits>
-#define __device__
-#define __shared__ static
-#define __global__
-#define __grid_constant__
-#define __launch_bounds__(...)
-using std::max, std::min;
-using i64 = long long;
-using u32 = unsigned;
-using u64 = unsigned long long;
-using float32 = float;
-using float64 = double;
-struct float16 { unsigned short bits; };
-struct bfloat16 { unsigned short bits; };
-constexpr int WARP = 1;
-struct int2 { int x, y; };
-inline struct { int x; } threadIdx, blockIdx, blockDim, gridDim;
-template <class T> struct AccumOf { using type = float; };
-template <> struct AccumOf<double> { using type = double; };
-template <class T> constexpr bool HAS_FINITE_SUMS = false;
-template <> constexpr bool HAS_FINITE_SUMS<float16> = true;
-template <class To, class From> To same_bits(From x) {
-    To y;
-    memcpy(&y, &x, sizeof y);
-    return y;
-}
-inline float __uint_as_float(u32 x) { return same_bits<float>(x); }
-inline u32 __float_as_uint(float x) { return same_bits<u32>(x); }
-inline float widen(float16 x) { return float(same_bits<_Float16>(x.bits)); }
-inline float widen(bfloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
-inline float widen(float x) { return x; }
-inline double widen(double x) { return x; }
-template <class T> T narrow(float x) { return T(x); }
-template <> float16 narrow<float16>(float x) {
-    return {same_bits<unsigned short>(static_cast<_Float16>(x))};
-}
-template <> bfloat16 narrow<bfloat16>(float x) {
-    const u32 bits = __float_as_uint(x);
-    return {(unsigned short)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
-}
-template <class T> T infinity() { return std::numeric_limits<T>::infinity(); }
-template <class T> T largest() { return std::numeric_limits<T>::max(); }
-template <class T> T clip_finite(T x) { return fmin(fmax(x, -largest<T>()), largest<T>()); }
-inline float exp2_of(float x) {  // to which subnormal numbers are 0
-    const float y = exp2f(x);
-    return y < 0x1p-126f ? 0 : y;
-}
-inline float log2_of(float x) { return log2f(x); }
-inline float difference(float x, float y) { return x - y; }
-inline float rounded_product(float x, float y) { return x * y; }
-inline float product_up(float x, float y) {
-    const double exact = double(x) * y;
-    const float near = float(exact);
-    return near < exact ? nextafterf(near, INFINITY) : near;
-}
-inline float quotient_to_2_ulp(float x, float y) { return x / y; }
-inline float reciprocal_of(float x) { return 1 / x; }
-inline bool is_finite(float x) { return fabsf(x) < infinity<float>(); }
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline double __dadd_rn(double x, double y) { return x + y; }
-template <class T> void hide(T&) {}
-inline u32 __umulhi(u32 x, u32 y) { return u32(u64(x) * y >> 32); }
-inline bool __all_sync(u32, bool x) { return x; }
-inline bool __any_sync(u32, bool x) { return x; }
-template <class T> T __shfl_xor_sync(u32, T x, int) { return x; }
-template <class T> T __shfl_sync(u32, T x, int) { return x; }
-inline void __syncthreads() {}
-inline bool __syncthreads_or(bool x) { return x; }
-inline void __syncwarp() {}
-"""
 
 # In place of fragment.cuh: what needs no tensor cores.
 _FRAGMENT = """\
@@ -199,12 +122,12 @@ WAYS = {
 
 
 def key_texts(key: KernelKey) -> dict[str, str]:
-    """Give the sources, but for those with instructions of a GPU, and the defines of a key."""
+    """Return the sources without those that have GPU instructions, and the defines of a key."""
     texts = {path.name: path.read_text(encoding="utf-8") for path in SOURCES.glob("*.cuh")}
     defines = (define.removeprefix("-D").split("=") for define in key.defines())
     lines = [f"#define {name} {value}" for name, value in defines]
     return texts | {
-        "types.cuh": "\n".join(["#pragma once", *lines, _TYPES]),
+        "types.cuh": "\n".join([*lines, STAND_INS]),
         "fragment.cuh": _FRAGMENT,
         "score_tile.cuh": _SCORE_TILE,
         "ptxas.cuh": "#pragma once",
@@ -234,9 +157,9 @@ def attended(
     scales: tuple[float, ...] = (float(np.float32(scale) * np.float32(np.log2(np.e))), scale, sink)
     library.rows(
         *map(ctypes.c_int, (WAYS[way], rows // 2, keys // 32, v.shape[1])),
-        *(ctypes.c_void_p(x.ctypes.data) for x in given),
-        *(ctypes.c_float(x) for x in scales),
-        *(ctypes.c_void_p(x.ctypes.data) for x in (out, lse, most)),
+        *map(pointer, given),
+        *map(ctypes.c_float, scales),
+        *map(pointer, (out, lse, most)),
     )
     return out, lse, most
 
@@ -281,10 +204,10 @@ def gradients(
     arrays = [np.ascontiguousarray(x, np.float32) for x in (s, lse, dp, delta)]
     dv_scale = library.pairs(
         *map(ctypes.c_int, s.shape),
-        *(ctypes.c_void_p(x.ctypes.data) for x in arrays),
+        *map(pointer, arrays),
         ctypes.c_float(float(np.float32(scale) * np.float32(np.log2(np.e)))),
         ctypes.c_bool(rounds),
-        *(ctypes.c_void_p(x.ctypes.data) for x in (p, ds)),
+        *map(pointer, (p, ds)),
     )
     return {"dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": p.T @ dout * dv_scale}
 
@@ -300,18 +223,16 @@ extern "C" void launch(const Params* p, int grid) {
 
 
 def combined(folder: Path, plan: LaunchPlan, sums: Array, acc: Array) -> tuple[Array, Array]:
-    """Join the sums of pieces as the last kernel of a plan does, whose warps take a row each.
+    """Combine the sums of splits as the last kernel of a plan does, with a warp for each row.
 
     Parameters
     ----------
-    sums, acc : array, shapes (rows, pieces, 2) and (rows, pieces, value_dim)
-        What ``RowSum.store`` writes, and the sums of values.
+    sums, acc : array, shapes (rows, splits, 2) and (rows, splits, value_dim)
+        What ``RowSum.store`` writes, and the unnormalised outputs.
     """
     P, (*_, last) = plan.problem, plan.launches
-    texts = key_texts(last.key)
-    for name in ("forward_combine.cu", "griddep.cuh"):
-        texts[name] = (SOURCES / name).read_text(encoding="utf-8")
-    library = built(folder, texts | {"combine.cpp": _COMBINE}, "combine.cpp")
+    texts = sources("forward_combine.cu") | key_texts(last.key) | {"combine.cpp": _COMBINE}
+    library = built(folder, texts, "combine.cpp")
     rows = P.B * P.Hq * P.Nq
     arrays = {
         "partial_sums": np.ascontiguousarray(sums, np.float32),
@@ -319,11 +240,8 @@ def combined(folder: Path, plan: LaunchPlan, sums: Array, acc: Array) -> tuple[A
         "out": np.empty((rows, P.Dv), P.dtype),
         "lse": np.empty(rows, np.float32),
     }
-    block = np.frombuffer(template(plan.fields), np.uint64).copy()
-    for name, x in arrays.items():
-        block[slots({})[name]] = x.ctypes.data
-    library.launch(ctypes.c_void_p(block.ctypes.data), last.grid)
+    library.launch(pointer(parameter_block(plan.fields, arrays)), last.grid)
     out, lse = arrays["out"].astype(float), arrays["lse"].astype(float)
-    # Rows that share keys are neighbours in the sums, of each query those of all heads.
+    # Rows that share keys are consecutive in the sums: for each query, all its heads.
     order = np.arange(rows).reshape(P.B, P.Hkv, P.group, P.Nq).swapaxes(2, 3).ravel()
     return out[order], lse[order]

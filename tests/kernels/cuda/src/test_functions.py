@@ -210,7 +210,11 @@ def test_the_gallery_compiles(name: str) -> None:
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
     ("name", "dtype", "D"),
-    [("relative_bias", np.float32, 32), ("soft_cap", np.float64, 512), ("tree", np.float16, 40)],
+    [
+        pytest.param("relative_bias", np.float32, 32, marks=pytest.mark.slow),
+        pytest.param("soft_cap", np.float64, 512, marks=pytest.mark.slow),
+        ("tree", np.float16, 40),
+    ],
 )
 def test_every_kernel_with_functions_compiles(name: str, dtype: Any, D: int) -> None:
     plans = planned(name, "sm_90a", dtype, D, 67, 93)

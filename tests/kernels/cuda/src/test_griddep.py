@@ -6,20 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.cuda.src.test_compile import CASES
+from tests.kernels.cuda.src.test_compile import CASES, FIRST
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARDS, HOPPER_WIDE_DQ
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
 from tools.check_sass import ARCH
 from tools.sass import Instruction, Section, disassembled, parsed
 
-# Launched alone, and so as ever.
+# Not part of a plan, so launched without programmatic dependent launch.
 ALONE = {"append_kv", "rope", "join_rows", "add_halves", "add_rows"}
 
-# Those that another test compiles, too; of flagged heads as well.
-_KEYS = [key for arch, key in CASES if arch == ARCH and key.kernel not in ALONE]
-OF_FLAGGED = {key.kernel: key for key in _KEYS if key.head_flags}
-OF_PLANS = OF_FLAGGED | {key.kernel: key for key in _KEYS if not key.head_flags}
+OF_PLANS = {kernel: key for kernel, key in FIRST.items() if kernel not in ALONE}
+OF_FLAGGED = {key.kernel: key for arch, key in CASES if arch == ARCH and key.head_flags}
 
 # Instructions that read or write global memory, or may do so.
 _GLOBAL = {
@@ -34,9 +32,9 @@ _WAIT = "ACQBULK"
 def too_early(
     section: Section, kinds: Container[str] = (*_GLOBAL, "EXIT"), waits: Container[str] = (_WAIT,)
 ) -> list[Instruction]:
-    """List accesses to global memory, and ends, that some thread comes to without having waited.
+    """List accesses to global memory, and exits, that some thread reaches before it has waited.
 
-    ``waits`` are opcodes behind which they are not too early.
+    ``waits`` are the opcodes after which they are not too early.
     """
     following = section.successors()
     found, seen, waiting = [], {0}, [0]
@@ -52,11 +50,11 @@ def too_early(
     return found
 
 
-# Kernels whose CTAs fill an SM, and behind which none has anything to do before they all end.
+# Kernels whose CTAs fill an SM: the next kernel has nothing to do before they all end.
 _ONE_AN_SM = ("daux_sm90", "dbias_sm90", "wide_dq_sm90", "forward_sm90", "latent_sm90")
 
-# Kernels that begin while the one before runs, and what stands before all other accesses: a load by
-# which they know what is complete, or a fence that drops what the L1 cache has.
+# Kernels that start while the previous one runs, and what precedes all other accesses: a load that
+# tells what is complete, or a fence that invalidates the L1 cache.
 _BEGIN = {"backward_dq_convert_sm90": "LDG.E.STRONG.GPU"} | dict.fromkeys(
     (*HOPPER_BACKWARDS, HOPPER_WIDE_DQ), "CCTL.IVALL"
 )
@@ -76,22 +74,23 @@ def test_a_kernel_waits_first(kernel: str, program: str) -> None:
     assert lets != kernel.endswith(_ONE_AN_SM)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", sorted(OF_FLAGGED))
 def test_a_kernel_of_flagged_heads_waits_first(kernel: str, program: str) -> None:
     assert too_early(section_of(OF_FLAGGED[kernel], program)) == []
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernel", sorted(_BEGIN))
-def test_a_kernel_that_begins_looks_first(kernel: str, packed: bool, program: str) -> None:
-    """Of packed sequences it waits, as all others do."""
+def test_a_kernel_that_starts_early_looks_first(kernel: str, packed: bool, program: str) -> None:
+    """For packed sequences it waits, as all other kernels do."""
     section = section_of(replace(OF_PLANS[kernel], packed=packed), program)
     assert (too_early(section, _GLOBAL) == []) == packed
     assert too_early(section, _GLOBAL, (_WAIT, _BEGIN[kernel])) == []
     assert any(x.opcode == _WAIT for x in section.code)
 
 
-def test_every_kernel_of_a_plan_is_looked_at() -> None:
+def test_every_kernel_of_a_plan_is_checked() -> None:
     assert set(OF_PLANS) | ALONE == {path.stem for path in SOURCES.glob("*.cu")}
 
 

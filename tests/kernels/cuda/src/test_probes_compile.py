@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("nvrtc")
 
 ARCHS = ("sm_75", "sm_80", "sm_90a")
 FIRST = {key.kernel: key for key in reversed(keys.KEYS)}
-"""A key of each probe; it is compiled for all, where the others take turns."""
+"""A key of each probe, compiled for all GPUs and by the quick tests; the others alternate."""
 CASES = [
     (key, arch)
     for turn, key in enumerate(keys.KEYS)
@@ -26,7 +26,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("key", "arch"), CASES, ids=[f"{keys.name_of(k)}-{a}" for k, a in CASES])
+@pytest.mark.parametrize(
+    ("key", "arch"),
+    [
+        pytest.param(
+            key,
+            arch,
+            id=f"{keys.name_of(key)}-{arch}",
+            marks=[pytest.mark.slow] * (key != FIRST[key.kernel] or arch == "sm_80"),
+        )
+        for key, arch in CASES
+    ],
+)
 def test_a_probe_compiles(key: KernelKey, arch: str) -> None:
     made = compile_probe(key, arch)
     assert made.image.startswith(b"\x7fELF")

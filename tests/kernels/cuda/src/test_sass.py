@@ -1,13 +1,14 @@
-"""No kernel of Hopper gives a stage back while it still reads it, as its machine code shows."""
+"""No Hopper kernel releases a stage that it still reads: its machine code shows it."""
 
 from pathlib import Path
 
 import pytest
 
+from tests.kernels.cuda.src.test_compile import FIRST
 from tileattn.call.problem import problem_of
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.families import forward_launches
-from tileattn.kernels.cuda.families.hopper import HOPPER_DS
+from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARD, HOPPER_DS
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
 from tileattn.kernels.cuda.plan import catalog
@@ -19,7 +20,7 @@ ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ"
 
 # --- the Hopper kernels ---------------------------------------------------------------------------
 
-# Of each kernel, and of the wide ones with either number of stages; sources that options choose.
+# Each kernel, the wide ones with either number of stages, and code that options select.
 KEYS = [
     *keys([(128, 128)], ["bfloat16"], [()])[:2],
     *keys([(192, 128)], ["bfloat16"], [()])[1:2],
@@ -118,8 +119,9 @@ def test_a_kernel_that_arrives_while_it_reads(
 
 
 def test_what_the_disassembler_says_is_read(program: str) -> None:
-    (section,) = parsed(disassembled(compiled(KEYS[1], ARCH).image, program))
-    assert section.name == KEYS[1].kernel
+    key = FIRST[HOPPER_BACKWARD]
+    (section,) = parsed(disassembled(compiled(key, ARCH).image, program))
+    assert section.name == key.kernel
     assert [x.address for x in section.code] == list(range(0, 16 * len(section.code), 16))
     assert all(x.places for x in section.code if x.arrives or x.loads_shared)
     assert sum(x.arrives for x in section.code) > 10

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from tests.kernels.cuda.plan.planning import H200, asked, backward
-from tests.kernels.cuda.src.on_host import Array, block_with, built
+from tests.kernels.cuda.src.on_host import Array, block_with, built, pointer, sources
 from tests.kernels.cuda.src.scheduler_on_host import scheduler_texts
 from tileattn.algorithm.mask import SlidingWindow
 from tileattn.call.block_mask import EMPTY
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARDS, HOPPER_DQ_CONVERT
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.jit.compile import SOURCES
-from tileattn.kernels.cuda.plan.params import slots
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
 from tileattn.kernels.cuda.plan.scheduler import work_tiles
 
@@ -95,8 +93,7 @@ class Attending(NamedTuple):
 
 def scheduler(folder: Path, key: KernelKey, text: str) -> ctypes.CDLL:
     """Compile a text that names the scheduler of a kernel, for the CPU."""
-    texts = scheduler_texts(key) | {"tma_sm90.cuh": _SEMAPHORES}
-    texts["dq_counter.cuh"] = (SOURCES / "dq_counter.cuh").read_text(encoding="utf-8")
+    texts = scheduler_texts(key) | sources("dq_counter.cuh") | {"tma_sm90.cuh": _SEMAPHORES}
     return built(folder, texts | {"work_tiles.cpp": text}, "work_tiles.cpp")
 
 
@@ -109,9 +106,7 @@ def backward_work_tiles(
     library = scheduler(folder, key, _WORK_TILES)
     most = P.B * P.Hkv * (P.Nq // key.block_q + 1) * (P.Nk // key.block_k + 1)
     found = np.empty((most, len(Attending._fields)), np.int32)
-    count = library.claim_all(
-        ctypes.c_void_p(block.ctypes.data), ctypes.c_void_p(found.ctypes.data)
-    )
+    count = library.claim_all(pointer(block), pointer(found))
     return [Attending(*row) for row in found[:count].tolist()]
 
 
@@ -218,7 +213,7 @@ def test_query_heads_of_a_key_block(D: int, window: Any, apart: bool, tmp_path: 
     found = np.empty((9999, 3), np.int32)
     block = block_with(plan, {})
     library = scheduler(tmp_path, key, _HEADS)
-    count = library.visit_all(*(ctypes.c_void_p(x.ctypes.data) for x in (block, found)))
+    count = library.visit_all(pointer(block), pointer(found))
     kept = backward_work_tiles(tmp_path, plan, key)
     assert count == 4 * len(kept)
     visits = found[:count].tolist()
@@ -254,10 +249,8 @@ def test_heads_whose_dq_is_complete_are_converted_first(
     library = scheduler(tmp_path, convert.key, _COUNTED)
     for left in (0, 1, 5, 132, heads * blocks):
         counter, found = np.zeros(heads, np.uint32), np.empty((convert.grid, 2), np.int32)
-        block, done = block_with(plan, {}), max(0, heads * blocks - left)
-        block[slots({})["dq_counter"]] = counter.ctypes.data
-        addresses = (ctypes.c_void_p(x.ctypes.data) for x in (block, found))
-        library.convert(next(addresses), done, convert.grid, next(addresses))
+        block, done = block_with(plan, {}, dq_counter=counter), max(0, heads * blocks - left)
+        library.convert(pointer(block), done, convert.grid, pointer(found))
         tiles, complete = found.T
         assert sorted(tiles) == list(range(convert.grid))
         unfinished = set(head[done:].tolist())

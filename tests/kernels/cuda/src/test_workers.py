@@ -1,6 +1,5 @@
 """Which work tiles of the Hopper forward pass each group of each thread block takes, on the CPU."""
 
-import ctypes
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,10 @@ import numpy as np
 import pytest
 
 from tests.kernels.cuda.plan.planning import H200, asked, forward
-from tests.kernels.cuda.src.on_host import Array, block_with, built, ordered
+from tests.kernels.cuda.src.on_host import Array, block_with, built, ordered, pointer
 from tests.kernels.cuda.src.scheduler_on_host import scheduler_texts
 from tileattn.kernels.cuda.families.hopper import HOPPER
 from tileattn.kernels.cuda.plan.layout import contiguous_inputs
-from tileattn.kernels.cuda.plan.params import slots
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
 
 CAUSAL = (None, 0)
@@ -54,21 +52,17 @@ extern "C" int take_all(const Params* p, int grid, int* found) {
 def taken(folder: Path, plan: LaunchPlan, **integers: Array) -> Array:
     """Find pass, worker, iteration, batch entry, head and first query of each work tile."""
     launch = next(x for x in plan.launches if x.key.kernel == HOPPER)
-    block, places = block_with(plan, integers), slots({})
     P, arrays = plan.problem, {name: x.array() for name, x in plan.constants.items()}
     most = P.B * P.Hq * (P.Nq // launch.key.block_q + 1 + (P.sequences or 0))
     if P.sequences is not None:
         arrays["block_order"] = ordered(folder, plan, **integers)
     if "next_tiles" in plan.workspace.starts:
         arrays |= {"next_tiles": np.empty(most, np.int32), "tile_counter": np.zeros(1, np.uint32)}
-    for name, x in arrays.items():
-        block[places[name]] = x.ctypes.data
+    block = block_with(plan, integers, **arrays)
     texts = scheduler_texts(launch.key) | {"workers.cpp": _WORKERS}
     found = np.empty((2 * most, 6), np.int32)
-    count = built(folder, texts, "workers.cpp").take_all(
-        ctypes.c_void_p(block.ctypes.data), launch.grid, ctypes.c_void_p(found.ctypes.data)
-    )
-    return found[:count]
+    library = built(folder, texts, "workers.cpp")
+    return found[: library.take_all(pointer(block), launch.grid, pointer(found))]
 
 
 def assert_each_once(found: Array, plan: LaunchPlan, wanted: set[tuple[int, int, int]]) -> None:
