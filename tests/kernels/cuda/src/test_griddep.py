@@ -1,5 +1,6 @@
 """Kernels that may start early wait before they touch memory: their machine code shows it."""
 
+import functools
 from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,7 @@ _BEGIN = {"backward_dq_convert_sm90": "LDG.E.STRONG.GPU"} | dict.fromkeys(
 )
 
 
+@functools.cache
 def section_of(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,)) -> Section:
     (section,) = parsed(disassembled(compiled(key, ARCH, folders).image, program))
     return section
