@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from tileattn.kernels.llvm.attention.bf16_operands import BackwardBf16
 from tileattn.kernels.llvm.attention.bf16_prepare import prepare
-from tileattn.kernels.llvm.attention.block_mask import tile_kind
+from tileattn.kernels.llvm.attention.block_mask import kind_if_given, tile_kind
 from tileattn.kernels.llvm.attention.dropout import keep_pairs, rows_before
 from tileattn.kernels.llvm.attention.expressions import TileFunctions
 from tileattn.kernels.llvm.attention.operands import BackwardBroadcast
@@ -140,27 +140,24 @@ class _Block:
             self.dbias_total.clear(i64(1))
 
             def body(i0: Any, _: Any) -> None:
-                first = b.mul(b.sdiv(i0, i64(ROWS)), i64(ROWS))
+                first = c.rounded_down(i0, ROWS)
                 i0, i1 = c.larger(first, low), c.smaller(b.add(first, i64(ROWS)), high)
-                some, full = (c.variable(I1, same(I1, 1)) for _ in range(2))
 
-                def look() -> None:
+                def look() -> list[Any]:
                     end = b.add(self.k0, self.keys)
-                    kind = tile_kind(c, p, self.batch, h, i0, i1, self.k0, end)
-                    for place, x in zip((some, full), kind, strict=True):
-                        b.store(x, place)
+                    return tile_kind(c, p, self.batch, h, i0, i1, self.k0, end)
+
+                some, self.full = kind_if_given(c, p, look)
 
                 def compute() -> None:
-                    self.full = b.load(full, typ=I1)
                     self.tile(g, h, b.sdiv(first, i64(ROWS)), i0, b.sub(i1, i0))
                     tiles = b.add(b.load(self.tiles, typ=I64), i64(1))
                     b.store(tiles, self.tiles)
                     c.when(b.icmp_signed("==", tiles, i64(SECTION // ROWS)), self.add_section)
 
-                c.when(p.given("block_kinds"), look)
-                c.when(b.load(some, typ=I1), compute)
+                c.when(some, compute)
 
-            c.loop(b.mul(b.sdiv(low, i64(ROWS)), i64(ROWS)), high, body, step=ROWS)
+            c.loop(c.rounded_down(low, ROWS), high, body, step=ROWS)
 
             def store() -> None:
                 self.dbias.put(0, self.dbias_total.value(0))
@@ -172,14 +169,10 @@ class _Block:
         c.loop(i64(0), p.group, head)
         c.when(b.load(self.several, typ=I1), self.settle)
 
-        scales = (
-            ("dk", self.operands.dk, p.D, self.operands.dk_scale),
-            ("dv", self.operands.dv, p.Dv, None),
-        )
-        for name, tile, columns, scale in scales:
-            weights = c.const(1.0) if scale is None else c.splat(scale)
-            self.weights.put(0, [weights] * self.vectors)
-            self.store_keys(name, tile, columns)
+        self.weights.put(0, [c.splat(self.operands.dk_scale)] * self.vectors)
+        self.store_keys("dk", self.operands.dk, p.D)
+        self.weights.put(0, [c.const(1.0)] * self.vectors)
+        self.store_keys("dv", self.operands.dv, p.Dv)
 
     def add_section(self) -> None:
         """Add dK and dV of this section to the totals, and start the next section."""
@@ -200,11 +193,7 @@ class _Block:
         """Replace dK and dV by their totals over all sections."""
         self.add_section()
         for tile, columns, total in self.sums:
-            self.c.each(columns, partial(self._store_total, tile, total))
-
-    @staticmethod
-    def _store_total(tile: Tile, total: CompensatedSum, d: Any) -> None:
-        tile.put(d, total.value(d))
+            tile.set_rows(columns, total.value)
 
     def store_keys(self, name: str, tile: Tile, columns: Any) -> None:
         """Store the columns of a tile, times the weight of each, as rows of dK or dV."""
@@ -232,8 +221,7 @@ class _Block:
         masked = self.probabilities(h, i0, n)
         self.score_gradient(h, i0, n, masked)
         grad = b.select(p.given("softcap"), self.grad.start, self.ds.start)
-        drops = b.icmp_unsigned("!=", p.threshold, i64(0))
-        weights = b.select(drops, self.kept.start, self.s.start)
+        weights = b.select(p.given("threshold"), self.kept.start, self.s.start)
         order = b.add(b.mul(b.add(self.order, g), i64(1 << 40)), query_block)
         wait = partial(self.take_turn, order, h, query_block)
         self.operands.add_gradients(weights, grad, self.visible, masked, wait)
@@ -290,24 +278,21 @@ class _Block:
 
         c.when(masked, mask)
 
-        def body(r: Any, _: Any) -> None:
-            i = b.add(i0, r)
-            lse, log_l = (
-                c.splat(c.load(p.row(name, self.batch, h, i), c.scalar))
-                for name in ("lse", "log_l")
-            )
+        def body(r: Any) -> None:
+            places = (p.row(name, self.batch, h, b.add(i0, r)) for name in ("lse", "log_l"))
+            lse, log_l = (c.splat(c.load(place, c.scalar)) for place in places)
             self.s.put(r, [exp(c, b.fsub(b.fsub(x, lse), log_l)) for x in self.s.row(r)])
 
-        c.loop(i64(0), n, body)
+        c.each(n, body)
         return masked
 
     def score_gradient(self, h: Any, i0: Any, n: Any, masked: Any) -> None:
         """``dS = P (Z dP - delta)``, 0 where masked out; with softcap, times its derivative too."""
         c, b, p = self.c, self.c.b, self.p
-        c.when(b.icmp_unsigned("!=", p.threshold, i64(0)), lambda: self.drop(h, i0, n))
+        c.when(p.given("threshold"), lambda: self.drop(h, i0, n))
         softcap, zero = p.given("softcap"), c.const(0.0)
 
-        def body(r: Any, _: Any) -> None:
+        def body(r: Any) -> None:
             delta = c.splat(c.load(p.row("delta", self.batch, h, b.add(i0, r)), c.scalar))
             pairs = zip(self.s.row(r), self.ds.row(r), strict=True)
             # Numbers of one size lie on a grid, on which one delta would round in one direction.
@@ -317,17 +302,14 @@ class _Block:
                 ds = list(map(b.fmul, ds, self.bias.row(r)))
             self.ds.put(r, ds)
 
-        def chain(r: Any, _: Any) -> None:
-            self.grad.put(r, list(map(b.fmul, self.grad.row(r), self.ds.row(r))))
-
-        def clear(r: Any, _: Any) -> None:
+        def clear(r: Any) -> None:
             seen = self.visible.row(r)
             for tile in (self.s, self.kept, self.ds, self.grad, *self.elements.tiles):
                 tile.put(r, [b.select(z, x, zero) for z, x in zip(seen, tile.row(r), strict=True)])
 
-        c.loop(i64(0), n, body)
-        c.when(softcap, lambda: c.loop(i64(0), n, chain))
-        c.when(masked, lambda: c.loop(i64(0), n, clear))
+        c.each(n, body)
+        c.when(softcap, lambda: self.grad.apply(n, b.fmul, self.ds))
+        c.when(masked, lambda: c.each(n, clear))
 
     def drop(self, h: Any, i0: Any, n: Any) -> None:
         """Multiply dP, and a copy of P, by 0 or ``1 / (1 - p)``."""
@@ -338,31 +320,31 @@ class _Block:
         keep_pairs(c, p, self.keep, self.batch, h, lanes, i64(0), rows, queries_across=False)
         skipped = rows_before(c, p, self.batch, i0, queries_across=False)
 
-        def body(r: Any, _: Any) -> None:
+        def body(r: Any) -> None:
             z = [b.select(x, scale, zero) for x in self.keep.row(b.add(r, skipped))]
             for source, to in ((self.s, self.kept), (self.ds, self.ds)):
                 to.put(r, list(map(b.fmul, source.row(r), z)))
 
-        c.loop(i64(0), n, body)
+        c.each(n, body)
 
     def load_bias(self, h: Any, i0: Any, n: Any) -> None:
         """Load the tile of the bias."""
 
-        def body(r: Any, _: Any) -> None:
+        def body(r: Any) -> None:
             place = self.batch, h, self.c.b.add(i0, r), self.k0, self.keys
             load_bias(self.kernel, self.c, self.p, *place, self.bias.at(r), _AHEAD)
 
-        self.c.loop(i64(0), n, body)
+        self.c.each(n, body)
 
     def load_masks(self, h: Any, i0: Any, n: Any) -> None:
         """Load the bits of the stored masks."""
         c, p = self.c, self.p
 
-        def body(r: Any, _: Any) -> None:
+        def body(r: Any) -> None:
             place = self.batch, h, c.b.add(i0, r), self.k0, self.keys
             c.store(mask_bits(c, p, *place, _AHEAD), self.visible.at(r))
 
-        c.loop(i64(0), n, body)
+        c.each(n, body)
 
     # -- sums ------------------------------------------------------------------------------------
 
@@ -370,7 +352,7 @@ class _Block:
         """Add dS to the gradient of the bias."""
         c, b, p = self.c, self.c.b, self.p
 
-        def full(r: Any, _: Any) -> None:
+        def full(r: Any) -> None:
             to, source = p.row("dbias", self.batch, h, b.add(i0, r), self.k0), self.ds.at(r)
 
             def some(j: Any, lanes: int) -> None:
@@ -380,7 +362,7 @@ class _Block:
 
             c.each_vector(self.keys, some)
 
-        def of_rows(r: Any, _: Any) -> None:
+        def of_rows(r: Any) -> None:
             to, source = p.row("dbias", self.batch, h, b.add(i0, r)), self.ds.at(r)
             wide = ir.DoubleType()  # the sum over all keys is in float64
 
@@ -397,8 +379,8 @@ class _Block:
             self.dbias_total.add(0, rows)
 
         for kind, add in (
-            (DBIAS_OF_TILES, partial(c.loop, i64(0), n, full)),
-            (DBIAS_OF_ROWS, partial(c.loop, i64(0), n, of_rows)),
+            (DBIAS_OF_TILES, partial(c.each, n, full)),
+            (DBIAS_OF_ROWS, partial(c.each, n, of_rows)),
             (DBIAS_OF_KEYS, of_keys),
         ):
             c.when(b.icmp_signed("==", p.dbias_kind, i64(kind)), add)

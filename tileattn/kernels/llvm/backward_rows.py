@@ -35,7 +35,7 @@ def preprocess(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any)
     b = c.b
     batch, head, first = _row_of(c, p, number)
     size = i64(size_of(kernel.dtype))
-    whole = b.mul(b.sdiv(p.Dv, i64(c.lanes)), i64(c.lanes))
+    whole = c.rounded_down(p.Dv, c.lanes)
 
     def row(i: Any, _: Any) -> None:
         o, do = (p.row(name, batch, head, i) for name in ("out", "dout"))
@@ -46,19 +46,15 @@ def preprocess(kernel: Kernel, c: Code, p: Params, _: Any, __: Any, number: Any)
 
         many = c.loop(i64(0), whole, lambda d, t: add(d, t, c.lanes), [c.const(0.0)], c.lanes)
         few = c.loop(whole, p.Dv, lambda d, t: add(d, t, 1), [ir.Constant(c.scalar, 0.0)])
-        delta = c.variable(c.scalar, b.fadd(c.sum(many[0]), few[0]))
+        rowsum = b.fadd(c.sum(many[0]), few[0])
 
-        def less() -> None:
-            dlse = c.load(p.row("dlse", batch, head, i), c.scalar)
-            b.store(b.fsub(b.load(delta, typ=c.scalar), dlse), delta)
+        def less() -> list[Any]:
+            return [b.fsub(rowsum, c.load(p.row("dlse", batch, head, i), c.scalar))]
 
-        c.when(p.given("dlse"), less)
-        c.store(b.load(delta, typ=c.scalar), p.row("delta", batch, head, i))
-        dq = p.row("dq_accum", batch, head, i)
-        zero = c.const(0.0)
-        c.loop(
-            i64(0), p.dq_columns, lambda d, _: c.store(zero, c.at(dq, c.bytes_of(d))), (), c.lanes
-        )
+        (delta,) = c.values_when(p.given("dlse"), less, rowsum)
+        c.store(delta, p.row("delta", batch, head, i))
+        dq, vectors = p.row("dq_accum", batch, head, i), b.sdiv(p.dq_columns, i64(c.lanes))
+        Tile(c, dq, 1).fill(vectors, c.const(0.0))
 
     _each_row(c, p, batch, head, first, row)
 

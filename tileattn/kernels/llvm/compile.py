@@ -31,7 +31,7 @@ SOURCE_FOLDERS = (Path(__file__).parent, Path(nodes.__file__).parent)
 """Folders whose sources determine the IR: the builders, and the expressions of user functions."""
 
 Function = Callable[[int, int, int], None]
-"""Takes the addresses of the parameters, of the counter of tasks and of scratch memory."""
+"""Takes the addresses of the parameters, the task counter and the scratch memory."""
 
 _FUNCTION = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)
 _FEATURES = (
@@ -90,27 +90,13 @@ def _may_use_tiles() -> bool:
 
 
 class Module(NamedTuple):
-    """The specification of a compiled module.
+    """The specification of a compiled module."""
 
-    Parameters
-    ----------
-    name : str
-        Kernel: a key of `MODULES`.
-    target : Target
-        CPU to compile for.
-    dtype, accum_dtype : str
-        Dtype of q, k and v, and of sums.
-    own : Functions
-        Functions of the caller.
-    layout : Layout
-        Memory layout of the sequences.
-    """
-
-    name: str
+    name: str  # a key of `MODULES`
     target: Target
-    dtype: str
-    accum_dtype: str
-    own: Functions = NO_FUNCTIONS
+    dtype: str  # of q, k and v
+    accum_dtype: str  # of sums
+    own: Functions = NO_FUNCTIONS  # the caller's functions
     layout: Layout = BATCHED
 
 

@@ -16,8 +16,13 @@ from typing import Any
 
 from llvmlite import ir
 
-from tileattn.kernels.llvm.attention.block_mask import tile_kind
-from tileattn.kernels.llvm.attention.dropout import kept_keys
+from tileattn.kernels.llvm.attention.block_mask import (
+    NO_TILE,
+    kind_if_given,
+    merged_kind,
+    tile_kind,
+)
+from tileattn.kernels.llvm.attention.dropout import keep_only, kept_keys
 from tileattn.kernels.llvm.attention.expressions import TileFunctions
 from tileattn.kernels.llvm.attention.scores import (
     Pairs,
@@ -29,7 +34,7 @@ from tileattn.kernels.llvm.attention.scores import (
     may_be_hidden,
 )
 from tileattn.kernels.llvm.attention.softmax import CompensatedState, RowState
-from tileattn.kernels.llvm.instructions.code import I1, I64, Code, i64
+from tileattn.kernels.llvm.instructions.code import I64, Code, i64
 from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
 from tileattn.kernels.llvm.params import Layout
 from tileattn.kernels.llvm.sizes import DECODE_KEYS, DECODE_ROWS
@@ -157,30 +162,22 @@ class _Split:
 
         def tile(k0: Any, _: Any) -> None:
             k0, k1 = c.larger(k0, low), c.smaller(b.add(k0, i64(DECODE_KEYS)), high)
-            some, full = self.block_kind(k0, k1)
+            some, full = kind_if_given(c, p, partial(self.block_kind, k0, k1))
             c.when(some, lambda: self.add_tile(k0, b.sub(k1, k0), full))
 
         c.each(self.rows, row)
-        first = b.mul(b.sdiv(low, i64(DECODE_KEYS)), i64(DECODE_KEYS))
-        c.loop(first, high, tile, step=DECODE_KEYS)
+        c.loop(c.rounded_down(low, DECODE_KEYS), high, tile, step=DECODE_KEYS)
 
-    def block_kind(self, k0: Any, k1: Any) -> tuple[Any, Any]:
-        """Return whether the block mask leaves some pair of a tile visible, and whether all."""
+    def block_kind(self, k0: Any, k1: Any) -> list[Any]:
+        """Return the kind of a tile by the block mask, over all rows."""
         c, b, p = self.c, self.c.b, self.p
-        some, full = (c.variable(I1, ir.Constant(I1, 1)) for _ in range(2))
 
-        def row(r: Any, state: list[Any]) -> list[Any]:
+        def row(r: Any, kind: list[Any]) -> list[Any]:
             h, i = self.query(r)
             found = tile_kind(c, p, self.batch, h, i, b.add(i, i64(1)), k0, k1)
-            return [b.or_(state[0], found[0]), b.and_(state[1], found[1])]
+            return merged_kind(c, kind, found)
 
-        def look() -> None:
-            kinds = c.loop(i64(0), self.rows, row, [ir.Constant(I1, 0), ir.Constant(I1, 1)])
-            for place, x in zip((some, full), kinds, strict=True):
-                b.store(x, place)
-
-        c.when(p.given("block_kinds"), look)
-        return b.load(some, typ=I1), b.load(full, typ=I1)
+        return c.loop(i64(0), self.rows, row, NO_TILE)
 
     def finalize(self, r: Any) -> None:
         """Merge the splits of a row, divide by the denominator, and store it."""
@@ -228,7 +225,7 @@ class _Split:
             self.state_of_split(self.number, r).merge(self.state_of_tile(r))
 
         c.each(self.rows, softmax)
-        c.when(b.icmp_unsigned("!=", p.threshold, i64(0)), lambda: self.drop(k0, n))
+        c.when(p.given("threshold"), lambda: self.drop(k0, n))
         acc = self.state_of_tile(i64(0)).acc.start, self.state_step
         operands = self.kernel, c, self.rows, n, p.Dv, s, v, acc
         sums_of_rows(*operands)
@@ -329,12 +326,10 @@ class _Split:
 
     def drop(self, k0: Any, n: Any) -> None:
         """Set the probabilities that dropout drops to 0."""
-        c, b = self.c, self.c.b
+        c = self.c
         self.load_bits(self.keep, partial(kept_keys, c, self.p, self.batch), k0, n)
 
         def vector(n: Any) -> None:
-            (keep,) = self.keep.row(n)
-            one = b.select(keep, c.const(1.0), c.const(0.0))
-            self.s.put(n, [b.fmul(x, one) for x in self.s.row(n)])  # a NaN stays
+            self.s.put(n, keep_only(c, self.s.row(n), self.keep.row(n)))
 
         c.each(self.score_vectors, vector)

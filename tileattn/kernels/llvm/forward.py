@@ -13,8 +13,13 @@ from llvmlite import ir
 
 from tileattn.kernels.llvm.attention.bf16_operands import ForwardBf16
 from tileattn.kernels.llvm.attention.bf16_prepare import prepare
-from tileattn.kernels.llvm.attention.block_mask import tile_kind
-from tileattn.kernels.llvm.attention.dropout import keep_pairs, rows_before
+from tileattn.kernels.llvm.attention.block_mask import (
+    NO_TILE,
+    kind_if_given,
+    merged_kind,
+    tile_kind,
+)
+from tileattn.kernels.llvm.attention.dropout import keep_only, keep_pairs, rows_before
 from tileattn.kernels.llvm.attention.expressions import TileFunctions
 from tileattn.kernels.llvm.attention.operands import ForwardBroadcast
 from tileattn.kernels.llvm.attention.scores import (
@@ -27,7 +32,7 @@ from tileattn.kernels.llvm.attention.scores import (
     may_be_hidden,
 )
 from tileattn.kernels.llvm.attention.softmax import CompensatedState, RowState
-from tileattn.kernels.llvm.instructions.code import I1, I64, Code, i64, same
+from tileattn.kernels.llvm.instructions.code import I64, Code, i64
 from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
 from tileattn.kernels.llvm.params import Layout
 from tileattn.kernels.llvm.sizes import KEEP_SPARE, ROW_FACTS, SECTION
@@ -37,7 +42,7 @@ from tileattn.kernels.llvm.tiles.scratch import Scratch
 from tileattn.kernels.llvm.tiles.tile import store_columns, transpose_rows
 from tileattn.kernels.llvm.user_functions import Functions
 
-_FAR = 1 << 62
+_FAR = 1 << 62  # past every key
 _QUERY, _HEAD, _LOW, _HIGH, _SLOPE, _POSITION = range(6)
 
 
@@ -50,7 +55,7 @@ def build(
     def task(c: Code, p: Params, block: Any, scratch: Any, number: Any) -> None:
         b, W = c.b, target.vectors * c.lanes
         heads, n = b.sdiv(number, p.blocks), b.srem(number, p.blocks)
-        r0 = b.mul(b.sub(b.sub(p.blocks, i64(1)), n), i64(W))  # the longest first
+        r0 = b.mul(b.sub(b.sub(p.blocks, i64(1)), n), i64(W))  # longest rows first (causal)
         batch, head = b.sdiv(heads, p.Hkv), b.srem(heads, p.Hkv)
         Nq = p.queries(batch)
         rows = c.smaller(i64(W), b.sub(b.mul(p.group, Nq), r0))
@@ -84,9 +89,8 @@ class _Block:
         total, total_acc = memory.tile(2), memory.tile(self.p.Dv)
         low = memory.tile(c.b.add(self.p.Dv, i64(2)))
         self.total = CompensatedState(c, total, total_acc, self.p.Dv, low)
-        operands = (
-            ForwardBf16 if kernel.target.bf16 else ForwardBroadcast
-        )  # may leave out the last rows
+        # They come last: ForwardBroadcast uses no rows of K and V where it reads them in place.
+        operands = ForwardBf16 if kernel.target.bf16 else ForwardBroadcast
         self.operands = operands(kernel, c, self.p, memory, batch, head, c.vectors_of(rows))
         self.acc = self.operands.acc
 
@@ -95,8 +99,8 @@ class _Block:
         span = self.load_rows()
         rows = RowState(c, self.state, self.acc, p.Dv)
         rows.clear()
-        (low, high), size = span[:2], i64(self.kernel.target.keys)
-        section = b.mul(b.sdiv(low, i64(SECTION)), i64(SECTION))
+        (low, high), keys = span[:2], self.kernel.target.keys
+        section = c.rounded_down(low, SECTION)
         several = b.icmp_signed("<", b.add(section, i64(SECTION)), high)
 
         def start() -> None:
@@ -104,8 +108,8 @@ class _Block:
             total.start()
 
         def tile(k0: Any, _: Any) -> None:
-            k0, k1 = c.larger(k0, low), c.smaller(b.add(k0, size), high)
-            some, full = self.block_kind(k0, k1)
+            k0, k1 = c.larger(k0, low), c.smaller(b.add(k0, i64(keys)), high)
+            some, full = kind_if_given(c, p, partial(self.block_kind, k0, k1))
             c.when(some, lambda: self.update_tile(rows, k0, b.sub(k1, k0), span, full))
 
         def add() -> None:
@@ -114,8 +118,8 @@ class _Block:
 
         def tiles(k0: Any, _: Any) -> None:
             end = c.smaller(b.add(k0, i64(SECTION)), high)
-            first = c.larger(k0, b.mul(b.sdiv(low, size), size))
-            c.loop(first, end, tile, step=self.kernel.target.keys)
+            first = c.larger(k0, c.rounded_down(low, keys))
+            c.loop(first, end, tile, step=keys)
             c.when(several, add)
 
         c.when(several, start)
@@ -182,10 +186,10 @@ class _Block:
         """Load a per-head number for each row."""
         c = self.c
 
-        def body(r: Any, _: Any) -> None:
+        def load(r: Any) -> None:
             self.put_fact(_SLOPE, r, c.load(self.p.row(name, self.fact(_HEAD, r)), c.scalar))
 
-        c.loop(i64(0), self.rows, body)
+        c.each(self.rows, load)
         return self.facts.row(_SLOPE)
 
     def each_head(
@@ -203,23 +207,15 @@ class _Block:
         last = b.sdiv(b.sub(end, i64(1)), Nq)
         return c.loop(b.sdiv(self.r0, Nq), b.add(last, i64(1)), head, state)
 
-    def block_kind(self, k0: Any, k1: Any) -> tuple[Any, Any]:
-        """Return whether the block mask leaves some pair of a tile visible, and whether all."""
+    def block_kind(self, k0: Any, k1: Any) -> list[Any]:
+        """Return the kind of a tile by the block mask, over all query heads."""
         c, b, p = self.c, self.c.b, self.p
-        some, full = (c.variable(I1, same(I1, 1)) for _ in range(2))
 
-        def head(g: Any, i0: Any, i1: Any, state: list[Any]) -> list[Any]:
+        def head(g: Any, i0: Any, i1: Any, kind: list[Any]) -> list[Any]:
             h = b.add(b.mul(self.head, p.group), g)
-            found = tile_kind(c, p, self.batch, h, i0, i1, k0, k1)
-            return [b.or_(state[0], found[0]), b.and_(state[1], found[1])]
+            return merged_kind(c, kind, tile_kind(c, p, self.batch, h, i0, i1, k0, k1))
 
-        def look() -> None:
-            kinds = self.each_head(head, [same(I1, 0), same(I1, 1)])
-            for place, x in zip((some, full), kinds, strict=True):
-                b.store(x, place)
-
-        c.when(p.given("block_kinds"), look)
-        return b.load(some, typ=I1), b.load(full, typ=I1)
+        return self.each_head(head, NO_TILE)
 
     # -- tiles -----------------------------------------------------------------------------------
 
@@ -278,11 +274,11 @@ class _Block:
         def row(r: Any) -> Any:
             return c.row(self.bias_rows, i64(keys * c.size), r)
 
-        def load(r: Any, _: Any) -> None:
+        def load(r: Any) -> None:
             pairs = self.batch, self.fact(_HEAD, r), self.fact(_QUERY, r), k0, n
             load_bias(self.kernel, c, self.p, *pairs, row(r), ahead=(0, keys))
 
-        c.loop(i64(0), self.rows, load)
+        c.each(self.rows, load)
         transpose_rows(c, c.dtype, row, self.rows, i64(keys), self.bias)
 
     def load_masks(self, k0: Any, n: Any) -> None:
@@ -292,11 +288,11 @@ class _Block:
         def run(j: Any, _: Any) -> None:
             count = c.smaller(i64(64), b.sub(n, j))
 
-            def lane(r: Any, _: Any) -> None:
+            def lane(r: Any) -> None:
                 pairs = self.batch, self.fact(_HEAD, r), self.fact(_QUERY, r), b.add(k0, j), count
                 put_column(c, self.mask_words, r, mask_bits(c, self.p, *pairs, ahead))
 
-            c.loop(i64(0), self.rows, lane)
+            c.each(self.rows, lane)
             transpose_bits(c, self.mask_words, count, self.visible, j)
 
         c.loop(i64(0), n, run, step=64)
@@ -316,14 +312,10 @@ class _Block:
         self.each_head(head)
         skipped = rows_before(c, p, self.batch, k0, queries_across=True)
 
-        def body(j: Any, _: Any) -> None:
-            kept = []
-            for x, z in zip(self.s.row(j), self.keep.row(b.add(j, skipped)), strict=True):
-                one = b.select(z, c.const(1.0), c.const(0.0))
-                kept.append(b.fmul(x, one))  # a NaN stays, also where it is dropped
-            self.s.put(j, kept)
+        def key(j: Any) -> None:
+            self.s.put(j, keep_only(c, self.s.row(j), self.keep.row(b.add(j, skipped))))
 
-        c.loop(i64(0), n, body)
+        c.each(n, key)
 
     def finalize(self, rows: RowState) -> None:
         """Divide by the denominator, and store the rows."""
@@ -336,8 +328,8 @@ class _Block:
         store_columns(c, self.kernel.dtype, *to, self.acc, self.state.at(3))
         for name, row in (("row_max", 0), ("log_l", 1), ("lse", 2)):
 
-            def put(r: Any, _: Any, name: str = name, row: int = row) -> None:
+            def put(r: Any, name: str = name, row: int = row) -> None:
                 x = c.load(c.at(self.state.at(row), c.bytes_of(r)), c.scalar)
                 c.store(x, self.row(name, r))
 
-            c.when(p.given(name), partial(c.loop, i64(0), self.rows, put))
+            c.when(p.given(name), partial(c.each, self.rows, put))

@@ -1,5 +1,6 @@
 """The parameter block of a kernel: 64-bit fields, packed here and read by the kernels."""
 
+import itertools
 import struct
 from typing import Any, NamedTuple
 
@@ -36,18 +37,10 @@ BF16_TRANSPOSES = {"forward": ("v",), "backward": ("q", "dout")}
 
 
 class Layout(NamedTuple):
-    """The memory layout of the sequences.
+    """The memory layout of the sequences."""
 
-    Parameters
-    ----------
-    packed : bool
-        True if sequences are concatenated, not padded to batch entries.
-    paged : bool
-        True if keys and values are in pages.
-    """
-
-    packed: bool = False
-    paged: bool = False
+    packed: bool = False  # sequences are concatenated, not padded to batch entries
+    paged: bool = False  # keys and values are in pages
 
 
 BATCHED = Layout()
@@ -72,17 +65,8 @@ INTEGERS = (
     "block_q", "block_k", "dq_columns", "splits", "split_keys", "few", "page",
 )  # fmt: skip
 
-FIELDS = {
-    name: 8 * n
-    for n, name in enumerate(
-        [
-            *ARRAYS,
-            *(stride for strides in _STRIDES.values() for stride in strides),
-            *INTEGERS,
-            *FLOATS,
-        ]
-    )
-}
+_NAMES = (*ARRAYS, *itertools.chain(*_STRIDES.values()), *INTEGERS, *FLOATS)
+FIELDS = {name: 8 * n for n, name in enumerate(_NAMES)}
 """Byte offset of every field: addresses (0 for an absent array), strides, numbers."""
 
 COUNTER = (8 * len(FIELDS) // 64 + 2) * 64

@@ -18,22 +18,12 @@ LIBRARY = (
 
 @dataclass(frozen=True)
 class Functions:
-    """The expressions of a module, and the kinds of the arrays that they read.
-
-    Parameters
-    ----------
-    score_mod, mask_mod : Node or None
-        The expressions.
-    aux : tuple of (str, int)
-        Name of the dtype and number of axes of each array.
-    learning : bool
-        True if gradients of the arrays are computed.
-    """
+    """The expressions of a module, and the kinds of the arrays that they read."""
 
     score_mod: Node | None = None
     mask_mod: Node | None = None
-    aux: tuple[tuple[str, int], ...] = ()
-    learning: bool = False
+    aux: tuple[tuple[str, int], ...] = ()  # name of the dtype and number of axes of each array
+    learning: bool = False  # gradients of the arrays are computed
 
     @property
     def key(self) -> str:

@@ -76,19 +76,20 @@ class ForwardBf16:
         """Turn scores into P, in pairs."""
         c, b, to = self.c, self.c.b, self.weights
         end, nothing = c.rounded_up(n, TERMS), [c.const(-math.inf) for _ in s.vectors]
-        drops = b.icmp_unsigned("!=", self.p.threshold, i64(0))
 
         def put(j: Any, even: list[Any], odd: list[Any]) -> None:
             to.put(b.sdiv(j, i64(2)), [paired(c, *x) for x in zip(even, odd, strict=True)])
 
-        with b.if_else(drops) as (dropping, keeping):
-            with dropping:
-                rows.update(s, n, self.factor)
-                drop()
-                pair_sums(c, s, n, to)
-            with keeping:
-                c.loop(n, end, lambda j, _: s.put(j, nothing))
-                rows.update(s, end, self.factor, put)
+        def dropping() -> None:
+            rows.update(s, n, self.factor)
+            drop()
+            pair_sums(c, s, n, to)
+
+        def keeping() -> None:
+            c.loop(n, end, lambda j, _: s.put(j, nothing))
+            rows.update(s, end, self.factor, put)
+
+        c.when_else(self.p.given("threshold"), dropping, keeping)
 
     def add_values(self, k0: Any, n: Any, s: Tile, visible: Bits, masked: Any) -> None:  # noqa: ARG002 - all values are finite
         """``acc += V^T P``."""
@@ -124,16 +125,13 @@ class BackwardBf16:
         c, p = self.c, self.p
         self.keys, self.used = keys, c.vectors_of(keys)
         first, end = keys_in_reach(c, p, batch)
-        for name, tile, grad, columns in (
-            ("k", self.k, self.dk, p.D),
-            ("v", self.v, self.dv, p.Dv),
-        ):
+        tiles = ("k", self.k, self.dk, p.D), ("v", self.v, self.dv, p.Dv)
+        for name, tile, grad, columns in tiles:
             grad.fill(columns, c.const(0.0))
             source, step = p.row(name, batch, head, k0), getattr(p, f"{name}_j")
             n, hidden = c.smaller(keys, c.b.sub(end, k0)), c.b.sub(first, k0)
-            to_step = copy_rows(
-                c, partial(c.row, source, step), n, columns, self.key_rows, i64(self.W), hidden
-            )
+            copied = self.key_rows, i64(self.W), hidden
+            to_step = copy_rows(c, partial(c.row, source, step), n, columns, *copied)
             transpose_pairs(c, self.key_rows, to_step, self.W, columns, tile)
             if name == "k":
                 width = c.bytes_of(p.dq_columns)
@@ -152,10 +150,8 @@ class BackwardBf16:
 
     def scores(self, s: Tile, dp: Tile) -> None:
         """``S = scale Q K^T`` and ``dP = dO V^T``, a row for each query."""
-        for left, right, columns, tile in (
-            (self.q, self.k, self.p.D, s),
-            (self.dout, self.v, self.p.Dv, dp),
-        ):
+        products = (self.q, self.k, self.p.D, s), (self.dout, self.v, self.p.Dv, dp)
+        for left, right, columns, tile in products:
             operands = self.used, self.n, columns, left, (right.start, i64(right.step))
             to = tile.start, i64(tile.step)
             bf16_matmul(self.kernel, self.c, *operands, to, add=False)
@@ -164,10 +160,8 @@ class BackwardBf16:
     def add_gradients(self, p: Any, ds: Any, visible: Bits, masked: Any, wait: Any) -> None:  # noqa: ARG002 - all operands are finite
         """``dV += P^T dO``, ``dK += dS^T Q`` and, after a wait, ``dQ += dS K``."""
         c, n = self.c, self.n
-        for name, sums, to, columns in (
-            ("dout", p, self.dv, self.p.Dv),
-            ("q", ds, self.dk, self.p.D),
-        ):
+        products = ("dout", p, self.dv, self.p.Dv), ("q", ds, self.dk, self.p.D)
+        for name, sums, to, columns in products:
             pair_sums(c, Tile(c, sums, self.kernel.target.vectors), n, self.pairs)
             left = transposed_block(c, self.p, name, self.batch, self.h, self.i0), i64(2 * BLOCK)
             right = self.pairs.start, i64(self.pairs.step)
@@ -185,40 +179,40 @@ class BackwardBf16:
         operands = vectors, n, self.keys, left, right
         dq, dq_step = self.p.row("dq_accum", self.batch, self.h, self.i0), self.p.dq_accum_i
         whole = b.icmp_signed("==", b.srem(n, i64(grain(self.kernel.target)[0])), i64(0))
-        with b.if_else(whole) as (there, beside):
-            with there:
-                bf16_matmul(self.kernel, c, *operands, (dq, dq_step), add=True)
-            with beside:
-                bf16_matmul(self.kernel, c, *operands, (self.dq_rows, step), add=False)
 
-                def row(r: Any, _: Any) -> None:
-                    place, more = c.at(dq, b.mul(r, dq_step)), c.at(self.dq_rows, b.mul(r, step))
+        def row(r: Any) -> None:
+            place, more = c.row(dq, dq_step, r), c.row(self.dq_rows, step, r)
 
-                    def add(d: Any, _: Any) -> None:
-                        at = c.at(place, c.bytes_of(d))
-                        x = c.load(c.at(more, c.bytes_of(d)))
-                        c.store(b.fadd(c.load(at), x), at)
+            def add(d: Any, _: Any) -> None:
+                at = c.at(place, c.bytes_of(d))
+                x = c.load(c.at(more, c.bytes_of(d)))
+                c.store(b.fadd(c.load(at), x), at)
 
-                    c.loop(i64(0), columns, add, step=c.lanes)
+            c.loop(i64(0), columns, add, step=c.lanes)
 
-                c.loop(i64(0), n, row)
+        def through_scratch() -> None:
+            bf16_matmul(self.kernel, c, *operands, (self.dq_rows, step), add=False)
+            c.each(n, row)
+
+        def in_place() -> None:
+            bf16_matmul(self.kernel, c, *operands, (dq, dq_step), add=True)
+
+        c.when_else(whole, in_place, through_scratch)
 
     def _round_rows(self, ds: Tile) -> None:
         """Round dS to rows of bfloat16, padded with 0 past the keys."""
         c = self.c
         width, keys = c.lanes, c.splat(c.b.trunc(self.keys, c.integer))
-        inside = [
-            c.b.icmp_signed(
-                "<", ir.Constant(c.integers, list(range(v * width, (v + 1) * width))), keys
-            )
-            for v in ds.vectors
-        ]
+        lanes = (
+            ir.Constant(c.integers, list(range(width * v, width * (v + 1)))) for v in ds.vectors
+        )
+        inside = [c.b.icmp_signed("<", lane, keys) for lane in lanes]
 
-        def row(r: Any, _: Any) -> None:
+        def row(r: Any) -> None:
             x = [c.b.select(z, y, c.const(0.0)) for z, y in zip(inside, ds.row(r), strict=True)]
             place = c.at(self.ds_rows.start, c.b.mul(r, i64(2 * self.W)))
             for v in range(0, len(x), 2):
                 words = narrowed(c, x[v], x[v + 1])
                 c.store(words, c.at(place, 2 * v * width))
 
-        c.loop(i64(0), self.n, row)
+        c.each(self.n, row)

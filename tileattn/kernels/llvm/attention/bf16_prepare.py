@@ -88,7 +88,7 @@ def _block(
 def _all_usual(c: Code, source: Any, step: Any, rows: Any, columns: Any) -> Any:
     """Return True if all numbers of some rows are usual."""
     b = c.b
-    whole = b.mul(b.sdiv(columns, i64(TERMS)), i64(TERMS))
+    whole = c.rounded_down(columns, TERMS)
 
     def of(kind: Any, n: int) -> Any:
         return ir.Constant(kind, [n] * TERMS) if kind is WORDS else ir.Constant(kind, n)

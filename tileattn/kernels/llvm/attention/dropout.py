@@ -51,7 +51,7 @@ def rows_before(c: Code, p: Params, batch: Any, start: Any, *, queries_across: b
 
 
 def kept_keys(c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, count: Any) -> Any:
-    """Bits of the keys from k0 on, up to 64, that dropout keeps of query i."""
+    """Return the bits of up to 64 keys, starting at k0, that dropout keeps for query i."""
     b = c.b
     start = origin_of(c, p, batch)
     batch, head, i, k0 = (b.add(*x) for x in zip((batch, head, i, k0), start, strict=True))
@@ -67,15 +67,18 @@ def kept_keys(c: Code, p: Params, batch: Any, head: Any, i: Any, k0: Any, count:
 
 def origin_of(c: Code, p: Params, batch: Any) -> list[Any]:
     """Return the indices (b, h, i, j) at which the dropout of a sequence starts."""
-    found = [c.variable(I64, i64(0)) for _ in range(4)]
 
-    def load() -> None:
+    def load() -> list[Any]:
         row = c.row(p.origin, i64(32), batch)
-        for n, place in enumerate(found):
-            c.b.store(c.load(c.at(row, 8 * n), I64), place)
+        return [c.load(c.at(row, 8 * n), I64) for n in range(4)]
 
-    c.when(p.given("origin"), load)
-    return [c.b.load(place, typ=I64) for place in found]
+    return c.values_when(p.given("origin"), load, *[i64(0)] * 4)
+
+
+def keep_only(c: Code, p: list[Any], bits: list[Any]) -> list[Any]:
+    """Multiply the probabilities that dropout drops by 0, so that a NaN stays."""
+    zero, one = c.const(0.0), c.const(1.0)
+    return [c.b.fmul(x, c.b.select(z, one, zero)) for x, z in zip(p, bits, strict=True)]
 
 
 def _moved(c: Code, span: tuple[Any, Any], by: Any) -> tuple[Any, Any]:
@@ -85,7 +88,7 @@ def _moved(c: Code, span: tuple[Any, Any], by: Any) -> tuple[Any, Any]:
 def _kept(
     c: Code, p: Params, batch: Any, head: Any, x0: Any, y: Any, queries_across: bool
 ) -> tuple[Any, Any]:
-    """Bits of sixteen pairs across, from x0 on, in each of the two rows that y is folded from."""
+    """Return the bits of 16 pairs across, starting at x0, in the two rows that y is folded from."""
     b = c.b
     lines = folded(c, x0), c.splat(y, 8)
     i, j = lines if queries_across else reversed(lines)

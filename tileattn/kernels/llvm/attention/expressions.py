@@ -25,17 +25,9 @@ _FLOATS = {"float16": ir.HalfType(), "float32": ir.FloatType(), "float64": ir.Do
 class TileFunctions:
     """The caller's functions on the pairs of a tile.
 
-    Parameters
-    ----------
-    c : Code
-        Where instructions go.
-    p : Params
-        Parameters of the call. Field ``aux`` is the address of a table: the address of each array,
-        then length and stride in bytes of each axis; see `slots`.
-    functions : Functions
-        Functions to emit.
-    indices : callable
-        For a row of the tile, the inputs b, h, i and j of each of its vectors.
+    ``indices`` returns the inputs b, h, i and j of each vector of a row. The field ``aux`` of ``p``
+    is the address of a table: the address of each array, then length and stride in bytes of each
+    axis; see `slots`.
     """
 
     def __init__(

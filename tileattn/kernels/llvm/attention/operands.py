@@ -9,10 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from llvmlite import ir
-
 from tileattn.kernels.llvm.attention.softmax import RowState
-from tileattn.kernels.llvm.instructions.code import I1, Code, i64
+from tileattn.kernels.llvm.instructions.code import I1, Code, i64, same
 from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
 from tileattn.kernels.llvm.sizes import ROWS
 from tileattn.kernels.llvm.tiles.bits import Bits
@@ -24,16 +22,7 @@ from tileattn.kernels.llvm.tiles.tile import Row, Tile, all_finite, convert_rows
 class ForwardBroadcast:
     """Q in vector lanes; K and V are broadcast in place, or converted first.
 
-    Parameters
-    ----------
-    kernel, c, p : Kernel, Code, Params
-        Module, function and parameters under construction.
-    memory : Scratch
-        Memory for tiles.
-    batch, head : i64
-        Batch entry and key head.
-    used : i64
-        Number of vectors that hold rows.
+    Of the vectors of a tile, ``used`` hold rows.
     """
 
     def __init__(
@@ -61,21 +50,20 @@ class ForwardBroadcast:
     def update(self, rows: RowState, n: Any, s: Tile, drop: Callable[[], None]) -> None:
         """Turn scores into P."""
         rows.update(s, n)
-        self.c.when(self.c.b.icmp_unsigned("!=", self.p.threshold, i64(0)), drop)
+        self.c.when(self.p.given("threshold"), drop)
 
     def add_values(self, k0: Any, n: Any, s: Tile, visible: Bits, masked: Any) -> None:
         """``acc += V^T P``, where ``s`` is P; over visible pairs only if V is not finite."""
-        c, b, p = self.c, self.c.b, self.p
+        c, p = self.c, self.p
         v, v_step = self._load("v", self.v_rows, k0, n, p.Dv)
-        clean = c.variable(I1, ir.Constant(I1, 1))
-        c.when(masked, lambda: b.store(all_finite(c, v, v_step, n, p.Dv), clean))
+        (clean,) = c.values_when(masked, lambda: [all_finite(c, v, v_step, n, p.Dv)], same(I1, 1))
         a, to = (v, i64(c.size), v_step), (self.acc.start, i64(self.acc.step))
-        operands = self.used, p.Dv, n, a, (s.start, i64(s.step))
-        with b.if_else(b.load(clean, typ=I1)) as (usual, nonfinite):
-            with usual:
-                matmul(self.kernel, c, *operands, to, add=True)
-            with nonfinite:
-                masked_matmul(self.kernel, c, *operands, visible, to)
+        operands = self.kernel, c, self.used, p.Dv, n, a, (s.start, i64(s.step))
+        c.when_else(
+            clean,
+            lambda: matmul(*operands, to, add=True),
+            lambda: masked_matmul(*operands, visible, to),
+        )
 
     def _load(self, name: str, rows: Any, k0: Any, n: Any, columns: Any) -> tuple[Any, Any]:
         """Return K or V in the accumulation dtype and the row stride: in place, or converted."""
@@ -97,15 +85,7 @@ class ForwardBroadcast:
 
 
 class BackwardBroadcast:
-    """K and V in vector lanes; Q and dO are broadcast, as P and dS are for dQ.
-
-    Parameters
-    ----------
-    kernel, c, p : Kernel, Code, Params
-        Module, function and parameters under construction.
-    memory : Scratch
-        Memory for tiles.
-    """
+    """K and V in vector lanes; Q and dO are broadcast, and for dQ dS is."""
 
     def __init__(self, kernel: Kernel, c: Code, p: Params, memory: Scratch) -> None:
         self.kernel, self.c, self.p = kernel, c, p
@@ -125,15 +105,12 @@ class BackwardBroadcast:
         c, b, p = self.c, self.c.b, self.p
         self.keys, self.used = keys, c.vectors_of(keys)
         dtype, zero = self.kernel.dtype, c.const(0.0)
-        for name, tile, grad, columns in (
-            ("k", self.k, self.dk, p.D),
-            ("v", self.v, self.dv, p.Dv),
-        ):
+        tiles = ("k", self.k, self.dk, p.D), ("v", self.v, self.dv, p.Dv)
+        for name, tile, grad, columns in tiles:
             for each in (tile, grad):
                 each.fill(columns, zero)
             source, step = p.row(name, batch, head, k0), getattr(p, f"{name}_j")
-            row = partial(c.row, source, step)
-            transpose_rows(c, dtype, row, self.keys, columns, tile)
+            transpose_rows(c, dtype, partial(c.row, source, step), self.keys, columns, tile)
         c.loop(
             i64(0), b.mul(i64(self.W), p.dq_columns),
             lambda n, _: c.store(zero, c.at(self.k_rows, c.bytes_of(n))), (), c.lanes,
@@ -150,10 +127,8 @@ class BackwardBroadcast:
 
     def scores(self, s: Tile, dp: Tile) -> None:
         """``S = scale Q K^T`` and ``dP = dO V^T``, a row for each query."""
-        for (left, step), right, columns, tile in (
-            (self.q, self.k, self.p.D, s),
-            (self.dout, self.v, self.p.Dv, dp),
-        ):
+        products = (self.q, self.k, self.p.D, s), (self.dout, self.v, self.p.Dv, dp)
+        for (left, step), right, columns, tile in products:
             a, to = (left, step, i64(self.c.size)), (tile.start, i64(tile.step))
             operands = self.used, self.n, columns, a, (right.start, i64(right.step))
             matmul(self.kernel, self.c, *operands, to, add=False)
@@ -161,14 +136,13 @@ class BackwardBroadcast:
 
     def add_gradients(self, p: Any, ds: Any, visible: Bits, masked: Any, wait: Any) -> None:
         """``dV += P^T dO``, ``dK += dS^T Q`` and, after a wait, ``dQ += dS K``."""
-        c, b = self.c, self.c.b
-        clean = c.variable(I1, ir.Constant(I1, 1))
+        c = self.c
 
-        def look() -> None:
+        def look() -> list[Any]:
             k = self.k_rows, c.bytes_of(self.p.dq_columns)
             rows = (*self.q, self.n, self.p.D), (*self.dout, self.n, self.p.Dv)
             parts = *rows, (*k, self.keys, self.p.D)
-            b.store(c.all([all_finite(c, *part) for part in parts]), clean)
+            return [c.all([all_finite(c, *part) for part in parts])]
 
         def add(seen: Any) -> None:
             parts = (self.dv, self.p.Dv, self.dout, p), (self.dk, self.p.D, self.q, ds)
@@ -179,12 +153,8 @@ class BackwardBroadcast:
             wait()
             self._add_dq(ds, width, seen)
 
-        c.when(masked, look)
-        with b.if_else(b.load(clean, typ=I1)) as (usual, nonfinite):
-            with usual:
-                add(None)
-            with nonfinite:
-                add(visible)
+        (clean,) = c.values_when(masked, look, same(I1, 1))
+        c.when_else(clean, lambda: add(None), lambda: add(visible))
 
     def _multiply(
         self, vectors: Any, n_i: Any, n_k: Any, a: Any, b: Any, to: Any, seen: Any, of_a: bool

@@ -21,19 +21,7 @@ _BYTES = 8  # bytes of a sum, and of the index of an element
 
 
 class ElementSums:
-    """Sums of one task for the gradients of elements.
-
-    Parameters
-    ----------
-    functions : Functions
-        Functions of the caller.
-    c : Code
-        Where instructions go.
-    p : Params
-        Parameters of the call.
-    memory : Scratch
-        Its end holds the private sums of the task.
-    """
+    """Sums of one task for the gradients of elements; the end of ``memory`` holds private ones."""
 
     def __init__(self, functions: Functions, c: Code, p: Params, memory: Scratch) -> None:
         first = slots(functions.aux)

@@ -25,47 +25,23 @@ Row = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """The queries and keys of a tile: vectors of integers for each of its rows.
-
-    Parameters
-    ----------
-    keys : callable
-        Keys of a row.
-    positions : callable
-        Positions of the queries on the key axis, 64-bit integers.
-    low, high : callable
-        Range of keys that window and length leave visible: ``low <= j < high``.
-    slopes : callable
-        ALiBi's slopes.
-    functions : TileFunctions
-        Functions of the caller.
-    """
+    """The queries and keys of a tile: vectors of integers for each of its rows."""
 
     keys: Row
-    positions: Row
-    low: Row
-    high: Row
-    slopes: Row
-    functions: TileFunctions
+    positions: Row  # of the queries on the key axis, in 64 bits
+    low: Row  # window and length leave keys visible from here
+    high: Row  # up to here
+    slopes: Row  # of ALiBi
+    functions: TileFunctions  # the caller's functions
 
 
 @dataclass(frozen=True, slots=True)
 class Grads:
-    """Destinations of the derivatives of a tile's scores.
+    """Destinations of the derivatives of a tile's scores."""
 
-    Parameters
-    ----------
-    softcap : Tile
-        Derivative of the soft cap.
-    function : Tile
-        Derivative of the caller's function by its input score.
-    elements : ElementSums
-        Derivatives by elements of ``aux``.
-    """
-
-    softcap: Tile
-    function: Tile
-    elements: ElementSums
+    softcap: Tile  # derivative of the soft cap
+    function: Tile  # derivative of the caller's function by its input score
+    elements: ElementSums  # derivatives by elements of ``aux``
 
 
 def apply_score_mods(
@@ -78,17 +54,17 @@ def apply_score_mods(
         # The caller bounds the cap, so that the quotient is a number for any score.
         cap = c.splat(p.softcap)
 
-        def body(n: Any, _: Any) -> None:
+        def body(n: Any) -> None:
             t = [tanh(c, b.fdiv(x, cap)) for x in s.row(n)]
             s.put(n, [b.fmul(x, cap) for x in t])
             if grad is not None:
                 one = c.const(1.0)
                 grad.softcap.put(n, [c.fma(b.fneg(x), x, one) for x in t])
 
-        c.loop(i64(0), rows, body)
+        c.each(rows, body)
 
     def alibi() -> None:
-        def body(n: Any, _: Any) -> None:
+        def body(n: Any) -> None:
             new = []
             given = zip(s.row(n), pairs.positions(n), pairs.keys(n), pairs.slopes(n), strict=True)
             for x, i, j, slope in given:
@@ -98,12 +74,9 @@ def apply_score_mods(
                 new.append(b.fsub(x, b.fmul(slope, b.sitofp(size, c.vector))))
             s.put(n, new)
 
-        c.loop(i64(0), rows, body)
+        c.each(rows, body)
 
-    def add() -> None:
-        c.loop(i64(0), rows, lambda n, _: s.put(n, list(map(b.fadd, s.row(n), bias.row(n)))))
-
-    def function(n: Any, _: Any) -> None:
+    def function(n: Any) -> None:
         old = s.row(n)
         new = pairs.functions.scores(n, old, grad=grad is not None)
         if grad is not None:
@@ -113,9 +86,9 @@ def apply_score_mods(
 
     c.when(p.given("softcap"), softcap)
     c.when(p.given("alibi_slopes"), alibi)
-    c.when(p.given("bias"), add)
+    c.when(p.given("bias"), lambda: s.apply(rows, b.fadd, bias))
     if pairs.functions.modify:
-        c.loop(i64(0), rows, function)
+        c.each(rows, function)
 
 
 def mask_tile(c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, visible: Bits) -> None:
@@ -127,7 +100,7 @@ def mask_tile(c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, visible: Bit
     may_mask = may_be_hidden(c, p, pairs.functions)
     unmasked, unbiased = (c.splat(b.not_(x)) for x in (masks_given(c, p), may_mask))
 
-    def body(n: Any, _: Any) -> None:
+    def body(n: Any) -> None:
         scores, seen = [], []
         given = visible.row(n)
         if pairs.functions.mask:
@@ -144,7 +117,7 @@ def mask_tile(c: Code, p: Params, s: Tile, rows: Any, pairs: Pairs, visible: Bit
         s.put(n, scores)
         visible.put(n, seen)
 
-    c.loop(i64(0), rows, body)
+    c.each(rows, body)
 
 
 def may_be_hidden(c: Code, p: Params, functions: TileFunctions) -> Any:
@@ -164,20 +137,18 @@ def mask_bits(
 
     ``ahead`` is the distance to the next tile, in queries and keys.
     """
-    bits = c.variable(I64, i64(-1))
 
-    def dense() -> None:
+    def dense() -> list[Any]:
         source = p.row("mask", batch, head, i, k0)
         c.prefetch(c.at(source, _ahead(c, p, "mask", ahead)))
-        c.b.store(packed(c, source, p.mask_j, count), bits)
+        return [packed(c, source, p.mask_j, count)]
 
-    def blocks() -> None:
-        found = block_bits(c, p, batch, head, i, k0, count)
-        c.b.store(c.b.and_(found, c.b.load(bits, typ=I64)), bits)
+    (bits,) = c.values_when(p.given("mask"), dense, i64(-1))
 
-    c.when(p.given("mask"), dense)
-    c.when(p.given("block_kinds"), blocks)
-    return c.b.load(bits, typ=I64)
+    def blocks() -> list[Any]:
+        return [c.b.and_(block_bits(c, p, batch, head, i, k0, count), bits)]
+
+    return c.values_when(p.given("block_kinds"), blocks, bits)[0]
 
 
 def load_bias(
@@ -205,24 +176,21 @@ def _ahead(c: Code, p: Params, name: str, ahead: tuple[int, int]) -> Any:
 
 
 def _bias_run(c: Code, dtype: str, source: Any, step: Any, ahead: Any, count: Any, to: Any) -> None:
-    def element(j: Any, _: Any) -> None:
-        c.store(c.load_as(dtype, c.at(source, c.b.mul(j, step))), c.at(to, c.bytes_of(j)))
+    """Load the bias of ``count`` keys that are ``step`` bytes apart."""
 
-    def alike() -> None:
+    def strided(j: Any) -> None:
+        c.store(c.load_as(dtype, c.row(source, step, j)), c.at(to, c.bytes_of(j)))
+
+    def repeated() -> None:
         x = c.splat(c.load_as(dtype, source))
         c.loop(i64(0), count, lambda j, _: c.store(x, c.at(to, c.bytes_of(j))), step=c.lanes)
 
-    def apart() -> None:
-        c.loop(i64(0), count, element)
-
-    def some(j: Any, lanes: int) -> None:
-        place = c.at(source, c.b.mul(j, i64(size_of(dtype))))
+    def contiguous(j: Any, lanes: int) -> None:
+        place = c.row(source, i64(size_of(dtype)), j)
         c.prefetch(c.at(place, ahead))
         c.store(c.load_as(dtype, place, lanes), c.at(to, c.bytes_of(j)))
 
-    def side_by_side() -> None:
-        c.each_vector(count, some)
-
     number = c.b.select(c.b.icmp_signed("==", step, i64(size_of(dtype))), i64(0), i64(2))
     number = c.b.select(c.b.icmp_signed("==", step, i64(0)), i64(1), number)
-    c.choose(number, [side_by_side, alike, apart])
+    cases = partial(c.each_vector, count, contiguous), repeated, partial(c.each, count, strided)
+    c.choose(number, cases)

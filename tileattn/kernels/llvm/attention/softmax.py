@@ -24,21 +24,10 @@ def finite(c: Code, m: Any) -> Any:
 
 
 class RowState:
-    """Online softmax state of some rows.
+    """Online softmax state of some rows: m and l in ``state``, the sum of values in ``acc``.
 
-    Parameters
-    ----------
-    c : Code
-        Where instructions go.
-    state : Tile
-        m and l.
-    acc : Tile
-        The sum of ``exp(score - m) * value``.
-    columns : i64
-        Rows of the tile ``acc``.
-    one_row : bool
-        True if lanes of scores hold keys of one row, and all lanes of the state are equal. False
-        if each lane is a row.
+    ``acc`` has ``columns`` rows. Each lane is a row; with ``one_row``, lanes of scores hold keys of
+    one row, and all lanes of the state are equal.
     """
 
     def __init__(
@@ -68,8 +57,7 @@ class RowState:
 
         def weights(j: Any) -> list[Any]:
             # Rounded as the maximum is: a fused product could be far above it.
-            scores = [b.fmul(x, scale) for x in s.row(j)]
-            return [exp(c, b.fsub(x, y)) for x, y in zip(scores, shift, strict=True)]
+            return self._weights([b.fmul(x, scale) for x in s.row(j)], shift)
 
         def body(j: Any, sums: list[Any]) -> list[Any]:
             p = weights(j)
@@ -90,39 +78,41 @@ class RowState:
 
     def merge(self, other: "RowState") -> None:
         """Merge the state of the same rows over other keys."""
-        c, b, m = self.c, self.c.b, other.state.row(M)
+        c, m = self.c, other.state.row(M)
         shift, rescale = self._raise(m)
-        weight = [exp(c, b.fsub(x, y)) for x, y in zip(m, shift, strict=True)]
-        self._rescale(rescale, list(map(b.fmul, other.state.row(L), weight)))
+        weight = self._weights(m, shift)
+        self._rescale(rescale, list(map(c.b.fmul, other.state.row(L), weight)))
 
-        def add(d: Any, _: Any) -> None:
-            self.acc.put(d, list(map(c.fma, other.acc.row(d), weight, self.acc.row(d))))
+        def sums(d: Any) -> list[Any]:
+            return list(map(c.fma, other.acc.row(d), weight, self.acc.row(d)))
 
-        c.loop(i64(0), self.columns, add)
+        self.acc.set_rows(self.columns, sums)
 
     def sink(self, logits: list[Any]) -> None:
         """Add the sink logits, one for each row, to the denominator."""
-        c, b = self.c, self.c.b
         shift, rescale = self._raise(logits)
-        terms = [exp(c, b.fsub(x, y)) for x, y in zip(logits, shift, strict=True)]
-        self._rescale(rescale, terms)
+        self._rescale(rescale, self._weights(logits, shift))
+
+    def _weights(self, scores: list[Any], shift: list[Any]) -> list[Any]:
+        """Return ``exp(score - shift)``."""
+        c = self.c
+        return [exp(c, c.b.fsub(x, y)) for x, y in zip(scores, shift, strict=True)]
 
     def _raise(self, tops: list[Any]) -> tuple[list[Any], list[Any]]:
         """Raise m to new maxima; return the shift of scores, and the factor of l and acc."""
-        c, b, old = self.c, self.c.b, self.state.row(M)
+        c, old = self.c, self.state.row(M)
         m = list(map(c.maximum, tops, old))
         self.state.put(M, m)
         shift = [finite(c, x) for x in m]
-        return shift, [exp(c, b.fsub(x, y)) for x, y in zip(old, shift, strict=True)]
+        return shift, self._weights(old, shift)
 
     def _rescale(self, factors: list[Any], terms: list[Any]) -> None:
         """Multiply l and acc; add to l."""
         self.state.put(L, list(map(self.c.fma, self.state.row(L), factors, terms)))
 
-        def body(d: Any, _: Any) -> None:
-            self.acc.put(d, list(map(self.c.b.fmul, self.acc.row(d), factors)))
-
-        self.c.loop(i64(0), self.columns, body)
+        self.acc.set_rows(
+            self.columns, lambda d: list(map(self.c.b.fmul, self.acc.row(d), factors))
+        )
 
     def _over_keys(self, vectors: list[Any], combine: Callable[[Any, Any], Any]) -> list[Any]:
         """Combine the keys in lanes, if lanes hold keys."""
@@ -146,10 +136,7 @@ class RowState:
 class CompensatedState(RowState):
     """Softmax over several sections or splits of the keys, with compensated sums.
 
-    Parameters
-    ----------
-    low : Tile
-        Rounding errors of m and l, and of acc.
+    ``low`` holds the rounding errors of m, l and acc.
     """
 
     def __init__(
@@ -166,21 +153,18 @@ class CompensatedState(RowState):
 
     def merge(self, other: RowState) -> None:
         """Merge the state of the same rows over another section."""
-        c, b, m = self.c, self.c.b, other.state.row(M)
+        m = other.state.row(M)
         shift, rescale = self._raise(m)
-        weight = [exp(c, b.fsub(x, y)) for x, y in zip(m, shift, strict=True)]
+        weight = self._weights(m, shift)
 
         def weighted(x: list[Any]) -> list[Any]:
-            return list(map(b.fmul, x, weight))
-
-        def add(d: Any, _: Any) -> None:
-            self._acc.add(d, weighted(other.acc.row(d)), rescale)
+            return list(map(self.c.b.fmul, x, weight))
 
         self._l.add(L, weighted(other.state.row(L)), rescale)
-        c.loop(i64(0), self.columns, add)
+        self.c.each(self.columns, lambda d: self._acc.add(d, weighted(other.acc.row(d)), rescale))
 
     def settle(self, to: RowState) -> None:
         """Store the rounded state in ``to``."""
         to.state.put(M, self.state.row(M))
         to.state.put(L, self._l.value(L))
-        self.c.loop(i64(0), self.columns, lambda d, _: to.acc.put(d, self._acc.value(d)))
+        to.acc.set_rows(self.columns, self._acc.value)

@@ -13,7 +13,7 @@ POINTER = ir.PointerType()
 YIELD = "yield_thread"
 """Symbol of the operating system's function that yields the core to another thread."""
 
-_SPINS = 1000  # rounds, some tens of microseconds, before the core is yielded
+_SPINS = 1000  # rounds of a spin, tens of microseconds, before the core is yielded
 _FLOATS: dict[str, Any] = {
     "float16": ir.HalfType(),
     "float32": ir.FloatType(),
@@ -32,25 +32,11 @@ def same(kind: Any, n: int) -> ir.Constant:
 
 
 class Code:
-    """Emits the instructions of one function.
-
-    Parameters
-    ----------
-    function : ir.Function
-        The function, without a body.
-    target : Target
-        What it is compiled for.
-    dtype : str
-        Accumulation dtype: ``"float32"`` or ``"float64"``.
-    """
+    """Emits the instructions of a function that has no body yet; sums have the given dtype."""
 
     def __init__(self, function: ir.Function, target: Target, dtype: str) -> None:
-        self.module, self.function, self.target, self.dtype = (
-            function.module,
-            function,
-            target,
-            dtype,
-        )
+        self.module, self.function, self.target = function.module, function, target
+        self.dtype = dtype  # "float32" or "float64"
         self.b = ir.IRBuilder(function.append_basic_block("entry"))
         self.size = 8 if dtype == "float64" else 4  # bytes of a sum
         self.lanes = target.vector_bytes // self.size
@@ -80,7 +66,7 @@ class Code:
         return pointer
 
     def row(self, start: Any, step: Any, r: Any) -> Any:
-        """Address of row r of rows that are ``step`` bytes apart."""
+        """Return the address of row r of rows that are ``step`` bytes apart."""
         return self.at(start, self.b.mul(r, step))
 
     def load(self, pointer: Any, kind: Any = None, lanes: Any = None) -> Any:
@@ -222,7 +208,7 @@ class Code:
         return reduce(self.b.and_, conditions)
 
     def bytes_of(self, n: Any) -> Any:
-        """Bytes of ``n`` sums."""
+        """Return the bytes of n sums."""
         return self.b.mul(n, i64(self.size))
 
     def vectors_of(self, n: Any) -> Any:
@@ -230,8 +216,12 @@ class Code:
         return self.b.add(self.b.sdiv(self.b.sub(n, i64(1)), i64(self.lanes)), i64(1))
 
     def rounded_up(self, n: Any, size: int) -> Any:
-        """Return the least multiple of ``size`` that is not below n."""
-        return self.b.mul(self.b.sdiv(self.b.add(n, i64(size - 1)), i64(size)), i64(size))
+        """Round n up to a multiple of ``size``."""
+        return self.rounded_down(self.b.add(n, i64(size - 1)), size)
+
+    def rounded_down(self, n: Any, size: int) -> Any:
+        """Round n down to a multiple of ``size``."""
+        return self.b.mul(self.b.sdiv(n, i64(size)), i64(size))
 
     # -- control ---------------------------------------------------------------------------------
 
@@ -265,13 +255,9 @@ class Code:
 
     def each_vector(self, count: Any, body: Callable[[Any, int], None]) -> None:
         """Run ``body(first, lanes)`` for whole vectors of elements, then for single ones."""
-        whole = self.b.mul(self.b.sdiv(count, i64(self.lanes)), i64(self.lanes))
-        for first, last, lanes in ((i64(0), whole, self.lanes), (whole, count, 1)):
-
-            def step(i: Any, _: Any, lanes: int = lanes) -> None:
-                body(i, lanes)
-
-            self.loop(first, last, step, step=lanes)
+        whole = self.rounded_down(count, self.lanes)
+        self.loop(i64(0), whole, lambda i, _: body(i, self.lanes), step=self.lanes)
+        self.loop(whole, count, lambda i, _: body(i, 1))
 
     def variable(self, kind: Any, start: Any) -> Any:
         """Make a variable, which LLVM keeps in a register."""
@@ -292,10 +278,8 @@ class Code:
         b.position_at_end(idle)
         if self.target.triple.startswith("x86"):
             self.intrinsic("llvm.x86.sse2.pause", ir.VoidType())
-        self.when(
-            b.icmp_signed(">", n, i64(_SPINS)),
-            lambda: self.intrinsic(YIELD, ir.VoidType()),
-        )
+        long = b.icmp_signed(">", n, i64(_SPINS))
+        self.when(long, lambda: self.intrinsic(YIELD, ir.VoidType()))
         n.add_incoming(b.add(n, i64(1)), b.block)
         b.branch(look)
         b.position_at_end(done)
@@ -326,9 +310,30 @@ class Code:
         self.loop(i64(0), count, lambda i, _: body(i) and None)
 
     def when(self, condition: Any, body: Callable[[], Any]) -> None:
-        """Run a body where a condition holds."""
+        """Run a body if a condition holds."""
         with self.b.if_then(condition):
             body()
+
+    def when_else(self, condition: Any, body: Callable[[], Any], other: Callable[[], Any]) -> None:
+        """Run one of two bodies."""
+        with self.b.if_else(condition) as (then, otherwise):
+            with then:
+                body()
+            with otherwise:
+                other()
+
+    def values_when(
+        self, condition: Any, body: Callable[[], Sequence[Any]], *others: Any
+    ) -> list[Any]:
+        """Return the values that a body computes if a condition holds, and other values if not."""
+        places = [self.variable(x.type, x) for x in others]
+
+        def store() -> None:
+            for place, x in zip(places, body(), strict=True):
+                self.b.store(x, place)
+
+        self.when(condition, store)
+        return [self.b.load(at, typ=x.type) for at, x in zip(places, others, strict=True)]
 
 
 def _bytes(kind: Any) -> int:

@@ -11,7 +11,8 @@ from tileattn.kernels.llvm.params import ARRAYS, BATCHED, FIELDS, FLOATS, Layout
 from tileattn.kernels.llvm.target import Target
 from tileattn.kernels.llvm.user_functions import NO_FUNCTIONS, Functions
 
-_AHEAD, _LINE = 16, 64  # rows that are prefetched, and bytes of a cache line
+_AHEAD = 16  # key rows from a copied row of a page to the row that is prefetched
+_LINE = 64  # bytes of a cache line
 
 _TOKENS = {"bhi": "cu_seqlens_q", "bhj": "cu_seqlens_k"}
 """Token axes of packed arrays, and the array of their sequence offsets."""
@@ -33,7 +34,7 @@ class Params:
         return x if name not in FLOATS or c.size == 8 else c.b.fptrunc(x, c.scalar)
 
     def given(self, name: str) -> Any:
-        """Return True if the call has this array."""
+        """Return True if the call has this array, or this number is not 0."""
         c = self._c
         return c.b.icmp_signed("!=", c.load(c.at(self._block, FIELDS[name]), I64), i64(0))
 
@@ -48,7 +49,7 @@ class Params:
         return at
 
     def key_row(self, name: str, batch: Any, head: Any, j: Any) -> Any:
-        """Address of the row of key j, where keys are in pages."""
+        """Return the address of the row of key j, if keys are in pages."""
         c, b = self._c, self._c.b
         at = self.row("block_table", batch, b.sdiv(j, self.page))
         at = self.row(name, c.load(at, I64), head)
@@ -71,30 +72,27 @@ class Params:
         one = b.icmp_signed("<=", last, self.page)
         first = c.variable(POINTER, to)
 
+        def whole() -> None:
+            b.store(self.key_row(name, batch, head, k0), first)
+
         def take(j: Any) -> None:
             ahead = c.smaller(b.add(j, i64(_AHEAD)), b.sub(n, i64(1)))
             next_row = self.key_row(name, batch, head, b.add(k0, ahead))
             c.loop(i64(0), to_step, lambda x, _: c.prefetch(c.at(next_row, x)), step=_LINE)
             copy(self.key_row(name, batch, head, b.add(k0, j)), c.row(to, to_step, j))
 
-        with b.if_else(one) as (whole, parts):
-            with whole:
-                b.store(self.key_row(name, batch, head, k0), first)
-            with parts:
-                c.each(n, take)
+        c.when_else(one, whole, lambda: c.each(n, take))
         return b.load(first, typ=POINTER), b.select(one, step, to_step)
 
     def computes(self, batch: Any, head: Any) -> Any:
         """Return True if this target computes a key head: bfloat16 matmuls need usual numbers."""
-        c, b = self._c, self._c.b
-        ours = c.variable(I1, same(I1, 1))
+        c = self._c
 
-        def look() -> None:
+        def look() -> list[Any]:
             unusual = c.load(self.row("unusual", batch, head), I64)
-            b.store(b.icmp_signed("==" if c.target.bf16 else "!=", unusual, i64(0)), ours)
+            return [c.b.icmp_signed("==" if c.target.bf16 else "!=", unusual, i64(0))]
 
-        c.when(self.given("unusual"), look)
-        return b.load(ours, typ=I1)
+        return c.values_when(self.given("unusual"), look, same(I1, 1))[0]
 
     def queries(self, batch: Any) -> Any:
         """Return the number of queries of a batch entry."""
@@ -116,21 +114,7 @@ class Params:
 
 
 class Kernel:
-    """A module under construction.
-
-    Parameters
-    ----------
-    name : str
-        Name of the kernel.
-    target : Target
-        CPU to compile for.
-    dtype, accum_dtype : str
-        Dtype of q, k and v, and of sums.
-    functions : Functions
-        Functions of the caller.
-    layout : Layout
-        Memory layout of the sequences.
-    """
+    """A module under construction; its arguments are the fields of ``compile.Module``."""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from tileattn.kernels.llvm.instructions.code import I1, I32, I64, POINTER, Code,
 from tileattn.kernels.llvm.instructions.kernel import Kernel
 from tileattn.kernels.llvm.sizes import PAIR
 from tileattn.kernels.llvm.target import Target
+from tileattn.kernels.llvm.tiles.matmul import store_sums
 
 _OPERANDS = [POINTER, I64, POINTER, I64, POINTER, I64]
 _BLOCKS = {"avx512": ((4,), (4, 1)), "amx": ((32, 16), (2, 1))}
@@ -63,7 +64,7 @@ def _in_steps(c: Code, count: Any, sizes: tuple[int, ...], body: Any) -> None:
     """Cover a range with steps of the largest size, then of the smaller ones."""
     start = i64(0)
     for size in sizes:
-        end = c.b.mul(c.b.sdiv(count, i64(size)), i64(size))
+        end = c.rounded_down(count, size)
         c.loop(start, end, partial(body, size), step=size)
         start = end
 
@@ -99,13 +100,7 @@ def _vectors(
 
     zero = [c.const(0.0)] * len(places)
     sums = c.loop(i64(0), c.b.sdiv(n_k, i64(2)), term, zero)
-    with c.b.if_else(add) as (adding, storing):
-        with adding:
-            for place, x in zip(places, sums, strict=True):
-                c.store(c.b.fadd(x, c.load(place)), place)
-        with storing:
-            for place, x in zip(places, sums, strict=True):
-                c.store(x, place)
+    store_sums(c, sums, places, add)
 
 
 def _tiles(
@@ -121,13 +116,15 @@ def _tiles(
     starts = [c.at(a, c.b.mul(a_i, i64(height * i))) for i in down]
     places = {(i, j): c.at(to, c.b.mul(c_i, i64(height * i)), width * j) for i, j in sums}
 
-    with c.b.if_else(add) as (adding, storing):
-        with adding:
-            for at, tile in sums.items():
-                bfloat16.load_tile(c, tile, places[at], c_i)
-        with storing:
-            for tile in sums.values():
-                bfloat16.clear_tile(c, tile)
+    def load() -> None:
+        for at, tile in sums.items():
+            bfloat16.load_tile(c, tile, places[at], c_i)
+
+    def clear() -> None:
+        for tile in sums.values():
+            bfloat16.clear_tile(c, tile)
+
+    c.when_else(add, load, clear)
 
     def term(k: Any, _: Any) -> None:
         here, step = c.at(b, c.b.mul(k, c.b.mul(b_k, i64(height)))), c.b.mul(k, i64(width))

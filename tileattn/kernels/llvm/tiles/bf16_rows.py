@@ -17,7 +17,7 @@ _SIZE = 2
 
 def copy_row(c: Code, source: Any, columns: Any, to: Any) -> None:
     """Copy a row, padded with 0 to a multiple of TERMS."""
-    whole = c.b.mul(c.b.sdiv(columns, i64(TERMS)), i64(TERMS))
+    whole = c.rounded_down(columns, TERMS)
 
     def some(d: Any, kind: Any, x: Any = None) -> None:
         offset = c.b.mul(d, i64(_SIZE))
@@ -42,14 +42,11 @@ def copy_rows(
         count = c.b.select(_between(c, first, r, n), columns, i64(0))
         place = c.at(to, c.b.mul(r, to_step))
         copy_row(c, row(r), count, place)
-        c.loop(
-            c.rounded_up(count, TERMS),
-            columns,
-            lambda d, _: c.store(
-                ir.Constant(bfloat16.WORDS, None), c.at(place, c.b.mul(d, i64(_SIZE)))
-            ),
-            step=TERMS,
-        )
+
+        def clear(d: Any, _: Any) -> None:
+            c.store(ir.Constant(bfloat16.WORDS, None), c.row(place, i64(_SIZE), d))
+
+        c.loop(c.rounded_up(count, TERMS), columns, clear, step=TERMS)
 
     c.loop(i64(0), rows, copy)
     return to_step
@@ -71,18 +68,15 @@ def whole_rows(
 ) -> tuple[Any, Any]:
     """Return the left operand of a matmul and its stride: in place, or padded copies in ``to``."""
     rows, terms = grain(kernel.target)
-    place, found = c.variable(source.type, source), c.variable(step.type, step)
 
-    def copy() -> None:
-        b = c.b
-        b.store(
-            copy_rows(c, partial(c.row, source, step), n, columns, to, c.rounded_up(n, rows)), found
-        )
-        b.store(to, place)
+    def copy() -> tuple[Any, Any]:
+        row, whole = partial(c.row, source, step), c.rounded_up(n, rows)
+        return to, copy_rows(c, row, n, columns, to, whole)
 
     odd = [c.b.srem(x, i64(size)) for x, size in ((n, rows), (columns, terms))]
-    c.when(c.b.icmp_signed("!=", c.b.or_(*odd), i64(0)), copy)
-    return c.b.load(place, typ=source.type), c.b.load(found, typ=step.type)
+    condition = c.b.icmp_signed("!=", c.b.or_(*odd), i64(0))
+    place, found = c.values_when(condition, copy, source, step)
+    return place, found
 
 
 def transpose_pairs(c: Code, source: Any, step: Any, rows: int, columns: Any, to: Tile) -> None:
@@ -97,7 +91,7 @@ def pair_rows(
 ) -> None:  # fmt: skip
     """Interleave the rows from ``first`` to n in pairs; other rows, and partial vectors, get 0."""
     kind, zero = ir.VectorType(I16, c.lanes), ir.Constant(c.integers, None)
-    whole = c.b.mul(c.b.sdiv(columns, i64(c.lanes)), i64(c.lanes))
+    whole = c.rounded_down(columns, c.lanes)
     odd_row = ir.Constant(c.integers, [16] * c.lanes)
 
     def pair(r: Any, _: Any) -> None:

@@ -7,21 +7,11 @@ from llvmlite import ir
 from tileattn.kernels.llvm.instructions.code import I1, I8, I16, I64, Code, i64, same
 from tileattn.kernels.llvm.tiles.tile import Tile
 
-_RUN = 16  # booleans that are read at once
+_RUN = 16  # booleans that one load reads
 
 
 class Bits:
-    """A 64-bit word for each row of a tile, with a bit for each lane.
-
-    Parameters
-    ----------
-    c : Code
-        Where instructions go.
-    start : pointer
-        The word of row 0.
-    vectors : int
-        Vectors of a row of the tile.
-    """
+    """A 64-bit word for each row of a tile, with a bit for each lane of its vectors."""
 
     def __init__(self, c: Code, start: Any, vectors: int) -> None:
         self.c, self.start, self.vectors = c, start, range(vectors)
@@ -54,7 +44,7 @@ class Bits:
 
     def clear(self, rows: Any) -> None:
         """Clear the bits of rows."""
-        self.c.loop(i64(0), rows, lambda n, _: self.c.store(i64(0), self.at(n)))
+        self.c.each(rows, lambda n: self.c.store(i64(0), self.at(n)))
 
     def add(self, row: Any, lane: Any, bits: Any, allowed: Any) -> None:
         """Set the bits of 16 lanes that are 1 and allowed; the first lane may be negative."""

@@ -18,21 +18,13 @@ from tileattn.kernels.llvm.tiles.tile import Tile
 
 
 def settled(c: Code, high: Any, low: Any) -> Any:
-    """Return ``high + low``; ``high`` alone if it is infinite or NaN."""
+    """Return ``high + low``; only ``high`` if it is infinite or NaN."""
     lost = c.b.fcmp_unordered("uno", low, low)
     return c.b.select(lost, high, c.b.fadd(high, low))
 
 
 class CompensatedSum:
-    """A compensated sum of tiles.
-
-    Parameters
-    ----------
-    c : Code
-        Where instructions go.
-    high, low : Tile
-        Storage of the sums and of their rounding errors.
-    """
+    """A compensated sum of tiles: the sums in ``high``, their rounding errors in ``low``."""
 
     def __init__(self, c: Code, high: Tile, low: Tile) -> None:
         self._c, self._high, self._low = c, high, low

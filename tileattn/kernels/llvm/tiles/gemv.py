@@ -16,9 +16,9 @@ from tileattn.kernels.llvm.tiles.bits import Bits
 from tileattn.kernels.llvm.tiles.tile import size_of
 
 _OPERANDS = [POINTER, I64, POINTER, I64, POINTER, I64, I64, I64, I64]
-_VECTORS = 8  # sum vectors of one row: enough to hide the latency of an FMA
+_VECTORS = 8  # sum vectors of one row: 2 FMAs a cycle times a latency of 4 cycles
 _ROWS = 4  # rows of A that share a load of B
-_AHEAD = 16  # rows of B to prefetch: rows of a (B, N, H, D) array may lie pages apart
+_AHEAD = 16  # rows of B from a load to its prefetch: (B, N, H, D) rows may lie pages apart
 
 
 def dots_of_rows(
@@ -68,7 +68,7 @@ def dots_of_rows(
 
             _each_rows(c, rows, _ROWS, some)
 
-        full = _multiple(c, n, c.lanes)
+        full = c.rounded_down(n, c.lanes)
         c.loop(i64(0), full, partial(vector, False), step=c.lanes)
         c.loop(full, n, partial(vector, True), step=c.lanes)
 
@@ -128,7 +128,7 @@ def sums_of_rows(
             start, vectors = i64(0), _VECTORS
             while vectors:
                 if vectors * count <= c.target.rows * c.target.vectors:
-                    end, step = _multiple(c, columns, vectors * c.lanes), vectors * c.lanes
+                    end, step = c.rounded_down(columns, vectors * c.lanes), vectors * c.lanes
                     c.loop(start, end, partial(strip, i, count, vectors, None), (), step)
                     start = end
                 vectors //= 2
@@ -151,19 +151,14 @@ def _each_rows(c: Code, rows: Any, most: int, body: Callable[[Any, int], None]) 
         def some(i: Any, _: Any, count: int = count) -> None:
             body(i, count)
 
-        end = _multiple(c, rows, count)
+        end = c.rounded_down(rows, count)
         c.loop(start, end, some, step=count)
         start, count = end, count // 2
 
 
-def _multiple(c: Code, n: Any, step: int) -> Any:
-    """Round down."""
-    return c.b.mul(c.b.sdiv(n, i64(step)), i64(step))
-
-
 def _cut(c: Code, columns: Any) -> tuple[Any, Any]:
     """Return the columns in whole vectors, and the mask of the lanes of the last, partial one."""
-    whole = _multiple(c, columns, c.lanes)
+    whole = c.rounded_down(columns, c.lanes)
     lane = ir.Constant(c.integers, list(range(c.lanes)))
     rest = c.splat(c.narrow(c.b.sub(columns, whole)))
     return whole, c.b.icmp_signed("<", lane, rest)

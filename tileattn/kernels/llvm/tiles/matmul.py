@@ -68,6 +68,16 @@ def masked_matmul(
     c.b.call(function, [vectors, *a, *b, *to, n_i, n_k, visible.start])
 
 
+def store_sums(c: Code, sums: list[Any], places: list[Any], add: Any) -> None:
+    """Store vectors; if ``add``, add what the places hold."""
+
+    def store(*, more: bool) -> None:
+        for place, x in zip(places, sums, strict=True):
+            c.store(c.b.fadd(x, c.load(place)) if more else x, place)
+
+    c.when_else(add, partial(store, more=True), partial(store, more=False))
+
+
 def _whole(kernel: Kernel, vectors: int) -> ir.Function:
     """Return the function for rows of ``vectors`` vectors: blocks of rows, then single rows."""
     rows = kernel.target.rows
@@ -77,7 +87,7 @@ def _whole(kernel: Kernel, vectors: int) -> ir.Function:
         c: Code, a: Any, a_i: Any, a_k: Any, b: Any, b_k: Any, to: Any, c_i: Any, n_i: Any,
         n_k: Any, add: Any,
     ) -> None:  # fmt: skip
-        tall = c.b.mul(c.b.sdiv(n_i, i64(rows)), i64(rows))
+        tall = c.rounded_down(n_i, rows)
 
         def block(i: Any, part: Any) -> None:
             here = c.at(a, c.b.mul(i, a_i)), a_i, a_k, b, b_k, c.at(to, c.b.mul(i, c_i))
@@ -114,13 +124,7 @@ def _block(kernel: Kernel, rows: int, vectors: int) -> ir.Function:
         for _ in range(rows):
             places += [c.at(at, width * j) for j in range(vectors)]
             at = c.at(at, c_i)
-        with c.b.if_else(add) as (adding, storing):
-            with adding:
-                for place, x in zip(places, sums, strict=True):
-                    c.store(c.b.fadd(x, c.load(place)), place)
-            with storing:
-                for place, x in zip(places, sums, strict=True):
-                    c.store(x, place)
+        store_sums(c, sums, places, add)
 
     kinds = [POINTER, I64, I64, POINTER, I64, POINTER, I64, I64, I1]
     return kernel.function(f"matmul_{rows}x{vectors}", kinds, body)

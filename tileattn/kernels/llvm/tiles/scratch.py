@@ -8,17 +8,7 @@ from tileattn.kernels.llvm.tiles.tile import Tile
 
 
 class Scratch:
-    """Scratch memory of a worker, allocated from start to end.
-
-    Parameters
-    ----------
-    c : Code
-        Where instructions go.
-    start : pointer
-        Start of the memory, aligned to a vector.
-    vectors : int
-        Vectors in a row of a tile.
-    """
+    """Scratch memory of a worker, aligned to a vector; tiles have rows of ``vectors`` vectors."""
 
     def __init__(self, c: Code, start: Any, vectors: int) -> None:
         self._c, self._next, self._vectors = c, start, vectors

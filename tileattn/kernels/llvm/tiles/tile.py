@@ -11,21 +11,11 @@ from tileattn.kernels.llvm.instructions.code import I16, POINTER, Code, i64, sam
 Row = Callable[[Any], Any]
 """Returns the address of a row."""
 
-_RUN = 64  # bytes that are copied at once
+_RUN = 64  # bytes that one load and store copies: a cache line
 
 
 class Tile:
-    """Rows of vectors in scratch memory.
-
-    Parameters
-    ----------
-    c : Code
-        Where instructions go.
-    start : pointer
-        Row 0.
-    vectors : int
-        Vectors of a row.
-    """
+    """Rows of ``vectors`` vectors in scratch memory; row 0 is at ``start``."""
 
     def __init__(self, c: Code, start: Any, vectors: int) -> None:
         self.c, self.start, self.vectors = c, start, range(vectors)
@@ -45,19 +35,24 @@ class Tile:
         for v, x in zip(self.vectors, vectors, strict=True):
             self.c.store(x, self.at(row, v))
 
+    def set_rows(self, rows: Any, row: Callable[[Any], list[Any]]) -> None:
+        """Store ``row(n)`` in each row n."""
+        self.c.each(rows, lambda n: self.put(n, row(n)))
+
     def fill(self, rows: Any, x: Any) -> None:
         """Fill rows with a vector."""
-        self.c.loop(i64(0), rows, lambda n, _: self.put(n, [x for _ in self.vectors]))
+        self.set_rows(rows, lambda _: [x for _ in self.vectors])
+
+    def apply(self, rows: Any, function: Callable[..., Any], *others: "Tile") -> None:
+        """Replace the vectors of rows by a function of them, and of the same ones of others."""
+        tiles = self, *others
+        self.set_rows(rows, lambda n: list(map(function, *(x.row(n) for x in tiles))))
 
     def multiply(self, rows: Any, factor: Any) -> None:
         """Multiply rows by a number."""
         c, x = self.c, self.c.splat(factor)
-        one = ir.Constant(c.scalar, 1.0)
-
-        def row(n: Any, _: Any) -> None:
-            self.put(n, [c.b.fmul(y, x) for y in self.row(n)])
-
-        c.when(c.b.fcmp_unordered("!=", factor, one), lambda: c.loop(i64(0), rows, row))
+        different = c.b.fcmp_unordered("!=", factor, ir.Constant(c.scalar, 1.0))
+        c.when(different, lambda: self.apply(rows, lambda y: c.b.fmul(y, x)))
 
 
 def transpose(c: Code, rows: list[Any]) -> list[Any]:
@@ -110,11 +105,7 @@ def store_columns(
 
 
 def _each_square(
-    c: Code,
-    row: Row,
-    rows: Any,
-    columns: Any,
-    square: Callable[[list[Any], Any, Any, int], None],
+    c: Code, row: Row, rows: Any, columns: Any, square: Callable[[list[Any], Any, Any, int], None]
 ) -> None:
     """Run ``square(row addresses, first row, first column, columns)`` for all squares of lanes.
 
@@ -125,20 +116,19 @@ def _each_square(
     addresses = c.addresses(c.lanes)
 
     def some(r: Any, _: Any) -> None:
-        def put(n: Any, _: Any) -> None:
+        def put(n: Any) -> None:
             c.store(row(c.smaller(c.b.add(r, n), last)), c.at(addresses, c.b.mul(n, i64(8))))
 
-        c.loop(i64(0), i64(c.lanes), put)
+        def whole(d: Any, _: Any) -> None:
+            square(starts, r, c.smaller(d, left), c.lanes)
+
+        c.each(i64(c.lanes), put)
         starts = [c.load(c.at(addresses, 8 * n), POINTER) for n in range(c.lanes)]
-        with c.b.if_else(c.b.icmp_signed(">=", left, i64(0))) as (many, few):
-            with many:
-
-                def whole(d: Any, _: Any) -> None:
-                    square(starts, r, c.smaller(d, left), c.lanes)
-
-                c.loop(i64(0), columns, whole, step=c.lanes)
-            with few:
-                c.loop(i64(0), columns, lambda d, _: square(starts, r, d, 1))
+        c.when_else(
+            c.b.icmp_signed(">=", left, i64(0)),
+            lambda: c.loop(i64(0), columns, whole, step=c.lanes),
+            lambda: c.each(columns, lambda d: square(starts, r, d, 1)),
+        )
 
     c.loop(i64(0), rows, some, step=c.lanes)
 
@@ -149,8 +139,8 @@ def convert_rows(
 ) -> None:  # fmt: skip
     """Convert rows of an array to the accumulation dtype, times a scale."""
 
-    def row(r: Any, _: Any) -> None:
-        start, place = c.at(source, c.b.mul(r, step)), c.at(to, c.b.mul(r, to_step))
+    def row(r: Any) -> None:
+        start, place = c.row(source, step, r), c.row(to, to_step, r)
 
         def some(d: Any, lanes: int) -> None:
             x = c.load_as(dtype, c.at(start, c.b.mul(d, i64(size_of(dtype)))), lanes)
@@ -160,7 +150,7 @@ def convert_rows(
 
         c.each_vector(columns, some)
 
-    c.loop(i64(0), rows, row)
+    c.each(rows, row)
 
 
 def store_row(c: Code, dtype: str, source: Any, to: Any, columns: Any, scale: Any) -> None:
@@ -176,7 +166,7 @@ def store_row(c: Code, dtype: str, source: Any, to: Any, columns: Any, scale: An
 
 def copy_bytes(c: Code, source: Any, to: Any, count: Any) -> None:
     """Copy ``count`` bytes, a multiple of 2."""
-    whole = c.b.mul(c.b.sdiv(count, i64(_RUN)), i64(_RUN))
+    whole = c.rounded_down(count, _RUN)
     for first, end, kind, step in (
         (i64(0), whole, ir.VectorType(I16, _RUN // 2), _RUN),
         (whole, count, I16, 2),
@@ -190,7 +180,7 @@ def copy_bytes(c: Code, source: Any, to: Any, count: Any) -> None:
 
 def all_finite(c: Code, source: Any, step: Any, rows: Any, columns: Any) -> Any:
     """Return True if no element of these rows is NaN or infinite."""
-    whole = c.b.mul(c.b.sdiv(columns, i64(c.lanes)), i64(c.lanes))
+    whole = c.rounded_down(columns, c.lanes)
 
     def row(r: Any, state: list[Any]) -> list[Any]:
         start = c.at(source, c.b.mul(r, step))
