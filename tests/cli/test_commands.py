@@ -6,7 +6,7 @@ import tileattn
 from tileattn.backends import threads
 from tileattn.cli.commands import main
 
-WHOLE = "must be a whole number from {} on; got {!r}"
+WHOLE = "must be a whole number of at least {}; got {!r}"
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ WHOLE = "must be a whole number from {} on; got {!r}"
         ("explain --softcap many", "--softcap: must be a finite number; got 'many'"),
         ("explain --dropout-p nan", "--dropout-p: must be a finite number; got 'nan'"),
         ("check --problems 0", "--problems: " + WHOLE.format(1, "0")),
-        ("check --seconds nan", "--seconds: must be a number from 0 on; got 'nan'"),
+        ("check --seconds nan", "--seconds: must be a number of at least 0; got 'nan'"),
         ("compile --jobs none", "--jobs: " + WHOLE.format(1, "none")),
     ],
 )
@@ -49,7 +49,7 @@ def test_sizes_that_would_take_too_long_are_refused(
 def test_plans_are_of_an_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--plan"]) == 2
     assert capsys.readouterr().err == (
-        "--plan must come with --arch: it prints the plans of a GPU\n"
+        "--plan needs --arch: it prints the launch plans of a GPU\n"
     )
 
 
@@ -92,4 +92,4 @@ def test_info_names_what_is_wrong_with_the_environment(
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     assert "TILEATTN_NUM_THREADS must be a positive integer; got 'foo'\n" in out
-    assert "TILEATTN_BACKEND is 'bar', which is no backend; accepted are auto, " in out
+    assert "TILEATTN_BACKEND must be one of auto, " in out

@@ -44,7 +44,7 @@ def test_a_wrong_result_is_found(
 
     monkeypatch.setattr(NumpyBackend, step, wrong)
     assert main(["check", "--problems", "20", "--backend", "numpy"]) == 1
-    assert "FAILED after" in capsys.readouterr().out
+    assert "FAILED: " in capsys.readouterr().out
 
 
 def test_a_backend_that_cannot_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:

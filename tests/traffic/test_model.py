@@ -225,11 +225,14 @@ def test_the_standard_algorithm_skips_and_recomputes_nothing() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"algorithm": "flash3"}, r"algorithm is 'flash3'; standard, flash1, flash2 are accepted"),
-        ({"kind": "sideways"}, r"kind is 'sideways'; forward, backward are accepted"),
-        ({"tile": (0, 4)}, r"tile is \(0, 4\); queries and keys of a tile must be 1 or more"),
-        ({"heads_per_load": 0}, r"heads_per_load is 0; 1 or more is accepted"),
-        ({"density": 1.5}, r"density is 1.5; a number from 0 to 1 is accepted"),
+        (
+            {"algorithm": "flash3"},
+            r"algorithm must be one of standard, flash1, flash2; got 'flash3'",
+        ),
+        ({"kind": "sideways"}, r"kind must be one of forward, backward; got 'sideways'"),
+        ({"tile": (0, 4)}, r"tile must be \(queries, keys\), 1 or more each; got \(0, 4\)"),
+        ({"heads_per_load": 0}, r"heads_per_load must be 1 or more; got 0"),
+        ({"density": 1.5}, r"density must be a number from 0 to 1; got 1.5"),
     ],
 )
 def test_wrong_arguments(wrong: dict[str, Any], message: str) -> None:
@@ -244,9 +247,9 @@ def test_wrong_arguments(wrong: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_lengths": [3]}, r"uses kv_lengths, which sizes do not tell; counted\(\) looks at"),
-        ({"q_offset": [3]}, r"uses q_offset, which sizes do not tell"),
-        ({"block_mask": BlockMask(np.ones((1, 1), bool))}, r"density= stands for a block mask$"),
+        ({"kv_lengths": [3]}, r"the traffic of kv_lengths; use counted\(\), which reads"),
+        ({"q_offset": [3]}, r"sizes do not determine the traffic of q_offset"),
+        ({"block_mask": BlockMask(np.ones((1, 1), bool))}, r"pass density= for a block mask$"),
     ],
     ids=["kv_lengths", "q_offset", "block_mask"],
 )

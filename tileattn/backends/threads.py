@@ -19,6 +19,9 @@ from weakref import ref
 Work = Callable[[], None]
 Result = TypeVar("Result")
 
+REASONS = {True: "multi-threaded: enough work", False: "single-threaded: too little work"}
+"""What ``explain`` says, by whether a call runs on several threads."""
+
 
 @cache
 def worker_count() -> int:

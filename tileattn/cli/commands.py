@@ -37,70 +37,78 @@ from tileattn.kernels.cuda.jit.compile import (
 from tileattn.kernels.cuda.jit.load import arch_of
 
 BENCHMARKS = {
-    "cpu": "speed of NumPy arrays, on both backends, beside PyTorch and plain NumPy",
-    "decode": "speed of few queries over caches on the GPU, beside cuDNN and FlashAttention-4",
-    "distributed": "speed of ranks that share a sequence, beside one rank",
-    "distributed_gpu": "speed of GPUs that share a sequence, beside one GPU",
-    "frameworks": "speed of attention inside PyTorch, beside the library's own calls",
-    "functions": "speed of functions of scores and masks on the GPU, beside FlexAttention",
-    "gpu": "speed of the CuPy backend beside PyTorch, FlashAttention-4 and plain CuPy",
-    "packed": "speed of packed sequences on the GPU, beside FlashAttention-4",
-    "options": "speed of options on the GPU, beside PyTorch and FlashAttention-4",
-    "traffic": "operations and bytes: the model, and a GPU's counters",
+    "cpu": "speed on NumPy arrays, both backends; baselines: PyTorch, naive NumPy",
+    "decode": "speed of decoding on the GPU; baselines: cuDNN, FlashAttention-4",
+    "distributed": "speed of ranks that share a sequence; baseline: one rank",
+    "distributed_gpu": "speed of GPUs that share a sequence; baseline: one GPU",
+    "frameworks": "speed of attention inside PyTorch; baseline: PyTorch's own",
+    "functions": "speed of score_mod and mask_mod on the GPU; baseline: FlexAttention",
+    "gpu": "speed on CuPy arrays; baselines: PyTorch, FlashAttention-4, naive CuPy",
+    "packed": "speed of packed sequences on the GPU; baseline: FlashAttention-4",
+    "options": "speed of options on the GPU; baselines: PyTorch, FlashAttention-4",
+    "traffic": "FLOPs and bytes: the model, and hardware counters of a GPU",
+    "memory": "peak memory by sequence length; baseline: naive attention",
+    "nonfinite": "slowdown of calls with NaN or infinity in the inputs",
     "tuning": "what each tuned number of the CUDA kernels is worth, on the GPU at hand",
-    "memory": "peak memory against the number of tokens, beside plain attention",
-    "nonfinite": "time of calls that meet NaN and infinity, as multiples of clean ones",
 }
-"""Modules of ``benchmarks``, and the question that each answers."""
+"""Modules of ``benchmarks``, and what each measures."""
 
 _LIBRARIES = "numpy", "ml_dtypes", "threadpoolctl", "llvmlite", "cupy", "torch", "jax"
 
 DTYPE_NAMES = [dtype.name for dtype in DTYPES]
 
-ABOUT = """Exact attention, the FlashAttention way: tile by tile, in O(N) memory, forward and
-backward, on NumPy and CuPy arrays."""
+ABOUT = """Exact attention tile by tile, in O(N) memory, forward and backward, on NumPy and CuPy
+arrays."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; the exit status is 0 where all is well."""
+    """Run the command line; return its exit status, 0 on success."""
     parser = argparse.ArgumentParser(prog="python -m tileattn", description=ABOUT)
     parser.add_argument("--version", action="version", version=f"tileattn {tileattn.__version__}")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="command")
     info = commands.add_parser("info", help="versions, backends, threads, GPU")
     info.set_defaults(run=_info)
-    check = commands.add_parser("check", help="random problems against the float64 oracle")
-    check.add_argument("--seconds", type=_SECONDS, default=45.0, help="how long to go on (45)")
-    check.add_argument("--seed", type=_SIZE, default=0, help="of the random problems (0)")
+    check = commands.add_parser("check", help="compare random problems with the float64 oracle")
+    add = check.add_argument
+    add("--seconds", type=_SECONDS, default=45.0, help="time budget (default 45)")
+    add("--seed", type=_SIZE, default=0, help="seed of the random problems (default 0)")
     backends = "auto", "numpy", "llvm", "cupy"
-    check.add_argument("--backend", default="auto", choices=backends, help="(auto)")
-    check.add_argument("--problems", type=_COUNT, help="how many, however long it takes")
+    add("--backend", default="auto", choices=backends, help="backend to check (default auto)")
+    add("--problems", type=_COUNT, help="number of problems, in place of a time budget")
     check.set_defaults(run=_check)
-    explain = commands.add_parser("explain", help="what would run for given sizes and options")
+    explain = commands.add_parser("explain", help="show what would run for given sizes and options")
+    add = explain.add_argument
     for size, default in (("B", 1), ("Hq", 8), ("Nq", 4096), ("D", 64)):
-        explain.add_argument(f"--{size}", type=_SIZE, default=default, help=f"({default})")
+        add(f"--{size}", type=_SIZE, default=default, help=f"{_AXES[size]} (default {default})")
     for size, other in (("Hkv", "Hq"), ("Nk", "Nq"), ("Dv", "D")):
-        explain.add_argument(f"--{size}", type=_SIZE, help=f"({other})")
-    explain.add_argument("--dtype", default="float32", choices=DTYPE_NAMES)
-    explain.add_argument("--backend", default="auto")
-    explain.add_argument("--causal", action="store_true")
-    explain.add_argument("--window", type=_side, nargs=2, metavar=("LEFT", "RIGHT"))
-    explain.add_argument("--softcap", type=_REAL)
-    explain.add_argument("--dropout-p", type=_REAL, default=0.0)
-    explain.add_argument("--arch", help="on a GPU that need not be here: sm_80, sm_90, ...")
-    explain.add_argument("--plan", action="store_true", help="with --arch, print the plans too")
+        add(f"--{size}", type=_SIZE, help=f"{_AXES[size]} (default {other})")
+    add("--dtype", default="float32", choices=DTYPE_NAMES, help="dtype of q, k and v")
+    add("--backend", default="auto", help="name of a backend (default auto)")
+    add("--causal", action="store_true", help="causal mask")
+    window = "keys attended to each side of a query; None leaves a side open"
+    add("--window", type=_side, nargs=2, metavar=("LEFT", "RIGHT"), help=window)
+    add("--softcap", type=_REAL, help="soft cap of the scores")
+    add("--dropout-p", type=_REAL, default=0.0, help="dropout probability")
+    add("--arch", help="plan for this GPU architecture: sm_80, sm_90, ... (no GPU needed)")
+    add("--plan", action="store_true", help="with --arch, print the launch plans too")
     explain.set_defaults(run=_explain)
-    fill = commands.add_parser("compile", help="fill the cache of CUDA kernels ahead of time")
-    fill.add_argument("--arch", nargs="+", help="sm_80, sm_90a, ... (that of the GPU here)")
-    fill.add_argument("--dtype", nargs="+", default=DTYPE_NAMES, choices=DTYPE_NAMES, help="(all)")
-    fill.add_argument("--head-dim", nargs="+", type=_COUNT, default=[64, 128], help="(64 128)")
-    fill.add_argument("--force", action="store_true", help="compile what the cache has, too")
-    fill.add_argument("--jobs", type=_COUNT, default=os.cpu_count(), help="at a time (all cores)")
-    fill.add_argument("--clear", action="store_true", help="only empty the cache")
+    fill = commands.add_parser("compile", help="compile CUDA kernels into the cache ahead of time")
+    add = fill.add_argument
+    add("--arch", nargs="+", help="sm_80, sm_90a, ... (default: that of this machine's GPU)")
+    every = "dtypes (default: all)"
+    add("--dtype", nargs="+", default=DTYPE_NAMES, choices=DTYPE_NAMES, help=every)
+    head_dims = "head dimensions (default 64 128)"
+    add("--head-dim", nargs="+", type=_COUNT, default=[64, 128], help=head_dims)
+    add("--force", action="store_true", help="recompile kernels that are in the cache")
+    jobs = "kernels compiled at the same time (default: the number of cores)"
+    add("--jobs", type=_COUNT, default=os.cpu_count(), help=jobs)
+    add("--clear", action="store_true", help="empty the cache and compile nothing")
     fill.set_defaults(run=_compile)
-    bench = commands.add_parser("bench", help="measure, in a checkout of the repository")
-    bench.add_argument("section", nargs="?", choices=BENCHMARKS, help="(lists them)")
-    bench.add_argument("rest", nargs=argparse.REMAINDER, help="what the section takes; try --help")
+    bench = commands.add_parser("bench", help="run a benchmark, in a checkout of the repository")
+    bench.add_argument("section", nargs="?", choices=BENCHMARKS, help="without it: list them")
+    rest = "options of the benchmark; --help lists them"
+    bench.add_argument("rest", nargs=argparse.REMAINDER, help=rest)
     bench.set_defaults(run=_bench)
     arguments = parser.parse_args(argv)
     if arguments.run is None:
@@ -110,15 +118,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _refused(message: object) -> int:
-    """Say why nothing was done, and give the exit status."""
+    """Print why nothing was done; return the exit status."""
     print(message, file=sys.stderr)
     return 2
 
 
 def _number(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
-    """Make a type of argument: a number that is finite and not below the least."""
+    """Return a type for argparse: a finite number of at least ``least``."""
     what = f"a{' whole' if kind is int else ''} number"
-    what = f"{what} from {least} on" if least > -math.inf else f"a finite{what[1:]}"
+    what = f"{what} of at least {least}" if least > -math.inf else f"a finite{what[1:]}"
 
     def read(text: str) -> Any:
         try:
@@ -132,14 +140,19 @@ def _number(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
     return read
 
 
-_MOST_HEADS, _MOST_ROWS = 1 << 17, 1 << 26  # of which ``explain`` counts the tiles
+_AXES = {
+    "B": "batch size", "Hq": "query heads", "Hkv": "key and value heads", "Nq": "queries",
+    "Nk": "keys", "D": "head dimension", "Dv": "value head dimension",
+}  # fmt: skip
+_MOST_HEADS = 1 << 17  # B * Hq for which ``explain`` counts tiles in seconds and 1 GB
+_MOST_ROWS = 1 << 26  # Nq or Nk, as above
 
 _SIZE, _COUNT, _SECONDS = _number(int, 0), _number(int, 1), _number(float, 0)
 _REAL = _number(float, -math.inf)
 
 
 def _side(text: str) -> int | None:
-    """Read a side of the window: a number of keys, or None where it is open."""
+    """Read a side of the window: a number of keys, or None for an open side."""
     if text == "None":
         return None
     try:
@@ -176,9 +189,7 @@ def _info(_: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from tileattn.testing import (
-        selfcheck,  # the oracle and the bounds, which only this command needs
-    )
+    from tileattn.testing import selfcheck  # only this command needs the oracle and the bounds
 
     try:
         threads.worker_count()
@@ -194,7 +205,7 @@ def _check(arguments: argparse.Namespace) -> int:
             selfcheck.check(case, backend)
         except AssertionError as failure:
             progress.end()
-            print(f"FAILED after {count} problems: {failure}")
+            print(f"FAILED: {failure}\n({count} problems passed before)")
             return 1
         count += 1
         elapsed = time.monotonic() - start
@@ -203,15 +214,12 @@ def _check(arguments: argparse.Namespace) -> int:
         if done >= 1:
             break
     progress.end()
-    print(
-        f"all {count} problems on backend {backend!r} agree with the float64 oracle, forward and "
-        "every gradient"
-    )
+    print(f"{count} problems on backend {backend!r} match the float64 oracle in both passes")
     return 0
 
 
 def _check_sizes(B: int, Hq: int, Nq: int, Nk: int) -> None:
-    """Raise ValueError for sizes whose tiles take more than some seconds and 1 GB to count."""
+    """Raise ValueError for sizes whose tiles take too long to count."""
     for name, size, most in (
         ("--B times --Hq", B * Hq, _MOST_HEADS),
         ("--Nq", Nq, _MOST_ROWS),
@@ -230,11 +238,11 @@ def _explain(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {"causal": a.causal, "softcap": a.softcap, "dropout_p": a.dropout_p}
     options["window"] = None if a.window is None else tuple(a.window)
     if a.plan and a.arch is None:
-        return _refused("--plan must come with --arch: it prints the plans of a GPU")
+        return _refused("--plan needs --arch: it prints the launch plans of a GPU")
     try:
         _check_sizes(a.B, a.Hq, a.Nq, Nk)
         q, k, v = (
-            np.broadcast_to(np.zeros((), dtype), shape)  # of any size, and no memory
+            np.broadcast_to(np.zeros((), dtype), shape)  # takes no memory
             for shape in ((a.B, a.Hq, a.Nq, a.D), (a.B, Hkv, Nk, a.D), (a.B, Hkv, Nk, Dv))
         )
         if a.arch is not None:
@@ -249,18 +257,17 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _explain_on(
     arch: str, backend: str, q: Any, k: Any, v: Any, options: dict[str, Any], *, plans: bool
 ) -> None:
-    """Print what would run for contiguous arrays of these sizes on a GPU of an architecture."""
-    # Only this command needs them.
+    """Print what would run for contiguous arrays on a GPU of this architecture."""
     from tileattn.backends.cupy.explain import explain_on
     from tileattn.kernels.cuda.plan.device import device_of_arch
     from tileattn.kernels.cuda.plan.layout import contiguous_inputs
     from tileattn.kernels.cuda.plan.plan import plans_of
 
     if backend not in ("auto", "cupy"):
-        raise ValueError(f"backend is {backend!r}; with --arch, 'cupy' is accepted")
+        raise ValueError(f"--backend must be 'cupy' with --arch; got {backend!r}")
     problem, operands = parse(q, k, v, options)
     registry.supporting([registry.get("cupy")], problem)
-    # What is compiled for compute capability 9.0 is sm_90a.
+    # Kernels for compute capability 9.0 are compiled for sm_90a.
     device = device_of_arch("sm_90a" if arch == "sm_90" else arch)
     inputs = contiguous_inputs(problem)
     print(explain_on(device, problem, inputs, operands))
@@ -277,11 +284,11 @@ def _compile(arguments: argparse.Namespace) -> int:
         place = cache.prepare()
         archs = [checked_arch(arch) for arch in arguments.arch or [arch_of(0)]]
     except BackendUnavailableError as error:
-        return _refused(f"{error}; --arch sm_90a compiles for a GPU that is elsewhere")
+        return _refused(f"{error}; --arch sm_90a compiles without a GPU")
     except ValueError as error:
         return _refused(error)
     except OSError as error:
-        return _refused(f"no kernel cache: {error}; TILEATTN_CACHE_DIR names a folder")
+        return _refused(f"no kernel cache: {error}; set TILEATTN_CACHE_DIR to another folder")
     from tileattn.kernels.cuda.plan import catalog  # only this command needs it
 
     jobs = [
@@ -295,7 +302,7 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 
 def _compile_all(jobs: list[tuple[KernelKey, str]], workers: int, force: bool) -> int:
-    """Compile on threads, which NVRTC runs side by side; print a table, count what failed."""
+    """Compile on threads, print a table, and return the number of failures."""
 
     def run(key: KernelKey, arch: str) -> tuple[float, Compiled]:
         start = time.perf_counter()
@@ -308,7 +315,7 @@ def _compile_all(jobs: list[tuple[KernelKey, str]], workers: int, force: bool) -
         for done, _ in enumerate(as_completed(waiting), 1):
             progress(done / len(jobs), f"{done} of {len(jobs)} kernels")
     finally:
-        pool.shutdown(cancel_futures=True)  # an interrupt does not wait for what has not begun
+        pool.shutdown(cancel_futures=True)  # after an interrupt, start no more compilations
         progress.end()
     print(f"{'arch':10} {'seconds':>7} {'registers':>9} {'spilled':>7}  kernel")
     failures = []
@@ -323,7 +330,7 @@ def _compile_all(jobs: list[tuple[KernelKey, str]], workers: int, force: bool) -
 
 
 def _compile_row(key: KernelKey, arch: str, seconds: float, result: Compiled) -> str:
-    """Write a line of the table; only what the key says beyond its defaults is named."""
+    """Return a line of the table, with the fields of the key that differ from their defaults."""
     named = (
         f"{field.name}={value}"
         for field in fields(key)
@@ -335,11 +342,11 @@ def _compile_row(key: KernelKey, arch: str, seconds: float, result: Compiled) ->
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    """Hand the rest of the command line to a module that is not part of the wheel."""
+    """Pass the rest of the command line to a module of ``benchmarks``, which the wheel lacks."""
     if arguments.section is None:
-        print("python -m tileattn bench SECTION [--help], where SECTION is one of")
-        for name, question in BENCHMARKS.items():
-            print(f"  {name:11} {question}")
+        print("python -m tileattn bench BENCHMARK [--help]")
+        for name, measured in BENCHMARKS.items():
+            print(f"  {name:15} {measured}")
         return 0
     try:
         found = importlib.import_module("benchmarks")
@@ -348,9 +355,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     if getattr(found, "MEASURES", None) != "tileattn":
         what = "is not installed"
         if found is not None:
-            what = f"is another one, {found.__file__ or list(found.__path__)}"
+            what = f"is a different one, {found.__file__ or list(found.__path__)}"
         return _refused(
-            f"bench: the package benchmarks {what}, and the wheel has none; run "
+            f"bench: the package benchmarks {what}; the wheel does not contain it, so run "
             "`python -m tileattn bench` in a checkout of the repository"
         )
     section = importlib.import_module(f"benchmarks.{arguments.section}")
@@ -359,7 +366,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 def _workers() -> str:
     try:
-        return f"{threads.worker_count()} (TILEATTN_NUM_THREADS sets another number)"
+        return f"{threads.worker_count()} (set TILEATTN_NUM_THREADS to change)"
     except ValueError as error:
         return str(error)
 
@@ -368,11 +375,11 @@ def _default() -> str:
     name = os.environ.get("TILEATTN_BACKEND")
     if not name:
         of_numpy = registry.candidates("auto", {"q": np.zeros(0)})[0].name
-        return f"from the arrays, {of_numpy} for those of NumPy (TILEATTN_BACKEND unset)"
+        return f"by array type, {of_numpy} for NumPy arrays (set TILEATTN_BACKEND to change)"
     if name in ("auto", *tileattn.available_backends()):
         return name
     accepted = ", ".join(("auto", *tileattn.available_backends()))
-    return f"TILEATTN_BACKEND is {name!r}, which is no backend; accepted are {accepted}"
+    return f"TILEATTN_BACKEND must be one of {accepted}; got {name!r}"
 
 
 def _version(name: str) -> str:
@@ -385,7 +392,7 @@ def _version(name: str) -> str:
 
 
 def processor() -> str:
-    """Name the processor, and count its cores."""
+    """Return the processor's name and number of cores."""
     name = platform.processor() or platform.machine()
     with suppress(OSError), open("/proc/cpuinfo") as lines:  # noqa: PTH123 - no path of ours
         name = next((line.split(":")[1].strip() for line in lines if "model name" in line), name)
@@ -404,10 +411,10 @@ def _cache() -> str:
     try:
         place = cache.folder()
     except OSError as error:
-        return f"none: {error}; TILEATTN_CACHE_DIR names a folder"
+        return f"none: {error}; set TILEATTN_CACHE_DIR to another folder"
     sizes = [path.stat().st_size for path in cache.entries()]
     size = f"{len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
-    return f"{place}, {size} (TILEATTN_CACHE_DIR sets another folder)"
+    return f"{place}, {size} (set TILEATTN_CACHE_DIR to change)"
 
 
 def _gpu() -> str:

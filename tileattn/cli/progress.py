@@ -1,27 +1,21 @@
-"""How far a command has come."""
+"""Progress of a command: a bar on a terminal, a line now and then elsewhere."""
 
 import shutil
 import time
 from typing import TextIO
 
 SECONDS = 10.0
-"""Between two lines where there is no terminal."""
+"""Between two lines without a terminal."""
 
 
 class Progress:
-    """A bar where there is a terminal, and elsewhere a line now and then.
-
-    Parameters
-    ----------
-    stream : file
-        Where it is shown.
-    """
+    """Shows progress on a stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.told = stream, time.monotonic()
 
     def __call__(self, done: float, text: str) -> None:
-        """Show that a part of all, from 0 to 1, is done."""
+        """Show the fraction that is done, 0 to 1, and a text."""
         if self.stream.isatty():
             bar = "#" * int(24 * min(done, 1.0))
             room = shutil.get_terminal_size().columns - 1
@@ -32,6 +26,6 @@ class Progress:
             print(text, flush=True, file=self.stream)
 
     def end(self) -> None:
-        """Leave the line of the bar."""
+        """End the line of the bar."""
         if self.stream.isatty():
             print(file=self.stream)

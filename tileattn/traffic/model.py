@@ -12,7 +12,7 @@ arXiv:2307.08691, section 3.1.
 from collections.abc import Callable
 
 from tileattn.call.problem import Operands, Problem
-from tileattn.traffic.counts import ClosedForm, ScheduledTiles, TileLoads, loads_of_a_key, reached
+from tileattn.traffic.counts import TileLoads, closed_form, loads_of_a_key, reached, scheduled
 from tileattn.traffic.record import Traffic
 
 ALGORITHMS = ("standard", "flash1", "flash2")
@@ -54,17 +54,16 @@ def counted(
     kind : {"forward", "backward"}
         Pass to count.
     heads_per_load : int
-        Query heads of a group for each load of k and v, and each store of dk and dv. 1 counts every
-        query head by itself, as if heads were not grouped. With query blocks outside, heads that
-        differ in their empty blocks never load together.
+        Query heads of a group per load of k and v, and per store of dk and dv. 1 counts every query
+        head by itself. With query blocks outside, heads that differ in their empty blocks never
+        load together.
 
     Returns
     -------
     Traffic
         Elements read and written, and the bytes of an element. Running sums have the size of
-        ``problem.accum_dtype``: lse, l, m and delta, dq where it is added to tile by tile (flash1
-        and flash2), and out in the forward pass of flash1. All else has that of
-        ``problem.dtype``.
+        ``problem.accum_dtype``: lse, l, m, delta, dq of flash1 and flash2, and out in the forward
+        pass of flash1. All other arrays have that of ``problem.dtype``.
 
     Raises
     ------
@@ -90,15 +89,15 @@ def counted(
                            each key block <- k, v -> dk, dv
                            each of its tiles <- q, dout, dq, lse, delta -> dq
 
-    A key block that no query attends to is not read; its dk and dv are written all the same.
-    Standard attention skips nothing.
+    A key block that no query attends to is not read, but its dk and dv are written. Standard
+    attention computes all pairs.
 
     References
     ----------
     Dao et al., arXiv:2205.14135, Algorithms 0 to 4; Dao, arXiv:2307.08691, Algorithms 1 and 2.
     """
     _check(tile, algorithm, kind, heads_per_load)
-    loads = ScheduledTiles(problem, operands, tile, heads_per_load)
+    loads, _ = scheduled(problem, operands, tile, heads_per_load)
     return _traffic(problem, loads, heads_per_load, algorithm, kind)
 
 
@@ -141,14 +140,14 @@ def modelled(
 
     Notes
     -----
-    The time does not grow with the lengths. With a density, numbers are exact where the tile is the
-    block of the mask, lengths are multiples of it and some query attends to every key block;
-    elsewhere they are means. The schedule cuts a tile of more than 256 queries that a causal or
-    window boundary crosses in two, which load their keys apart; the model loads them once.
+    The time does not grow with the lengths. With a density, the numbers are exact if the tile is
+    the block of the mask, lengths are multiples of it and every key block is attended; otherwise
+    they are means. The schedule halves a tile of more than 256 queries at a causal or window
+    boundary, and each half loads its keys; the model loads them once.
     """
     _check(tile, algorithm, kind, heads_per_load)
     _check_model(problem, density)
-    loads = ClosedForm(problem, tile, density, heads_per_load)
+    loads = closed_form(problem, tile, density, heads_per_load)
     return _traffic(problem, loads, heads_per_load, algorithm, kind)
 
 
@@ -174,9 +173,9 @@ def flops(
     Returns
     -------
     int
-        ``2 (D + Dv)`` forward and ``2 (3 D + 2 Dv)`` backward for each visible pair: two
-        matmuls forward (4 D where D = Dv), five backward (10 D). The standard algorithm skips no
-        pair; it has kept the probabilities, so that its backward pass is ``2 (2 D + 2 Dv)``.
+        ``2 (D + Dv)`` forward and ``2 (3 D + 2 Dv)`` backward per visible pair: two matmuls forward
+        (4 D if D = Dv), five backward (10 D). The standard algorithm computes all pairs. It has
+        stored the probabilities, so its backward pass takes ``2 (2 D + 2 Dv)``.
 
     Raises
     ------
@@ -209,28 +208,24 @@ def explained(
 
     Parameters
     ----------
-    problem : Problem
-        Problem of the call.
-    operands : Operands
-        Arrays of the call; only masks and sizes are read.
+    problem, operands
+        The call; only masks and sizes are read.
     forward_tile, backward_tile : (int, int)
         Queries and keys of a tile of each pass.
     heads_per_tile : int
-        Query heads of a group whose queries share a tile of the forward pass, and a load of k and
-        v.
+        Query heads of a group whose queries share a forward tile, and a load of k and v.
 
     Returns
     -------
     tiles : dict of str to int
         Tiles that are ``"skipped"``, ``"partial"`` and ``"full"``, of all heads.
     moved : dict of str to int
-        Bytes that a FlashAttention-2 forward pass reads of ``q``, ``k`` and ``v`` and writes of
-        ``out`` and ``lse``, as ``counted`` has them.
+        Bytes that a FlashAttention-2 forward pass reads and writes, by array.
     traffic : dict of str to (int, int)
         Bytes of the forward and of the backward pass, by algorithm.
     """
-    forward = ScheduledTiles(problem, operands, forward_tile, heads_per_tile)
-    backward = ScheduledTiles(problem, operands, backward_tile)
+    forward, tiles = scheduled(problem, operands, forward_tile, heads_per_tile)
+    backward, _ = scheduled(problem, operands, backward_tile)
     passes = {
         name: (
             _traffic(problem, forward, heads_per_tile, name, "forward"),
@@ -239,7 +234,7 @@ def explained(
         for name in ALGORITHMS
     }
     traffic = {name: (first.nbytes, second.nbytes) for name, (first, second) in passes.items()}
-    return forward.tiles, passes["flash2"][0].moved, traffic
+    return tiles, passes["flash2"][0].moved, traffic
 
 
 _Counts = tuple[dict[str, int], dict[str, int]]
@@ -268,8 +263,8 @@ def _width(P: Problem, name: str) -> int:
     return P.Dv if name in _COLUMNS_OF_V else 1
 
 
-# Each of these gives rows read and rows written. ``queries`` are the rows of all query heads and
-# ``keys`` those of all key heads, times the loads that the heads of a group make.
+# Each function returns the rows read and the rows written. ``queries`` counts the rows of all query
+# heads. ``keys`` counts the rows of all key heads, times the loads that the heads of a group make.
 
 
 def _standard_forward(P: Problem, loads: TileLoads, keys: int) -> _Counts:
@@ -324,23 +319,21 @@ _COUNTS: dict[tuple[str, str], Callable[[Problem, TileLoads, int], _Counts]] = {
 def _check(tile: tuple[int, int], algorithm: str, kind: str, heads_per_load: int) -> None:
     for name, value, accepted in (("algorithm", algorithm, ALGORITHMS), ("kind", kind, KINDS)):
         if value not in accepted:
-            raise ValueError(f"{name} is {value!r}; {', '.join(accepted)} are accepted")
+            raise ValueError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
     if min(tile) < 1:
-        raise ValueError(f"tile is {tile!r}; queries and keys of a tile must be 1 or more")
+        raise ValueError(f"tile must be (queries, keys), 1 or more each; got {tile!r}")
     if heads_per_load < 1:
-        raise ValueError(f"heads_per_load is {heads_per_load}; 1 or more is accepted")
+        raise ValueError(f"heads_per_load must be 1 or more; got {heads_per_load}")
 
 
 def _check_model(problem: Problem, density: float | None) -> None:
     if density is not None and not 0 <= density <= 1:
-        raise ValueError(f"density is {density}; a number from 0 to 1 is accepted")
+        raise ValueError(f"density must be a number from 0 to 1; got {density}")
     unknown = list(problem.place_options)
     if problem.has_block_mask and density is None:
         unknown.append("block_mask")
     if unknown:
-        remedy = "counted() looks at the arrays"
+        remedy = "use counted(), which reads the arrays"
         if "block_mask" in unknown:
-            remedy += ", and density= stands for a block mask"
-        raise ValueError(
-            f"the problem uses {', '.join(unknown)}, which sizes do not tell; {remedy}"
-        )
+            remedy += ", or pass density= for a block mask"
+        raise ValueError(f"sizes do not determine the traffic of {', '.join(unknown)}; {remedy}")

@@ -154,7 +154,7 @@ def test_a_window_needs_no_more_splits_for_more_keys() -> None:
 def test_few_rows_run_it(group: int, Nq: int, dtype: Any) -> None:
     q, k, v, _ = normal((2, 2 * group, 2, Nq, 50, 24, 16), dtype)
     found = tileattn.explain(q, k, v, backend="llvm")
-    assert f"{group * Nq} rows of a key head are" in "".join(found.reasons)
+    assert f"{group * Nq} query rows per KV head" in "".join(found.reasons)
     if (group, Nq) not in [(1, 9), (8, 3)]:
         assert found.kernel.startswith("tileattn.kernels.llvm.decode, ")
         assert found.forward_tile == (group * Nq, DECODE_KEYS)

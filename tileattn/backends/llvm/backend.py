@@ -28,8 +28,8 @@ from tileattn.traffic import explained
 OLDEST = (0, 47)
 """Release of llvmlite that the kernels need, as the extra ``cpu`` says."""
 
-_LONGEST = (1 << 31) - 1  # indices in a tile have the width of float32
-_MIN_BF16_ROWS = 16  # query rows of a key head; calls with fewer are faster in float32
+_LONGEST = (1 << 31) - 1  # queries or keys: indices of a tile have 32 bits
+_MIN_BF16_ROWS = 16  # query rows per KV head from which bfloat16 matmuls are faster than float32
 
 
 class LlvmBackend(PreparingBackend):
@@ -70,7 +70,7 @@ class LlvmBackend(PreparingBackend):
         return few[self._kernel]
 
     def owns(self, x: Any) -> bool:
-        """Return True for a NumPy array that is no masked array or matrix."""
+        """Return True for a NumPy array that is neither a masked array nor a matrix."""
         return is_array(x)
 
     def unavailable(self) -> str | None:
@@ -82,7 +82,7 @@ class LlvmBackend(PreparingBackend):
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > _LONGEST:
-                return f"{name} is {n:,}, and the kernels take up to {_LONGEST:,} queries and keys"
+                return f"{name} is {n:,}; the kernels take at most {_LONGEST:,} queries and keys"
         return None
 
     def call_of(self, problem: Problem) -> PreparedCall:
@@ -105,7 +105,10 @@ class LlvmBackend(PreparingBackend):
             "learned": len(layouts(batch, operands)),
             "paged": P.page is not None,
         }
-        many = "few" if kernel == "decode" else "enough for vectors"
+        rows = P.group * batch.Nq
+        choice = f"decode kernel: only {rows} query rows per KV head"
+        if kernel != "decode":
+            choice = f"forward kernel: {rows} query rows per KV head fill vector lanes"
         return Explanation(
             backend=self.name,
             kernel=f"tileattn.kernels.llvm.{kernel}, {target.name}",
@@ -121,8 +124,8 @@ class LlvmBackend(PreparingBackend):
             traffic=traffic,
             reasons=(
                 "q, k and v are NumPy arrays, and llvmlite is installed",
-                f"{P.group * batch.Nq} rows of a key head are {many}",
-                "there is enough work for threads" if parallel else "threads would cost more",
+                choice,
+                threads.REASONS[parallel],
             ),
         )
 

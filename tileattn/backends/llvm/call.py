@@ -30,19 +30,11 @@ from tileattn.kernels.llvm.user_functions import Functions
 from tileattn.results import Attention, Gradients
 
 _PLAIN = ("q", "k", "v", "out", "lse", "kv_lengths", "q_offset")
-"""Arrays of every forward pass, in the order of their addresses."""
+"""Arrays of every forward pass, in the order of their fields."""
 
 
 class LlvmCall(PreparedCall):
-    """Calls of one signature on NumPy arrays; only addresses change from call to call.
-
-    Parameters
-    ----------
-    backend : LlvmBackend
-        Backend of the calls.
-    problem : Problem
-        Problem of the calls.
-    """
+    """Calls of one signature on NumPy arrays; only addresses change from call to call."""
 
     of_any_lengths = True
 
@@ -75,7 +67,7 @@ class LlvmCall(PreparedCall):
         deterministic: bool,  # noqa: ARG002 - sums have a fixed order in any case
         workspace: Array | None,  # noqa: ARG002 - each thread keeps its tiles
     ) -> Gradients:
-        """Compute the gradients; the workspace is left as it is."""
+        """Compute the gradients; the workspace is not used."""
         P, x, targets = self.problem, _aligned(operands), self._targets
         saved = Residuals.saved(P, dout, attention.lse)
         large = saved.large.any()
@@ -129,13 +121,9 @@ class LlvmCall(PreparedCall):
             yield "forward", self._targets
 
     def _run(
-        self,
-        name: str,
-        x: Operands,
-        arrays: Mapping[str, Array],
-        targets: tuple[Target, ...],
+        self, name: str, x: Operands, arrays: Mapping[str, Array], targets: tuple[Target, ...],
         few: int = 0,
-    ) -> Executable:
+    ) -> Executable:  # fmt: skip
         """Run a module for the first target, and for the next if key heads are left to it."""
         if len(targets) > 1 and "unusual" not in arrays:
             P = self.problem
@@ -190,11 +178,8 @@ class LlvmCall(PreparedCall):
             key_norm = np.empty((P.B, P.Hq, P.Nq, 1), P.accum_dtype)
             m, own_log_l = np.empty_like(saved.lse), np.empty_like(saved.lse)
             x = x._replace(q=q, k=k, v=row_norms(k)[..., None])
-            arrays = as_inputs(as_batch(plain, x), x) | {
-                "out": key_norm,
-                "row_max": m,
-                "log_l": own_log_l,
-            }
+            arrays = as_inputs(as_batch(plain, x), x)
+            arrays |= {"out": key_norm, "row_max": m, "log_l": own_log_l}
             call = LlvmCall(self.backend, plain)
             call._run("forward", x, arrays, call._targets)
             q_norm = abs(P.scale) * row_norms(q)
@@ -207,16 +192,7 @@ class LlvmCall(PreparedCall):
 class CachedForward:
     """The forward pass of calls of one signature with no arrays but q, k, v and out.
 
-    Parameters
-    ----------
-    executable : Executable
-        Executable of an earlier call.
-    P : Problem
-        Problem of the calls.
-    arrays : mapping of str to array
-        Arrays of that call.
-    out : array or None
-        An array with the layout of the caller's ``out``.
+    ``executable``, ``arrays`` and ``out`` are those of an earlier call.
     """
 
     def __init__(

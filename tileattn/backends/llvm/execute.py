@@ -22,9 +22,9 @@ from tileattn.kernels.llvm.target import Target
 from tileattn.kernels.llvm.user_functions import Functions
 
 _END = 1 << 62  # past all tasks
-_FAR = 1 << 61  # an open side of the window
-_ALIGNMENT = 64
-_KEPT = 1 << 24  # bytes; larger scratch memory is freed after a call
+_FAR = 1 << 61  # keys to the end of an open side of the window
+_ALIGNMENT = 64  # bytes of a cache line, and of the widest vector
+_KEPT = 1 << 24  # bytes; a thread frees larger scratch memory after a call
 
 _SLOT = {name: slot for slot, name in enumerate(ARRAYS)}
 _COUNTER = COUNTER // 8
@@ -32,33 +32,15 @@ _Block = ctypes.c_int64 * (_COUNTER + 1)
 
 
 class Executable:
-    """The functions of a module, with packed parameters except the addresses.
+    """The functions of a module, with all parameters packed except the addresses.
 
-    Parameters
-    ----------
-    name : str
-        Name of the module.
-    target : Target
-        CPU to compile for.
-    P : Problem
-        Problem of the calls.
-    arrays : mapping of str to array
-        Arrays with the layouts of every later call.
-    division : Division
-        Tasks, and the parameters that describe them.
-    own : Functions
-        Functions of the caller.
+    Later calls have arrays with the layouts of ``arrays``.
     """
 
     def __init__(
-        self,
-        name: str,
-        target: Target,
-        P: Problem,
-        arrays: Mapping[str, Array],
-        division: Division,
-        own: Functions,
-    ) -> None:
+        self, name: str, target: Target, P: Problem, arrays: Mapping[str, Array],
+        division: Division, own: Functions,
+    ) -> None:  # fmt: skip
         layout = Layout(packed=P.sequences is not None, paged=P.page is not None)
         more: dict[str, Any] = {"learned": len(own.learned), "paged": layout.paged}
         tiles = scratch_bytes(name, target, P.dtype, P.accum_dtype, P.D, P.Dv, **more)

@@ -17,21 +17,13 @@ _BYTES = 8  # bytes of a float64 sum
 
 
 class Layout(NamedTuple):
-    """How the gradient of the elements that one node reads is summed over tasks.
-
-    Parameters
-    ----------
-    sharing : tuple of bool
-        True if batch entries share sums; True if heads do.
-    own_bytes : int
-        Bytes of the private sums of a task; 0 without.
-    """
+    """How the gradient of the elements that one node reads is summed over tasks."""
 
     node: Node
     shape: tuple[int, ...]
     names: tuple[str | None, ...]
-    sharing: tuple[bool, bool]
-    own_bytes: int
+    sharing: tuple[bool, bool]  # batch entries share sums; heads share sums
+    own_bytes: int  # of the private sums of a task; 0 if it has none
 
 
 def layouts(P: Problem, x: Operands) -> list[Layout]:

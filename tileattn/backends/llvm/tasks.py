@@ -14,9 +14,11 @@ from tileattn.kernels.llvm.params import BF16_ARRAYS, BF16_TRANSPOSES
 from tileattn.kernels.llvm.sizes import BLOCK, DECODE_ROWS, ROWS, TERMS, padded, state_bytes
 from tileattn.kernels.llvm.target import Target
 
-_SERIAL_WORK = 1 << 22  # multiply-adds; below, a thread costs more than it saves
-_READ = 3  # multiply-adds per element of K or V read: threads share the bandwidth
-_QUOTA = 1 << 31  # multiply-adds, some 0.03 s, between two chances to interrupt a kernel
+_SERIAL_WORK = 1 << 22  # multiply-adds up to which one thread is faster than several
+_READ = 3  # multiply-adds that reading an element of K or V counts as when decoding
+_QUOTA = (
+    1 << 31
+)  # multiply-adds (0.03 s) after which a kernel returns, so that it can be interrupted
 
 
 class Grid(NamedTuple):
@@ -28,24 +30,12 @@ class Grid(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The tasks of a module.
+    """The tasks of a module."""
 
-    Parameters
-    ----------
-    values : dict of str to int
-        Parameters for the kernel.
-    grids : list of Grid
-        Tasks of each function.
-    workspace : callable
-        Allocates the workspace arrays of a call.
-    own_bytes : int
-        Bytes that a worker needs beside its tiles.
-    """
-
-    values: dict[str, int]
-    grids: list[Grid]
-    workspace: Callable[[], dict[str, Array]]
-    own_bytes: int = 0
+    values: dict[str, int]  # parameters for the kernel
+    grids: list[Grid]  # tasks of each function
+    workspace: Callable[[], dict[str, Array]]  # allocates the workspace arrays of a call
+    own_bytes: int = 0  # that a worker needs beside its tiles
 
 
 def forward_work(P: Problem, kernel: str = "forward") -> int:
@@ -55,19 +45,14 @@ def forward_work(P: Problem, kernel: str = "forward") -> int:
 
 
 def is_parallel(work: int) -> bool:
-    """Return True if ``work`` multiply-adds are enough for several threads."""
+    """Return True if several threads do ``work`` multiply-adds faster than one."""
     return work > _SERIAL_WORK
 
 
 def divide(
-    kernel: str,
-    P: Problem,
-    target: Target,
-    x: Operands,
-    arrays: Container[str],
-    split_keys: int,
-    few: int,
-) -> Division:
+    kernel: str, P: Problem, target: Target, x: Operands, arrays: Container[str],
+    split_keys: int, few: int,
+) -> Division:  # fmt: skip
     """Divide the work of a kernel that reads the named arrays.
 
     The decoding kernel takes the sequences of up to ``few`` queries, the forward kernel the rest.
@@ -117,12 +102,8 @@ def _decode(P: Problem, target: Target, x: Operands, split_keys: int) -> Divisio
     rows, count = P.group * P.Nq, splits(P, x, split_keys)
     blocks = -(-rows // DECODE_ROWS)
     groups = P.B * P.Hkv * blocks
-    states = (
-        groups,
-        count,
-        min(rows, DECODE_ROWS),
-        state_bytes(target, P.accum_dtype.itemsize, P.Dv),
-    )
+    size = state_bytes(target, P.accum_dtype.itemsize, P.Dv)
+    states = groups, count, min(rows, DECODE_ROWS), size
 
     def workspace() -> dict[str, Array]:
         return {"partials": np.empty(states, np.uint8), "ended": np.zeros(groups, np.int64)}

@@ -18,27 +18,21 @@ from tileattn.call.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
 
-# Few large NumPy calls beat many small ones: each releases the interpreter lock and waits for it.
-# At a window's boundary, tiles with few rows compute fewer masked-out pairs.
-_FORWARD = (1, (384, 1024))  # heads of a task; queries and keys of a tile
-_FORWARD_BANDED = (4, (128, 1024))
-_BACKWARD_ROWS = 512
+# Heads of a task; queries and keys of a tile. Few large NumPy calls beat many small ones: each
+# releases the interpreter lock and waits for it again.
+_FORWARD = (1, (384, 1024))
+_FORWARD_BANDED = (4, (128, 1024))  # fewer masked-out pairs at the boundary of a window
+_BACKWARD_ROWS = 512  # queries of a tile
 _BACKWARD_KEYS = 1 << 15  # elements in a key block: 512 keys for D = 64, 256 for D = 128
 
-_SERIAL_WORK = 1 << 23  # multiply-adds; below, a thread costs more than it saves
+_SERIAL_WORK = 1 << 23  # multiply-adds up to which one thread is faster than several
 
 
 Result = TypeVar("Result")
 
 
 class Workers(Executor):
-    """Runs the tasks of one call on threads; small calls run on the calling thread.
-
-    Parameters
-    ----------
-    problem : Problem
-        Problem of the call.
-    """
+    """Runs the tasks of one call on threads; small calls run on the calling thread."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.accum_dtype)
@@ -46,7 +40,7 @@ class Workers(Executor):
         self._small_scores: dict[int, bool | Array] = {}
 
     def compute(self, work: Callable[..., Result]) -> Result:
-        """Return ``work(executor=self)``; a small call holds BLAS to one thread as a whole."""
+        """Return ``work(executor=self)``; small calls limit BLAS to one thread."""
         if self._parallel:
             return work(executor=self)
         results: list[Result] = []
@@ -66,15 +60,12 @@ class Workers(Executor):
             task(TileMemory(self.dtype, scratch, self._small_scores, self._sums))
 
     def ordered_sums(self, tasks: int) -> threads.OrderedSums:
-        """Return the order in which ``tasks`` tasks add to shared sums."""
+        """Return the order in which tasks add to shared sums."""
         return threads.OrderedSums(tasks)
 
 
 def is_array(x: Any) -> bool:
-    """Return True for a NumPy array.
-
-    Masked arrays are refused, whose mask would be lost, and matrices, which have two axes.
-    """
+    """Return True for a NumPy array; not for a masked array or a two-dimensional matrix."""
     return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray | np.matrix)
 
 
@@ -84,8 +75,8 @@ class NumpyBackend:
     Parameters
     ----------
     forward_tile, backward_tile : (int, int) or None
-        Queries and keys of a tile; None for the fastest known. Results depend on them only by
-        rounding.
+        Queries and keys of a tile; by default the fastest known. They change only the rounding of
+        results.
     """
 
     name = "numpy"
@@ -99,7 +90,7 @@ class NumpyBackend:
         self.backward_tile = backward_tile
 
     def owns(self, x: Any) -> bool:
-        """Return True for a NumPy array that is no masked array or matrix."""
+        """Return True for a NumPy array that is neither a masked array nor a matrix."""
         return is_array(x)
 
     def unavailable(self) -> str | None:
@@ -128,7 +119,7 @@ class NumpyBackend:
         deterministic: bool,  # noqa: ARG002 - sums have a fixed order in any case
         workspace: Array | None = None,  # noqa: ARG002 - each thread keeps its tiles
     ) -> Gradients:
-        """Compute the gradients; the workspace is left as it is."""
+        """Compute the gradients; the workspace is not used."""
         tile = self._backward_tile(problem)
         compute = partial(spec.backward, problem, operands, dout, attention, dlse, tile)
         return Workers(problem).compute(compute)
@@ -154,7 +145,7 @@ class NumpyBackend:
             traffic=traffic,
             reasons=(
                 "q, k and v are NumPy arrays",
-                "there is enough work for threads" if parallel else "threads would cost more",
+                threads.REASONS[parallel],
             ),
         )
 

@@ -1,4 +1,4 @@
-"""Hold NumPy's BLAS to one thread for each worker while a call runs."""
+"""Limit NumPy's BLAS to one thread per worker while a call runs."""
 
 import os
 import threading
@@ -14,12 +14,9 @@ import threadpoolctl
 
 
 class Limit:
-    """Holds libraries to one thread while some call is inside.
+    """Limits libraries to one thread while a call is inside.
 
-    Parameters
-    ----------
-    find : callable
-        Returns the libraries; first called when a call enters, because the search is slow.
+    ``find`` returns the libraries. It runs when the first call enters, because the search is slow.
 
     Notes
     -----
@@ -36,7 +33,7 @@ class Limit:
         self._holder: dict[str, int] = {}  # the thread that changes the above, if any
 
     def enter(self, call: object) -> None:
-        """Hold the libraries to one thread until the call leaves."""
+        """Limit the libraries to one thread until the call leaves."""
         self._take()
         self._inside[call] = get_ident()
         for number, library in enumerate(self._find()):
@@ -67,9 +64,7 @@ class Limit:
             return
         libraries = self._find() if self._before else []
         for number, count in list(self._before.items()):
-            if (
-                libraries[number].get_num_threads() == 1
-            ):  # otherwise another thread has set it meanwhile
+            if libraries[number].get_num_threads() == 1:  # no other thread has changed it
                 _set(libraries[number], count)
             self._before.pop(number, None)
 
@@ -90,12 +85,7 @@ class _OfThread(threading.local):
 
 
 def single_threaded(work: Callable[[], None]) -> None:
-    """Run a function while NumPy's BLAS is held to one thread.
-
-    Parameters
-    ----------
-    work : callable
-        The function. Calls may overlap and nest.
+    """Run a function while NumPy's BLAS is limited to one thread; calls may overlap and nest.
 
     Notes
     -----

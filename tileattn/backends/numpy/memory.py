@@ -1,4 +1,4 @@
-"""Fast memory of a worker: reused buffers, and the shortcuts that make NumPy fast.
+"""Fast memory of a worker: reused buffers, and shortcuts for NumPy.
 
 Every load and store is reported to ``tileattn.traffic.record``.
 """
@@ -50,9 +50,9 @@ _idle = _Idle()
 
 @contextmanager
 def borrowed_scratch() -> Iterator[Scratch]:
-    """Lend the thread's tile buffers to one task.
+    """Lend the tile buffers of this thread to one task.
 
-    A signal handler may call the package while a task runs: that call gets other buffers.
+    A signal handler that calls the package while a task runs gets other buffers.
     """
     idle = _idle.scratches
     try:
@@ -65,17 +65,6 @@ def borrowed_scratch() -> Iterator[Scratch]:
 
 class TileMemory(Memory):
     """Fast memory of one task.
-
-    Parameters
-    ----------
-    dtype : numpy.dtype
-        Accumulation dtype of tiles.
-    scratch : Scratch
-        Buffers of this task.
-    small_scores : dict
-        Results of ``has_small_scores`` by the ``id`` of the head group.
-    sums : numpy.dtype or None
-        Dtype of sums over tiles; ``dtype`` by default.
 
     Notes
     -----
@@ -91,9 +80,9 @@ class TileMemory(Memory):
         sums: np.dtype[Any] | None = None,
     ) -> None:
         super().__init__(dtype)
-        self.sums = sums or dtype
+        self.sums = sums or dtype  # dtype of sums over tiles
         self._scratch = scratch
-        self._small_scores = small_scores
+        self._small_scores = small_scores  # of the head groups, by their ``id``
 
     def take(self, name: str, shape: tuple[int, ...]) -> Array:
         """Return the buffer of this name, uninitialised."""
@@ -219,18 +208,10 @@ class TileMemory(Memory):
 
 @dataclass(slots=True)
 class BoundedRowState(RowState):
-    """A softmax state that computes no maximum for rows with small scores.
+    """A softmax state that computes no maximum for rows with small scores."""
 
-    Parameters
-    ----------
-    memory : TileMemory or None
-        Buffer for the weighted sum of a tile; None allocates it.
-    small : bool or array of bool, broadcastable to m
-        Rows with small scores, whose ``m`` stays 0.
-    """
-
-    memory: TileMemory | None = None
-    small: bool | Array = False
+    memory: TileMemory | None = None  # for the weighted sum of a tile; None allocates it
+    small: bool | Array = False  # rows with small scores, whose m stays 0
 
     @classmethod
     def made(
@@ -244,16 +225,16 @@ class BoundedRowState(RowState):
         return cls(m, l, memory.zeros("acc", (*rows, columns)), memory, small)
 
     def rows(self, which: slice) -> "BoundedRowState":
-        """View of some of the rows; updating it updates this state."""
+        """Return a view of some rows; updating it updates this state."""
         m, l, acc = self.m[..., which], self.l[..., which], self.acc[..., which, :]  # noqa: E741 - as the papers
         return BoundedRowState(m, l, acc, self.memory, self.small)
 
     def update(
         self, s: Array, v: Array, visible: TileMask | None = None, keep: Array | None = None
     ) -> None:
-        """Take in one tile, as ``RowState.update`` does.
+        """Update with one tile, as ``RowState.update``.
 
-        Sums of rows go through BLAS; nothing is rescaled before the first tile.
+        BLAS sums the rows. Nothing is rescaled for the first tile.
         """
         first = not self.l.any()
         if self.small is True:

@@ -11,29 +11,18 @@ from tileattn.algorithm.residuals import row_norms
 
 Array = NDArray[Any]
 
-_MIN_QUERIES = 128  # from here on, all norms cost less than the maxima of the tiles
+_MIN_QUERIES = 128  # queries from which the norms of q and k cost less than maxima of tiles
 
-_SAFE_EXPONENT = 30.0
-"""Scores up to this size need no running maximum: exp(30) = 1e13, far from overflow."""
+_SAFE_EXPONENT = 30.0  # largest |score| without a running maximum: exp(30) = 1e13 is no overflow
 
 
 def has_small_scores(heads: HeadGroup) -> bool | Array:
-    """Return which heads have scores so small that ``m = 0`` works for every row.
-
-    Parameters
-    ----------
-    heads : HeadGroup
-        The heads.
-
-    Returns
-    -------
-    bool or array of bool, shape (Hkv, G, 1)
-        One bool if all heads agree.
+    """Return which heads have scores small enough for ``m = 0``: one bool, or shape (Hkv, G, 1).
 
     Notes
     -----
     By the Cauchy-Schwarz inequality, ``|scale * q . k| <= |scale| * max |q| * max |k|``. Only
-    queries and keys within the window count, so that hidden memory cannot change the bits of a
+    queries and keys within the window count, so that masked-out memory cannot change the bits of a
     result. Values count because ``acc`` is not divided yet.
     """
     mask, window = heads.mask, heads.mask.window
