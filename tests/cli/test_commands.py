@@ -48,9 +48,7 @@ def test_sizes_that_would_take_too_long_are_refused(
 
 def test_plans_are_of_an_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--plan"]) == 2
-    assert capsys.readouterr().err == (
-        "--plan needs --arch: it prints the launch plans of a GPU\n"
-    )
+    assert capsys.readouterr().err == ("--plan needs --arch: it prints the launch plans of a GPU\n")
 
 
 @pytest.mark.parametrize(("line", "keys"), [("--Nq 0", 0), ("--Nq 7 --Nk 0", 0)])

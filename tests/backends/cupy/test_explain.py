@@ -161,7 +161,10 @@ def test_no_cupy_is_needed(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("--arch sm_1", "ValueError: arch is 'sm_1'; sm_75, sm_80, "),
-        ("--arch sm_90 --backend numpy", "ValueError: --backend must be 'cupy' with --arch; got 'numpy'"),
+        (
+            "--arch sm_90 --backend numpy",
+            "ValueError: --backend must be 'cupy' with --arch; got 'numpy'",
+        ),
         ("--arch sm_90 --Nk 2000000000", "ValueError: --Nk must be at most 67,108,864; got 2,000,"),
     ],
 )
