@@ -208,8 +208,10 @@ def explained(
 
     Parameters
     ----------
-    problem, operands
-        The call; only masks and sizes are read.
+    problem : Problem
+        Problem of the call.
+    operands : Operands
+        Arrays of the call; only masks and sizes are read.
     forward_tile, backward_tile : (int, int)
         Queries and keys of a tile of each pass.
     heads_per_tile : int
