@@ -48,7 +48,7 @@ types: setup  ## check the types
 	$(BIN)/mypy
 docs: setup  ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-bench: $(VENV)/bench.stamp  ## measure (ARGS="cpu", "gpu --quick", "traffic", "memory", "nonfinite"; alone lists them)
+bench: $(VENV)/bench.stamp  ## measure (ARGS="cpu", "gpu --quick", ...; without ARGS: list them)
 	$(BIN)/python -m tileattn bench $(ARGS)
 dist: setup  ## build dist/ and check what is in it
 	rm -rf dist
