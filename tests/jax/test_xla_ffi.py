@@ -14,7 +14,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - JAX may be absent
 
 from tileattn.jax import handler, xla_ffi  # noqa: E402 - as above
-from tileattn.jax.host_call import called  # noqa: E402 - as above
+from tileattn.jax.host_call import call_host  # noqa: E402 - as above
 
 HEADER = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
 
@@ -77,7 +77,7 @@ def test_arrays_are_the_program_s_memory() -> None:
 
     x, y = jnp.arange(6.0, dtype=jnp.bfloat16).reshape(2, 3), jnp.array([True, False])
     shapes = tuple(jax.ShapeDtypeStruct(z.shape, z.dtype) for z in (x, y))
-    more, other = jax.jit(lambda *given: called(Function(), shapes, given))(x, y)
+    more, other = jax.jit(lambda *given: call_host(Function(), shapes, given))(x, y)
     assert seen == [(x.dtype, x.shape, y.dtype, y.shape)]
     assert jnp.array_equal(more, x + 1)
     assert jnp.array_equal(other, ~y)
@@ -90,7 +90,7 @@ def test_errors_of_functions_are_errors_of_the_program() -> None:
 
     shape = jax.ShapeDtypeStruct((3,), np.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="ZeroDivisionError: of the function: ä"):
-        called(Function(), shape, jnp.zeros(3)).block_until_ready()
+        call_host(Function(), shape, jnp.zeros(3)).block_until_ready()
 
 
 def test_calls_live_as_long_as_programs() -> None:

@@ -11,7 +11,7 @@ import tileattn
 from tileattn.call.options import DIFFERENTIABLE
 from tileattn.jax.arrays import Arrays
 from tileattn.jax.call import Call
-from tileattn.jax.host_call import called
+from tileattn.jax.host_call import call_host
 
 _ALLOCATED = sorted(DIFFERENTIABLE, key=lambda name: name != "aux")
 """Names of the gradients in the order in which the library allocates them: aux comes first."""
@@ -26,7 +26,7 @@ class Callbacks:
     def forward(self, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
         """Compute the output and the logsumexp."""
         shapes = tuple(jax.ShapeDtypeStruct(*x) for x in (self.call.out, self.call.lse))
-        out, lse = called(_Forward(self.call), shapes, arrays)
+        out, lse = call_host(_Forward(self.call), shapes, arrays)
         return out, lse
 
     def backward(
@@ -39,7 +39,7 @@ class Callbacks:
         like = [arrays[name] for name in names]
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
         rest = (out, lse, dout) if dlse is None else (out, lse, dout, dlse)
-        found = called(_Backward(self.call, names), shapes, arrays, *rest)
+        found = call_host(_Backward(self.call, names), shapes, arrays, *rest)
         return dict(zip(names, found, strict=True))
 
 

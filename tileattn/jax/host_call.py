@@ -25,7 +25,7 @@ from tileattn.jax.partition import partition_of, partitioned, typed
 _KNOWN = " or ".join(map(repr, PLATFORMS))
 
 
-def called(on_host: Callable[..., Any], shapes: Any, *given: Any) -> Any:
+def call_host(on_host: Callable[..., Any], shapes: Any, *given: Any) -> Any:
     """Call a function on trees of arrays; ``shapes`` is the tree of its results.
 
     Outside of ``jax.jit`` calls of equal functions share a compiled program.

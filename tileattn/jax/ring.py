@@ -97,7 +97,7 @@ class Ring:
             sums = self._summed(self.steps - 1, arrays | pair, rows, sums)
             sums = follow(sums, self.size - self.steps + 1)
         if "sinks" in wanted:
-            sums["sinks"] = of_sinks(arrays["sinks"], *rows)
+            sums["sinks"] = dsinks_of(arrays["sinks"], *rows)
         return {
             name: jax.tree.map(lambda x, like: x.astype(like.dtype), x, arrays[name])
             for name, x in sums.items()
@@ -231,7 +231,7 @@ def merge(one: State, other: State) -> State:
     return out + more, lse
 
 
-def of_sinks(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any = 0.0) -> Any:
+def dsinks_of(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any = 0.0) -> Any:
     """Return the gradient of sinks, which have a probability but no value."""
     delta = (dout * out).sum(axis=-1) - dlse
     P = jnp.exp(sinks[:, None] - jnp.where(jnp.isneginf(lse), 0, lse))

@@ -21,7 +21,7 @@ def are_gradients_batched() -> bool:
     return bool(torch._C._dispatch_tls_is_dispatch_key_included(_key("VmapMode")))
 
 
-def one_by_one(operator: Any) -> Callable[..., Any]:
+def rule_for_vmap(operator: Any) -> Callable[..., Any]:
     """Make a rule for ``torch.vmap`` that calls the operator for each element of the batch."""
 
     def rule(info: Any, in_dims: Sequence[Any], *inputs: Any) -> tuple[Any, Any]:
@@ -45,7 +45,7 @@ def _element(n: int, x: Any, dim: Any) -> Any:
     return x.sum(dim, dtype=x.dtype)  # zeros that autograd still connects to x
 
 
-def of_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
+def rule_for_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Make the rule for batches of ``torch.autograd.grad(is_grads_batched=True)``."""
 
     def kernel(*inputs: Any) -> Any:

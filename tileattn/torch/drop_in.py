@@ -239,7 +239,7 @@ class Taken:
 
 _lock = Lock()
 _blocks: list[Taken] = []  # the open `sdpa` blocks of all threads
-_theirs: list[Any] = []  # PyTorch's function and fast-path flag, while a block is open
+_replaced: list[Any] = []  # PyTorch's function and fast-path flag, while a block is open
 
 # TorchScript calls this operator instead of a Python function.
 _LIBRARY = torch.library.Library("tileattn", "FRAGMENT")
@@ -290,7 +290,7 @@ def sdpa() -> Iterator[Taken]:
     taken = Taken()
     with _lock:
         if not _blocks:
-            _theirs[:] = _put(scaled_dot_product_attention, fastpath=False)
+            _replaced[:] = _put(scaled_dot_product_attention, fastpath=False)
         _blocks.append(taken)
     try:
         yield taken
@@ -298,7 +298,7 @@ def sdpa() -> Iterator[Taken]:
         with _lock:
             _blocks[:] = [x for x in _blocks if x is not taken]
             if not _blocks:
-                _put(*_theirs)
+                _put(*_replaced)
 
 
 def _put(function: Any, fastpath: bool) -> tuple[Any, bool]:

@@ -92,11 +92,11 @@ class Call:
         Arguments of an operator, in the order of `INPUTS`.
     names : tuple of str
         Names of the arguments that each call brings: q, k and v first. Each brings ``aux``, too.
-    repeats : bool
+    is_kept : bool
         True if the call is kept for later calls.
     """
 
-    def __init__(self, inputs: Sequence[Any], names: tuple[str, ...], repeats: bool) -> None:
+    def __init__(self, inputs: Sequence[Any], names: tuple[str, ...], is_kept: bool) -> None:
         self._fixed = [None if name in names else x for name, x in zip(INPUTS, inputs, strict=True)]
         self._names, self._places = names, [_PLACES[name] for name in names]
         self.options = names[len(ROWS) :]
@@ -105,7 +105,7 @@ class Call:
         block_mask = inputs[_PLACES["block_mask"]]
         self._alive = None if block_mask is None else block_mask_of(block_mask)
         # A pass by addresses reads no values, so all tensors must be on the GPU.
-        self._by_addresses = repeats and all(inputs[n].is_cuda for n in self._places)
+        self._by_addresses = is_kept and all(inputs[n].is_cuda for n in self._places)
         self._forward: _Pass | None = None
         self._backward: dict[Any, _Pass] = {}
 

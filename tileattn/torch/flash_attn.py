@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tileattn.torch.flash_cache import flash_attn_with_kvcache
-from tileattn.torch.flash_options import NAMES, Integers, Window, attended, offsets, unpacked
+from tileattn.torch.flash_options import NAMES, Integers, Window, attend_flash, offsets, unpack
 
 __all__ = [
     "flash_attn_func",
@@ -82,7 +82,7 @@ def flash_attn_func(
     """
     given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
     rows = {"q": q, "k": k, "v": v}
-    return attended(rows, dropout_p, deterministic, return_attn_probs, given)
+    return attend_flash(rows, dropout_p, deterministic, return_attn_probs, given)
 
 
 def flash_attn_varlen_func(
@@ -108,6 +108,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Compute what ``flash_attn.flash_attn_varlen_func`` does.
 
+    The parameters that are not listed are those of `flash_attn_func`.
+
     Parameters
     ----------
     q : torch.Tensor, shape (Tq, Hq, D)
@@ -123,26 +125,17 @@ def flash_attn_varlen_func(
         None if ``seqused_k`` has them.
     max_seqlen_q, max_seqlen_k : int or None
         Ignored: the library needs no maximum.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : optional
-        As in `flash_attn_func`; ``alibi_slopes`` may have shape (S, Hq).
-    deterministic, return_attn_probs : bool
-        As in `flash_attn_func`.
+    alibi_slopes : torch.Tensor, shape (Hq,) or (S, Hq), or None
+        Slopes for each head, or for each sequence and head.
     block_table : torch.Tensor, shape (S, pages of a sequence), or None
         The pages of each sequence; such a call has no gradients.
     seqused_k : torch.Tensor, shape (S,), or None
         Number of keys in use, from the first key of each sequence on; None is all keys.
-    learnable_sink : torch.Tensor, shape (Hq,), or None
-        As in `flash_attn_func`.
 
     Returns
     -------
     torch.Tensor, shape (Tq, Hq, Dv), or (out, softmax_lse, None)
         The output, or with ``return_attn_probs`` the logsumexp, too, of shape (Hq, Tq).
-
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedError
-        As in `tileattn.torch.attention`.
     """
     del max_seqlen_q, max_seqlen_k
     given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
@@ -155,7 +148,7 @@ def flash_attn_varlen_func(
             places["kv_lengths"] = offsets(cu_seqlens_k=cu_seqlens_k)["cu_seqlens_k"].diff()
     lengths = "cu_seqlens_k" if seqused_k is None else "seqused_k"
     rows, names = {"q": q, "k": k, "v": v}, NAMES | {"kv_lengths": lengths}
-    return attended(rows, dropout_p, deterministic, return_attn_probs, given, names, **places)
+    return attend_flash(rows, dropout_p, deterministic, return_attn_probs, given, names, **places)
 
 
 # --- queries, keys and values in one tensor -------------------------------------------------------
@@ -176,24 +169,12 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """Compute what ``flash_attn.flash_attn_qkvpacked_func`` does.
 
+    Other parameters and results are those of `flash_attn_func`.
+
     Parameters
     ----------
     qkv : torch.Tensor, shape (B, N, 3, H, D)
         Queries, keys and values.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : optional
-        As in `flash_attn_func`.
-    deterministic, return_attn_probs, learnable_sink : optional
-        As in `flash_attn_func`.
-
-    Returns
-    -------
-    torch.Tensor, shape (B, N, Hq, Dv), or (out, softmax_lse, None)
-        As in `flash_attn_func`.
-
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedError
-        As in `tileattn.torch.attention`.
 
     Examples
     --------
@@ -203,8 +184,8 @@ def flash_attn_qkvpacked_func(
     torch.Size([2, 100, 4, 32])
     """
     given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
-    rows = unpacked("qkv", qkv, "qkv")
-    return attended(rows, dropout_p, deterministic, return_attn_probs, given)
+    rows = unpack("qkv", qkv, "qkv")
+    return attend_flash(rows, dropout_p, deterministic, return_attn_probs, given)
 
 
 def flash_attn_kvpacked_func(
@@ -223,30 +204,18 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """Compute what ``flash_attn.flash_attn_kvpacked_func`` does.
 
+    Other parameters and results are those of `flash_attn_func`.
+
     Parameters
     ----------
     q : torch.Tensor, shape (B, Nq, Hq, D)
         Queries.
     kv : torch.Tensor, shape (B, Nk, 2, Hkv, D)
         Keys and values.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : optional
-        As in `flash_attn_func`.
-    deterministic, return_attn_probs, learnable_sink : optional
-        As in `flash_attn_func`.
-
-    Returns
-    -------
-    torch.Tensor, shape (B, Nq, Hq, Dv), or (out, softmax_lse, None)
-        As in `flash_attn_func`.
-
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedError
-        As in `tileattn.torch.attention`.
     """
     given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
-    rows = {"q": q, **unpacked("kv", kv, "kv")}
-    return attended(rows, dropout_p, deterministic, return_attn_probs, given)
+    rows = {"q": q, **unpack("kv", kv, "kv")}
+    return attend_flash(rows, dropout_p, deterministic, return_attn_probs, given)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -266,6 +235,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """Compute what ``flash_attn.flash_attn_varlen_qkvpacked_func`` does.
 
+    Other parameters and results are those of `flash_attn_varlen_func`.
+
     Parameters
     ----------
     qkv : torch.Tensor, shape (T, 3, H, D)
@@ -274,27 +245,13 @@ def flash_attn_varlen_qkvpacked_func(
         Where each sequence starts.
     max_seqlen : int or None
         Ignored: the library needs no maximum.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : optional
-        As in `flash_attn_func`.
-    deterministic, return_attn_probs, learnable_sink : optional
-        As in `flash_attn_func`.
-
-    Returns
-    -------
-    torch.Tensor, shape (T, Hq, Dv), or (out, softmax_lse, None)
-        As in `flash_attn_varlen_func`.
-
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedError
-        As in `tileattn.torch.attention`.
     """
     del max_seqlen
     given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
-    rows = unpacked("qkv", qkv, "qkv")
+    rows = unpack("qkv", qkv, "qkv")
     names = NAMES | {"cu_seqlens_q": "cu_seqlens"}
     places = {"cu_seqlens_q": offsets(cu_seqlens=cu_seqlens)["cu_seqlens"]}
-    return attended(rows, dropout_p, deterministic, return_attn_probs, given, names, **places)
+    return attend_flash(rows, dropout_p, deterministic, return_attn_probs, given, names, **places)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -317,33 +274,17 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """Compute what ``flash_attn.flash_attn_varlen_kvpacked_func`` does.
 
+    Other parameters and results are those of `flash_attn_varlen_func`.
+
     Parameters
     ----------
     q : torch.Tensor, shape (Tq, Hq, D)
         Queries of all sequences.
     kv : torch.Tensor, shape (Tk, 2, Hkv, D)
         Keys and values of all sequences.
-    cu_seqlens_q, cu_seqlens_k : torch.Tensor, shape (S + 1,)
-        Where the queries and the keys of each sequence start.
-    max_seqlen_q, max_seqlen_k : int or None
-        Ignored: the library needs no maximum.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes : optional
-        As in `flash_attn_func`.
-    deterministic, return_attn_probs, learnable_sink : optional
-        As in `flash_attn_func`.
-
-    Returns
-    -------
-    torch.Tensor, shape (Tq, Hq, Dv), or (out, softmax_lse, None)
-        As in `flash_attn_varlen_func`.
-
-    Raises
-    ------
-    TypeError, ValueError, UnsupportedError
-        As in `tileattn.torch.attention`.
     """
     del max_seqlen_q, max_seqlen_k
     given = softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink
     places = offsets(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    rows = {"q": q, **unpacked("kv", kv, "kv")}
-    return attended(rows, dropout_p, deterministic, return_attn_probs, given, **places)
+    rows = {"q": q, **unpack("kv", kv, "kv")}
+    return attend_flash(rows, dropout_p, deterministic, return_attn_probs, given, **places)

@@ -15,7 +15,7 @@ from tileattn.call.window import window_of
 from tileattn.errors import UnsupportedError
 from tileattn.messages import calling
 from tileattn.torch.eager import is_eager, layouts
-from tileattn.torch.flash_options import NAMES, Integers, Window, checked, translated
+from tileattn.torch.flash_options import NAMES, Integers, Window, check_tensors, to_options
 from tileattn.torch.functional import attend, integer_tensor, number, refuse_gradients
 from tileattn.torch.tensors import array_of, check_elements, check_integers, on, tensor_of
 from tileattn.validation import check_flags
@@ -58,6 +58,8 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Compute what ``flash_attn.flash_attn_with_kvcache`` does, without gradients.
 
+    The parameters that are not listed are those of `flash_attn_func`.
+
     Parameters
     ----------
     q : torch.Tensor, shape (B, Nq, Hq, D)
@@ -81,18 +83,12 @@ def flash_attn_with_kvcache(
         Number of keys to mask out at the start of each sequence.
     block_table : torch.Tensor, shape (B, pages of a sequence), or None
         The pages of each sequence.
-    softmax_scale, causal, window_size, softcap : optional
-        As in `flash_attn_func`.
     rotary_interleaved : bool
         Rotate adjacent pairs (GPT-J); False rotates halves (GPT-NeoX).
-    alibi_slopes : torch.Tensor, shape (Hq,) or (B, Hq), or None
-        As in `flash_attn_func`.
     num_splits : int
         Ignored: the library chooses the number of splits.
     return_softmax_lse : bool
         Return the logsumexp, too.
-    learnable_sink : torch.Tensor, shape (Hq,), or None
-        As in `flash_attn_func`.
 
     Returns
     -------
@@ -117,7 +113,7 @@ def flash_attn_with_kvcache(
     given |= _pair(k=k, v=v) | _pair(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     more = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
     given |= {name: x for name, x in more.items() if x is not None}
-    for name, x in checked(given).items():
+    for name, x in check_tensors(given).items():
         if name in _CACHED and x.ndim != 4:
             raise ValueError(f"{name} must have four axes, {_CACHED[name]}; got {tuple(x.shape)}")
         if name.endswith("_cache") and not torch.compiler.is_compiling():
@@ -132,7 +128,7 @@ def flash_attn_with_kvcache(
             shape = ", ".join(_AXES[name])
             raise ValueError(f"{name} must have shape ({shape}); got {tuple(x.shape)}")
     lengths, pages = known.get("cache_seqlens"), _pages(known)
-    options = translated(softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    options = to_options(softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
     capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
     names = _NAMES | ({"block_table": "cache_batch_idx"} if "cache_batch_idx" in known else {})
     if "cache_leftpad" in known:
@@ -146,7 +142,7 @@ def flash_attn_with_kvcache(
         lengths = integer_tensor("cache_seqlens", capacity) if lengths is None else lengths
         tensors = [q, k_cache, v_cache, *new, rotary_cos, rotary_sin, lengths, pages]
         with nullcontext() if torch.compiler.is_compiling() else calling(names):
-            out, lse = _appended(tensors, options, rotary_interleaved)
+            out, lse = _append_and_attend(tensors, options, rotary_interleaved)
     else:
         if lengths is None and pages is not None:
             lengths = integer_tensor("cache_seqlens", capacity)
@@ -199,7 +195,7 @@ _INPUTS = {
 }
 
 
-def _appended(
+def _append_and_attend(
     tensors: Sequence[Any], options: Mapping[str, Any], interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append and attend, through the operator only if something intercepts operators."""

@@ -16,7 +16,7 @@ NAMES = {"scale": "softmax_scale", "window": "window_size", "sinks": "learnable_
 """Argument names of flash_attn, by the library's names; they differ only for these."""
 
 
-def attended(
+def attend_flash(
     rows: Mapping[str, torch.Tensor],
     dropout_p: float,
     deterministic: bool,
@@ -25,16 +25,16 @@ def attended(
     names: Mapping[str, str] = NAMES,
     **places: Any,
 ) -> Any:
-    """Attend with flash_attn's layout and arguments; ``given`` are those of `translated`."""
+    """Attend with flash_attn's layout and arguments; ``given`` are those of `to_options`."""
     check_flags(return_attn_probs=return_attn_probs, deterministic=deterministic)
-    options = places | new_dropout(dropout_p) | translated(*given)
+    options = places | new_dropout(dropout_p) | to_options(*given)
     q, k, v = heads_first(rows)
     out, lse = attend((q, k, v), options, True, deterministic, names=names)
     out = out.transpose(-3, -2)
     return (out, lse, None) if return_attn_probs else out
 
 
-def translated(
+def to_options(
     softmax_scale: float | None,
     causal: bool,
     window_size: Window,
@@ -61,14 +61,14 @@ def translated(
 
 def heads_first(rows: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Transpose tokens and heads, without copies: the library takes heads first."""
-    for name, x in checked(rows).items():
+    for name, x in check_tensors(rows).items():
         if x.ndim not in (3, 4):
             shapes = "(B, N, H, D), or packed (T, H, D)"
             raise ValueError(f"{name} must have shape {shapes}; got {tuple(x.shape)}")
     return [x.transpose(-3, -2) for x in rows.values()]
 
 
-def checked(tensors: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+def check_tensors(tensors: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
     """Check tensors; all must be on the device of the first."""
     device = getattr(next(iter(tensors.values())), "device", None)
     for name, x in tensors.items():
@@ -76,7 +76,7 @@ def checked(tensors: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
     return tensors
 
 
-def unpacked(name: str, x: Any, names: str) -> dict[str, torch.Tensor]:
+def unpack(name: str, x: Any, names: str) -> dict[str, torch.Tensor]:
     """Split a tensor of packed queries, keys and values, or of packed keys and values, by name."""
     check_tensor(name, x)
     if x.ndim not in (4, 5) or x.shape[-3] != len(names):

@@ -37,7 +37,7 @@ class _Tensors(AuxArrays):
 
     def symbol(self, x: Any) -> Any:
         is_number = isinstance(x, torch.SymInt | torch.SymFloat)
-        return _of_number(x, self._device) if is_number else None
+        return _number_tensor(x, self._device) if is_number else None
 
 
 def read_functions(options: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
@@ -133,10 +133,10 @@ def _tensor_in_program(x: Any, device: torch.device) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
         return x
     is_number = isinstance(x, int | float)
-    return _of_number(x, device) if is_number else torch.as_tensor(x, device=device)
+    return _number_tensor(x, device) if is_number else torch.as_tensor(x, device=device)
 
 
-def _of_number(x: Any, device: torch.device) -> torch.Tensor:
+def _number_tensor(x: Any, device: torch.device) -> torch.Tensor:
     """Make a tensor of a symbolic number."""
     if isinstance(x, int | torch.SymInt):
         return torch.full((), x, dtype=torch.int64, device=device)

@@ -11,7 +11,7 @@ from tileattn.call.prepared import CALLS, PreparedCall, signature
 from tileattn.call.scalars import seed_of
 from tileattn.errors import UnsupportedError
 from tileattn.expressions.nodes import from_text
-from tileattn.torch.batches import of_gradients, one_by_one
+from tileattn.torch.batches import rule_for_gradients, rule_for_vmap
 from tileattn.torch.block_mask_names import block_mask_of
 from tileattn.torch.tensors import array_of, on, tensor_of
 
@@ -189,9 +189,9 @@ for _name, _run, _fake in (
         _LIBRARY.impl(_name, _run, _kind)
     torch.library.register_fake(f"tileattn::{_name}", _fake, lib=_LIBRARY)
     _operator = getattr(torch.ops.tileattn, _name)
-    _rule = one_by_one(_operator)
+    _rule = rule_for_vmap(_operator)
     torch.library.register_vmap(f"tileattn::{_name}", _rule, lib=_LIBRARY)
-    _LIBRARY.impl(_name, of_gradients(_rule), "Batched")
+    _LIBRARY.impl(_name, rule_for_gradients(_rule), "Batched")
 torch.library.register_autograd(
     "tileattn::forward", _differentiate, setup_context=_save, lib=_LIBRARY
 )

@@ -20,7 +20,7 @@ from tileattn.errors import UnsupportedError
 from tileattn.torch.drop_in import option_of
 from tileattn.torch.functional import attention, new_seed
 from tileattn.torch.transformers_masks import StructuredMask, make_mask
-from tileattn.torch.transformers_models import SELECTING, check_models
+from tileattn.torch.transformers_models import UNSUPPORTED, check_models
 
 __all__ = ["StructuredMask", "attention_forward", "make_mask", "register"]
 
@@ -59,7 +59,7 @@ def register() -> None:
 # Arguments that other attention functions of transformers read and this one does not support. The
 # other arguments that models pass, such as use_cache or sliding_window, need nothing here: the mask
 # already has the window.
-_REFUSED = SELECTING | {
+_REFUSED = UNSUPPORTED | {
     "block_table": "paged caches are not supported",
     "cache": "continuous batching is not supported",
 }

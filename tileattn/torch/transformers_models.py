@@ -17,7 +17,7 @@ from tileattn.torch.transformers_masks import ADDITIVE
 _get_correct = PreTrainedModel.get_correct_attn_implementation
 _set = PreTrainedModel.set_attn_implementation
 # Arguments that some models always pass to attention functions, and that are not supported.
-SELECTING = {
+UNSUPPORTED = {
     "block_indices": "selecting blocks of keys is not supported",
     "indices": "selecting keys is not supported",
     "sinks": "a sink for each query is not supported, only one for each head, s_aux",
@@ -62,7 +62,7 @@ class Layers(NamedTuple):
     ----------
     model : type
         Class of the model.
-    served : set of str
+    by_interface : set of str
         Layers that call ``AttentionInterface``.
     own : set of str
         Layers that compute attention themselves.
@@ -73,7 +73,7 @@ class Layers(NamedTuple):
     """
 
     model: type
-    served: set[str]
+    by_interface: set[str]
     own: set[str]
     choices: set[str]
     passed: set[str]
@@ -81,11 +81,13 @@ class Layers(NamedTuple):
     def check(self, implementation: str) -> None:
         """Raise UnsupportedError if the implementation would fail, or would never be called."""
         module = vars(sys.modules[self.model.__module__])
-        is_used = self.served or any(isinstance(x, AttentionInterface) for x in module.values())
+        is_used = self.by_interface or any(
+            isinstance(x, AttentionInterface) for x in module.values()
+        )
         if self.choices:
             reason = f"it chooses its layers by name, from {_listed(self.choices)}"
         elif self.passed:
-            reasons = (f"it passes {name}, but {SELECTING[name]}" for name in sorted(self.passed))
+            reasons = (f"it passes {name}, but {UNSUPPORTED[name]}" for name in sorted(self.passed))
             reason = "; ".join(reasons)
         elif self.own and not is_used:
             reason = f"{_listed(self.own)} does not use AttentionInterface"
@@ -119,8 +121,8 @@ def layers_of(model: type, implementation: str) -> Layers:
             layers.choices.update(each.__name__ for each in part.values())
         elif _is_attention(part):
             if any(isinstance(each, AttentionInterface) for each in _named(part)):
-                layers.served.add(part.__name__)
-                layers.passed.update(SELECTING.keys() & _words(part))
+                layers.by_interface.add(part.__name__)
+                layers.passed.update(UNSUPPORTED.keys() & _words(part))
             elif not any(map(_is_attention, _reached(part))):
                 layers.own.add(part.__name__)
     return layers
