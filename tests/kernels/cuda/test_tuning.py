@@ -11,8 +11,7 @@ from tileattn.kernels.cuda.tuning import TunedNumber, tuned_numbers
 ROOT = Path(__file__).parents[3]
 CALLS = [
     asked("bfloat16", B=2, Hq=16, Hkv=4, Nq=n, Nk=n, D=dim, Dv=dim, window=window)
-    for n in (512, 5000)
-    for dim in (64, 128, 256)
+    for n, dim in ((5000, 64), (512, 128), (2000, 256))
     for window in ((None, None), (None, 0), (700, 0))
 ]
 DECODE = asked("bfloat16", B=2, Hq=64, Hkv=1, Nq=1, Nk=9000, D=128, Dv=128)
