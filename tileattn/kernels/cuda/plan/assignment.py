@@ -1,4 +1,4 @@
-"""Which worker of a persistent kernel takes which work tiles, decided on the host."""
+"""The LPT assignment: which worker of a persistent kernel takes which work tiles."""
 
 import heapq
 from typing import Any
@@ -12,15 +12,15 @@ Array = NDArray[Any]
 def assign(order: Array, cost: Array, workers: int, team: int = 1, late: int = 0) -> Array:
     """Assign work tiles as if each worker took the next one when it is free, then even loads out.
 
-    ``order`` has their numbers as they begin, ``cost`` how long each takes. The workers of a team,
-    of which there is a whole number, go in step: they take as many successive tiles at once. The
-    last ``late`` tiles, never all, have a worker each, which begins when another has ended.
+    ``order`` has the tile numbers in the order in which they start, ``cost`` their times. The
+    workers of a team go in step: they take one tile each at a time. The last ``late`` tiles, never
+    all, have a worker each, which starts when another has ended.
 
-    The table of int32 has a column for each worker, teams side by side and late workers last. Each
-    is filled up with the number of all tiles, which ends it.
+    The int32 table has a column for each worker, teams side by side and late workers last. Each
+    column is padded with the number of all tiles, which ends it.
     """
     tiles, early = len(order), len(order) - late
-    units = np.full((-(-early // team), team), tiles, np.int32)  # what a team takes at once
+    units = np.full((-(-early // team), team), tiles, np.int32)  # one tile for each of a team
     units.flat[:early] = order[:early]
     times = np.maximum.reduceat(cost[:early], np.arange(0, early, team))
     columns = _in_turn(times, workers // team)
@@ -49,7 +49,7 @@ def _in_turn(times: Array, count: int) -> list[list[int]]:
 
 
 def _even_out(columns: list[list[int]], times: Array) -> None:
-    """Exchange units of the longest column with shorter ones, the shortest first, while that helps.
+    """Exchange units of the longest column with shorter columns while that helps.
 
     The number of exchanges is bounded, so that planning is fast; mostly far fewer are enough.
     """
@@ -62,13 +62,13 @@ def _even_out(columns: list[list[int]], times: Array) -> None:
 
 
 def _exchange(columns: list[list[int]], times: Array, loads: Array, long: int, short: int) -> bool:
-    """Exchange those two units of two columns that make the longer one shortest, if any do.
+    """Exchange the two units of two columns that shorten the longer one most, if any do.
 
-    Of equal exchanges it is that of the last ones, which leaves the first ones in their order.
+    Of equal exchanges it takes the last, which keeps the first units in their order.
     """
     gap = loads[long] - loads[short]
     moved = times[columns[long]][:, None] - times[columns[short]]
-    gaps = np.abs(gap - 2 * moved)  # behind each exchange
+    gaps = np.abs(gap - 2 * moved)  # after each exchange
     least = gaps.min(initial=gap)
     if least == gap:
         return False

@@ -1,4 +1,4 @@
-"""Block masks as kernels read them, made on the host."""
+"""Block masks in the form that kernels read, made on the host."""
 
 import weakref
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _made: "weakref.WeakKeyDictionary[BlockMask, dict[Any, Any]]" = weakref.WeakKeyD
 
 
 def once(mask: BlockMask, key: Any, make: Callable[[], Any]) -> Any:
-    """Make something of a mask, or give what was made before; it goes with the mask."""
+    """Return what ``make`` returned for a mask and a key; the result lives as long as the mask."""
     known = _made.setdefault(mask, {})
     if key not in known:
         known[key] = make()
@@ -20,10 +20,10 @@ def once(mask: BlockMask, key: Any, make: Callable[[], Any]) -> Any:
 
 
 def partial_blocks(mask: BlockMask) -> tuple[Any, Any]:
-    """Write down the blocks of a mask, and the pairs of those that are partial.
+    """Return the blocks of a mask, and the pairs of its partial blocks.
 
-    ``kinds`` has int32 of the shape of the mask's own: -2 where a block is full, -1 where it is
-    empty, else its number in ``bits``, booleans (partial blocks, queries, keys of a block).
+    ``kinds`` (int32, shape of the mask's kinds) is -2 for a full block, -1 for an empty one, else
+    the index of the block in ``bits``: booleans (partial blocks, queries, keys of a block).
     """
     kinds = np.where(mask.kinds == FULL, -FULL, EMPTY - 1).astype(np.int32)
     partial = np.argwhere(mask.kinds == PARTIAL)
@@ -38,7 +38,7 @@ def partial_blocks(mask: BlockMask) -> tuple[Any, Any]:
 
 
 def tile_kinds(mask: BlockMask, tile: tuple[int, int]) -> Any:
-    """Say of each tile, as far as the blocks reach, whether it is empty, partial or full."""
+    """Classify each tile that the blocks reach as empty, partial or full."""
     least = most = mask.kinds
     for axis, side, block in zip((2, 3), tile, mask.block_size, strict=True):
         starts = np.arange(0, mask.kinds.shape[axis] * block, side)

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a GPU, which need not be there."""
+"""What a plan needs to know of a GPU; the GPU itself need not be there."""
 
 import re
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ class Device:
     """A GPU."""
 
     name: str  # for reports
-    arch: str  # what kernels are compiled for, as in "sm_90a"
+    arch: str  # architecture that kernels are compiled for, such as "sm_90a"
     sm_count: int
-    shared_limit: int  # bytes of shared memory that a thread block may have
+    shared_limit: int  # bytes of shared memory per thread block
     l2_bytes: int
     tuning: Tuning = DEFAULT
 
 
-# By compute capability times ten: a GPU, its SMs, KiB of shared memory that a thread block may
-# have, MiB of L2. Those of the H200 are what CUDA reports. SMs and L2 of the others are published
-# figures that no run has confirmed; they decide only what is said of a GPU that is not there.
+# By compute capability times ten: a GPU, its SMs, KiB of shared memory per thread block, MiB of L2.
+# CUDA reports the figures of the H200. SMs and L2 of the others are published figures that no run
+# has confirmed; they only decide what is said about a GPU that is not there.
 _GPUS = {
     75: ("T4", 40, 64, 4),
     80: ("A100", 108, 163, 40),
@@ -37,8 +37,8 @@ _GPUS = {
 def device_of_arch(arch: str) -> Device:
     """Describe a GPU of an architecture, ``"sm_90a"`` or ``"compute_80"``, or the next older one.
 
-    Its kernels are compiled for ``arch``, as it is; ValueError where that is no name, or older than
-    the kernels.
+    Kernels are compiled for ``arch`` as given. Raises ValueError if ``arch`` is no architecture, or
+    older than the kernels support.
     """
     found = re.fullmatch(r"(?:sm|compute)_(\d+)[a-z]?", arch)
     known = [number for number in _GPUS if found and number <= int(found[1])]

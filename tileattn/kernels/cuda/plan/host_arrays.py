@@ -1,4 +1,4 @@
-"""Arrays of a call that are on the host, whose values a plan brings to the device."""
+"""Arrays of a call that are on the host: their values are part of a plan."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tileattn.kernels.cuda.plan.params import aux_name
 
 
 def host_arrays(x: Operands) -> dict[str, Any]:
-    """Give the origin, and what functions read of the host, as fields of a `CallLayout`.
+    """Return the fields of a `CallLayout` for the origin and for host arrays of functions.
 
     Functions count from a near origin in 32 bits.
     """

@@ -1,10 +1,10 @@
-"""The tile scheduler of persistent kernels: decided on the host.
+"""The tile scheduler of persistent kernels, decided on the host.
 
-A persistent kernel takes work tiles by their numbers. If they differ in length, some SMs then
-get up to a fifth more than the mean; an LPT assignment, the longest tile first, evens that out.
-Of few keys how long a tile takes depends on memory as well: workers claim those one by one.
-A worker is a thread block, or a group of one that has work tiles of its own. Mostly there is a
-thread block for each SM; late ones begin as others end.
+A worker is a thread block, or one of its groups of warps if those have work tiles of their own.
+Workers take work tiles by number. If tiles differ in length, some SMs would get up to a fifth more
+than the mean: an LPT assignment, the longest tile first, evens that out. With few keys the time of
+a tile also depends on memory: a dynamic scheduler then hands out tiles one by one. Mostly each SM
+runs one thread block; late thread blocks start when others end.
 """
 
 import math
@@ -26,47 +26,47 @@ from tileattn.kernels.cuda.plan.tile_lists import tile_lists
 from tileattn.kernels.cuda.tuning import Tuning
 
 TPC = 2  # SMs that share an instruction cache
-LOCKSTEP_TILES = 32  # tiles of a step: as in ``src/``
-MAX_STEPS = 1 << 20  # of a worker: memory must not grow with the square of a length
+LOCKSTEP_TILES = 32  # tiles of a lockstep step: as in ``src/``
+MAX_STEPS = 1 << 20  # steps of a worker: memory must not grow with the square of a length
 
 Array = NDArray[Any]
 
 
 class Schedule(NamedTuple):
-    """In what order a pass takes its work tiles."""
+    """The order in which a pass takes its work tiles."""
 
-    head_groups: int  # worked on one after the other: at least 1, at most B Hkv
-    assignment: Array | None = None  # from `assign`; None where numbers in order are as good
-    in_order: bool = False  # whether key blocks add to dq one after the other
-    # In which order those of a head do, and their query tiles: as in `BwdWorkTile` in CUDA.
+    head_groups: int  # run one after the other: at least 1, at most B Hkv
+    assignment: Array | None = None  # from `assign`; None: tiles in the order of their numbers
+    in_order: bool = False  # True: key blocks add to dq one after the other
+    # Order of the key blocks of a head, and of their query tiles: as in `BwdWorkTile` in CUDA.
     last_keys_first: bool = False
     run_keys: int = 0
-    # Of successive key blocks of a head, if heads begin apart; and modulo the blocks of a head.
+    # Claims between successive key blocks of a head; its inverse modulo the blocks of a head.
     stagger: int = 0
     inverse_stagger: int = 0
-    # Of packed sequences, key heads whose blocks take turns: rows that they may have, and how many.
+    # L2 swizzle of packed sequences: rows and number of the key heads whose blocks alternate.
     swizzle_rows: int = 0
     swizzle_heads: int = 1
-    # Counters by which thread blocks keep pace, as in `Pace` in CUDA; none where they do not.
+    # Counters by which thread blocks stay in lockstep, as in `Lockstep` in CUDA.
     lockstep_steps: int = 0
-    # Work tiles that workers claim, if they do; heads that come one by one, before all groups.
+    # Dynamic scheduler: work tiles; heads that come one by one, before all groups.
     dynamic_tiles: int = 0
     single_heads: int = 0
 
     @property
     def fields(self) -> dict[str, int]:
-        """Those of the parameter block."""
+        """Return the fields of the parameter block."""
         of_host = {"assignment", "dynamic_tiles"}
         return {name: x for name, x in self._asdict().items() if name not in of_host}
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of a workspace that thread blocks write for each other."""
+        """Return the bytes of the workspace in which thread blocks exchange tile numbers."""
         return {"next_tiles": 4 * self.dynamic_tiles} if self.dynamic_tiles else {}
 
     @property
     def zeros(self) -> dict[str, int]:
-        """Bytes of the counters that they find at zero."""
+        """Return the bytes of the counters that start at zero."""
         counts = {
             "tile_counter": int(self.dynamic_tiles > 0),
             "lockstep_counters": self.lockstep_steps,
@@ -79,8 +79,8 @@ def schedule_of(
 ) -> Schedule:
     """Decide in what order a pass takes its work tiles, by the needs of its main kernel.
 
-    The device alone may know where packed sequences end. It lets heads, and sequences, take turns
-    (`order_blocks`): as many as fit half of the L2, and one wave at most.
+    Packed lengths may be known only on the device, which orders the blocks itself. It interleaves
+    as many heads and sequences as fit in half of the L2 cache, and one wave at most.
     """
     P, launch = problem, main_of(launches)
     if launch is not None and launch.traits.persistent == "keys":
@@ -92,7 +92,7 @@ def schedule_of(
     if P.is_packed:
         row = (P.D + P.Dv) * P.dtype.itemsize
         return Schedule(1, swizzle_rows=device.l2_bytes // 2 // row, swizzle_heads=launch.workers)
-    if launch.traits.split_keys:  # splits are as long as each other
+    if launch.traits.split_keys:  # all splits have the same length
         return Schedule(groups)
     if _is_dynamic(P, layout, launch, device.tuning):
         return _dynamic(P, launch)
@@ -105,11 +105,11 @@ def _assigned(
     """Assign work tiles in advance, with late thread blocks or in lockstep."""
     key, tuning = launch.key, device.tuning
     blocks, tiles = -(-P.Nq // key.block_q), -(-P.Nk // key.block_k)
-    # Without a mask all work tiles are as long as each other, and begin together.
+    # Without a mask all work tiles have the same length, and start together.
     row = (P.D + P.Dv) * P.dtype.itemsize
     drifts = _is_triangle(P) and P.Nk * row > tuning.lockstep_l2 * device.l2_bytes
     steps = _lockstep_steps(P, P.B * P.Hq * blocks, tiles, launch.workers) if drifts else 0
-    # A late thread block has one group, and none waits for it in lockstep.
+    # A late thread block has one group, and no block waits for it in lockstep.
     is_tall = key.block_q >= tuning.late_rows and key.groups == 1
     is_long = max(P.D, P.Dv) <= tuning.late_dim and P.Nk >= tuning.late_keys
     late_share = tuning.late_share if is_tall and is_long and not steps else 0
@@ -120,7 +120,7 @@ def _assigned(
 def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Schedule:
     """Decide in what order a Hopper backward kernel takes its work tiles.
 
-    Groups change which heads run together, and never the order within a dq tile.
+    Head groups change which heads run together, never the order of the sums within a dq tile.
     """
     key, grid, in_order, tuning = launch.key, launch.grid, launch.in_order, device.tuning
     is_causal = P.window[1] is not None
@@ -148,7 +148,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Sche
         size = _heads_in_order(P, launch, row, device)
     groups = -(-heads // max(1, min(size, grid)))
     inverse = pow(apart, -1, blocks) if apart else 0
-    # Runs that alternate, and key blocks that add in order, stay together by themselves.
+    # Alternating runs, and key blocks that add in order, stay together without lockstep.
     drifts = not (alternate or in_order) and P.Nq * row > tuning.lockstep_l2 * device.l2_bytes
     tiles = P.group * -(-P.Nq // key.block_q)
     return Schedule(
@@ -163,12 +163,12 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Sche
 
 
 def _heads_in_cache(P: Problem, launch: KernelLaunch, row: int, device: Device) -> int:
-    """Count the heads that run together if dq is summed in any order; a query takes ``row`` bytes.
+    """Count the heads that run together if dq is summed in any order.
 
-    Each key block comes back to q, dout and the sums of dq: as many heads as a quarter of the L2
-    holds of those, as its halves keep copies of what both read, and at least a wave of key blocks.
-    Under a long causal mask half of the L2 or two waves are better (measured), there in whole
-    waves; half or two also if dq is summed in order.
+    ``row`` is the bytes of a query. Each key block reads q, dout and the sums of dq again. So the
+    heads of a group should fit in a quarter of the L2 cache, whose halves keep copies of what both
+    read, and should have at least a wave of key blocks. With a long causal mask half of the L2
+    cache or two waves are faster, there in whole waves. The same holds if dq is summed in order.
     """
     grid, blocks = launch.grid, -(-P.Nk // launch.key.block_k)
     is_long = P.window[1] is not None and P.Nk >= device.tuning.whole_wave_keys
@@ -184,10 +184,10 @@ def _heads_in_cache(P: Problem, launch: KernelLaunch, row: int, device: Device) 
 def _heads_in_order(P: Problem, launch: KernelLaunch, row: int, device: Device) -> int:
     """Count the heads that run together if dq is summed in order.
 
-    Each key block waits for the one before; that keeps heads together, and the fewer of their key
-    blocks are in flight, the shorter each waits. In a window they wait for few; there, and under a
-    causal mask of heads that share keys, two waves are enough where query tiles are short, half a
-    one if there are few keys (measured).
+    Each key block waits for the one before it. That keeps heads together: with fewer key blocks of
+    a head in flight, each waits for a shorter time. In a window a block waits for few others.
+    There, and with a causal mask and heads that share keys, two waves are enough if query tiles are
+    short, and half a wave if there are few keys.
     """
     key, tuning = launch.key, device.tuning
     in_flight = _in_flight(launch, tuning)
@@ -208,10 +208,10 @@ def _in_flight(launch: KernelLaunch, tuning: Tuning) -> int:
 
 
 def _spans_much(P: Problem, tuning: Tuning) -> bool:
-    """Whether a window spans so many keys that key blocks at its end come to few queries.
+    """Return True if a window is so long that key blocks at its end have few queries.
 
-    If heads come one after the other, these come to the next head before those that store its
-    queries' dq. Behind a wave of key blocks of more heads they need not wait (measured).
+    In head-major order these blocks reach the next head before its dq tiles are stored. After a
+    wave of key blocks of more heads they need not wait.
     """
     left, right = P.window
     part, of = tuning.long_window
@@ -219,11 +219,11 @@ def _spans_much(P: Problem, tuning: Tuning) -> bool:
 
 
 def _is_dynamic(P: Problem, layout: CallLayout, launch: KernelLaunch, tuning: Tuning) -> bool:
-    """Whether workers claim their work tiles.
+    """Return True if workers claim their work tiles one by one.
 
-    Those of a triangle differ in length. Over few keys they wait for memory; how long, nobody
-    knows. One assigned head by head would begin earlier or later than others of its head, and find
-    their keys no longer in the L2 cache, whose two halves keep copies of what both read.
+    Work tiles of a causal mask differ in length, and with few keys they wait for memory for an
+    unknown time. Tiles assigned in advance would start earlier or later than other tiles of their
+    head, and miss its keys in the L2 cache, whose two halves keep copies of what both read.
     """
     blocks = -(-P.Nq // launch.key.block_q)
     alike = all(len(set(x or ())) <= 1 for x in (layout.kv_lengths, layout.q_offset))
@@ -232,10 +232,10 @@ def _is_dynamic(P: Problem, layout: CallLayout, launch: KernelLaunch, tuning: Tu
 
 
 def _dynamic(P: Problem, launch: KernelLaunch) -> Schedule:
-    """Let heads come one by one, and the last ones together, the longest work tiles first.
+    """Schedule heads one by one, and the last heads together, the longest tiles first.
 
-    The last ones have a work tile for each worker: with fewer SMs would end apart, and of more the
-    L2 cache does not hold all keys (measured).
+    The last heads have a work tile for each worker. With fewer heads the SMs would end at different
+    times; with more, the L2 cache would not hold all keys.
     """
     blocks, heads = -(-P.Nq // launch.key.block_q), P.B * P.Hq
     last = -(-launch.workers // blocks)
@@ -243,10 +243,10 @@ def _dynamic(P: Problem, launch: KernelLaunch) -> Schedule:
 
 
 def _lockstep_steps(P: Problem, count: int, tiles: int, workers: int) -> int:
-    """Count the steps of the worker that has most, of work tiles of so many tiles at most.
+    """Count the lockstep steps of the worker with most work; 0 without lockstep.
 
-    It is 0 where workers do not keep pace: in windows, and under other masks, their work tiles have
-    different keys in any case. Behind the last step they go on alone.
+    A work tile has at most ``tiles`` tiles. In windows, and with other masks, work tiles have
+    different keys in any case. After the last step workers run on their own.
     """
     if P.window[0] is not None or P.has_pair_mask:
         return 0
@@ -255,11 +255,11 @@ def _lockstep_steps(P: Problem, count: int, tiles: int, workers: int) -> int:
 
 
 def _goes_in_step(P: Problem, launch: KernelLaunch) -> bool:
-    """Whether key blocks that begin together add to dq one query tile behind the other.
+    """Return True if key blocks that start together add to dq one query tile apart.
 
-    Of those that wait for each other in narrow heads, whose query tiles are as long as key blocks,
-    two waves then run best (measured). Under a causal mask that takes the last keys first. The bits
-    of dq follow from the order of keys, which depends on options alone.
+    With narrow heads, whose query tiles are as long as key blocks, two such waves are fastest. With
+    a causal mask they take the last keys first. The bits of dq follow from the order of keys, which
+    depends only on options.
     """
     key = launch.key
     narrow = launch.traits.ordered_dq and key.block_q == key.block_k
@@ -267,10 +267,10 @@ def _goes_in_step(P: Problem, launch: KernelLaunch) -> bool:
 
 
 def _staggers(P: Problem, launch: KernelLaunch, tuning: Tuning) -> bool:
-    """Whether heads begin evenly apart if dq is summed in order.
+    """Return True if heads are staggered evenly, with dq summed in order.
 
-    Key blocks of a head that begin together wait for each other at each query tile, the longer the
-    later they add. Apart, each begins so long behind the one before that it never waits.
+    Key blocks of a head that start together wait for each other at each query tile: the later they
+    add, the longer. Staggered, each block starts so long after the one before that it never waits.
     """
     key = launch.key
     applies = launch.traits.ordered_dq and P.group == 1 and _is_triangle(P) and not _is_listed(key)
@@ -278,9 +278,9 @@ def _staggers(P: Problem, launch: KernelLaunch, tuning: Tuning) -> bool:
 
 
 def _stagger(Nk: int, grid: int, blocks: int, heads: int, tuning: Tuning) -> int:
-    """Count the claims from one key block of a head to the next: the heads that run together.
+    """Count the claims between successive key blocks of a head: the heads that run together.
 
-    If they have no factor in common with the blocks, each claim is of one block of one head.
+    The result has no factor in common with the blocks: each claim is one block of one head.
     """
     waves = 1 if Nk <= tuning.stagger_one_wave else 2 if Nk <= tuning.stagger_two_waves else 3
     apart = max(1, min(waves * grid // blocks, heads))
@@ -290,29 +290,29 @@ def _stagger(Nk: int, grid: int, blocks: int, heads: int, tuning: Tuning) -> int
 
 
 def _alternate(P: Problem, key: KernelKey, tuning: Tuning) -> bool:
-    """Whether every second run of key blocks rises: its blocks begin at the diagonal.
+    """Return True if every second run of key blocks rises: its blocks start at the diagonal.
 
-    Under a causal mask the first key blocks of a head begin together, with the last query tile, and
-    share what they load. Later ones begin one after the other, as SMs get free. With the last tile
-    each would load queries for itself; at their diagonals they meet those that began before
-    (measured). Those that rise end at the last tile, where the next wave begins. The bits of dk and
-    dv follow from it, so options, lengths and heads alone decide.
+    With a causal mask the first key blocks of a head start together at the last query tile, and
+    share what they load. Later blocks start one by one, when SMs become free: at the last tile each
+    would load queries alone, at the diagonal it meets blocks that run already. Rising blocks end at
+    the last tile, where the next wave starts. The bits of dk and dv follow from the order, so it
+    depends only on options, lengths and heads.
     """
     many = P.group >= tuning.alternate_group and P.Nk >= tuning.alternate_keys
     return many and _is_triangle(P) and not _is_listed(key)
 
 
 def _run_keys(Nk: int, tuning: Tuning) -> int:
-    """Count the keys of a run: of the heads that fill two waves together, each has so many in one.
+    """Count the keys of a run: each head of two waves has one run in each.
 
-    The number of SMs does not count, so that dk and dv have the same bits on any.
+    The number of SMs does not matter, so that dk and dv have the same bits on any GPU.
     """
     heads = max(1, round(2 * tuning.wave_keys / Nk))
     return tuning.wave_keys // heads
 
 
 def _is_triangle(P: Problem) -> bool:
-    """Whether queries attend to all keys before them, and to none far behind."""
+    """Return True if queries attend to all keys before them: causal, without a left limit."""
     return P.window[0] is None and P.window[1] is not None
 
 
@@ -323,9 +323,9 @@ def _is_listed(key: KernelKey) -> bool:
 def head_groups(problem: Problem, nbytes: int) -> int:
     """Count the groups of heads that a GPU works on one after the other.
 
-    Under a causal mask, and of packed sequences, query blocks differ in length. The long ones of
-    all heads of a group go first, so that the GPU is busy to the end: a group has as many heads as
-    the cache, or ``nbytes`` of it, holds keys and values of.
+    With a causal mask, or packed sequences, query blocks differ in length. The long blocks of all
+    heads of a group go first, to keep the GPU busy to the end. A group has as many heads as
+    ``nbytes`` of the L2 cache hold the keys and values of.
     """
     P = problem
     left, right = P.window
@@ -346,14 +346,14 @@ def _assignment(
 ) -> Array | None:
     """Assign the work tiles of a forward pass; late workers take a share of all work.
 
-    A work tile has about as many instructions as the caches of an SM hold, or more. Where the two
-    SMs of a TPC take tiles of one length, in step, they share what they fetch. Of wide heads there
-    are too few tiles for that (measured).
+    A work tile has about as many instructions as the caches of an SM hold, or more. If the two SMs
+    of a TPC take tiles of one length in step, they share what they fetch. Wide heads have too few
+    tiles for that.
     """
     key, workers = launch.key, launch.workers
     blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
     tiles = blocks * heads
-    # One block a head, as in decoding, is little work, and lengths may differ on every call.
+    # One block a head, as in decoding, is little work, and lengths may differ in each call.
     if blocks == 1 or not workers < tiles <= tuning.max_waves * workers:
         return None
     costs = _costs(P, layout, key, tuning)
@@ -362,7 +362,7 @@ def _assignment(
     block, head, group = work_tiles(blocks, heads, groups)
     alike = head % P.Hq if costs.shape[1] > 1 else 0
     cost = costs[head // P.Hq, alike, block if P.window[1] is None else blocks - 1 - block]
-    # Within a group, and among groups, the long ones go first; what is equal stays in order.
+    # Long tiles go first within a group and among groups; equal ones stay in order.
     longest = np.zeros(heads, np.int64)
     np.maximum.at(longest, group, cost)
     order = np.lexsort((-cost, group, -longest[group]))
@@ -371,16 +371,16 @@ def _assignment(
     many_tiles = max(P.D, P.Dv) <= tuning.team_dim
     team = TPC if heads_alike and many_tiles and launch.grid % TPC == 0 else 1
     late = np.searchsorted(cost[::-1].cumsum(), late_share * cost.sum(), side="right")
-    # Each worker that is not late has a tile.
+    # Each worker that is not late has at least one tile.
     return assign(order, cost, workers, team, min(int(late), tiles - workers))
 
 
 def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Array]:
-    """Give block, head and first head of its group of each work tile: ``BlockCoord`` in CUDA."""
+    """Return block, head and first head of the group of each work tile: as ``BlockCoord``."""
     index = np.arange(blocks * heads)
     size, more = divmod(heads, groups)
     longer = more * (size + 1)
-    straight = index // blocks  # the head, if each went by itself
+    straight = index // blocks  # the head, without groups
     members = np.where(straight < longer, size + 1, size)
     start = np.where(straight < longer, 0, longer)
     first = start + (straight - start) // members * members
@@ -389,8 +389,8 @@ def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Arra
 
 
 def _costs(P: Problem, layout: CallLayout, key: KernelKey, tuning: Tuning) -> Array:
-    """Give the cost of each query block, shape (B, Hq or 1, blocks): its tiles, and itself."""
-    # What is on the GPU is not waited for: a wrong guess costs time only.
+    """Return the cost of each query block, shape (B, Hq or 1, blocks): its tiles, and itself."""
+    # Values on the GPU are not waited for: a wrong guess only costs time.
     lengths = layout.kv_lengths or (P.Nk,) * P.B
     offsets = layout.q_offset or tuple(length - P.Nq for length in lengths)
     places = zip(lengths, offsets, strict=True)
@@ -404,7 +404,7 @@ def _costs(P: Problem, layout: CallLayout, key: KernelKey, tuning: Tuning) -> Ar
 
 
 def _attended(P: Problem, layout: CallLayout, key: KernelKey, begin: Array, end: Array) -> Array:
-    """Count the tiles from begin to end - 1 that masks do not leave empty."""
+    """Count the tiles from ``begin`` to ``end - 1`` that masks do not leave empty."""
     lists = tile_lists(P, layout.listed_mask, key.tile, backward=False)
     if lists is None or lists.on_device:
         return end - begin

@@ -1,21 +1,21 @@
-"""Tensor maps: what tells TMA where the boxes of an array lie.
+"""Tensor maps without addresses: where TMA finds the boxes of an array.
 
 A map has an address, sizes, strides and the box that one copy moves. All but the address is decided
-here; the driver encodes it.
+here; the CUDA driver encodes it.
 """
 
 from dataclasses import dataclass
 
 from tileattn.kernels.cuda.plan.layout import ArrayLayout
 
-MAX_STRIDE = 1 << 40  # bytes; the driver takes strides below
-_UNIT = 16  # bytes that addresses and rows must be aligned to
-_COLUMNS = 64  # of a box: 128 bytes, the width of the swizzle
+MAX_STRIDE = 1 << 40  # bytes; the driver accepts smaller strides only
+_UNIT = 16  # bytes; alignment of addresses and strides
+_COLUMNS = 64  # columns of a box: 128 bytes, the width of the swizzle
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """All of a tensor map but the address; axes from the innermost on."""
+    """A tensor map without its address; axes from the innermost outwards."""
 
     name: str
     dtype: str
@@ -31,17 +31,17 @@ class TensorMap:
 
 
 def tensor_map(name: str, x: ArrayLayout, rows: int) -> TensorMap:
-    """Describe the tensor map, in boxes of some rows, of 16-bit elements (B, H, N, D)."""
+    """Describe the tensor map of 16-bit elements (B, H, N, D), in boxes of ``rows`` rows."""
     pitch = -(-x.shape[-1] * x.itemsize // _UNIT) * _UNIT
-    # The driver looks at the stride of an axis with one entry, too, where it may be anything.
+    # The driver also checks the stride of an axis of length 1, which may be anything.
     strides = [s if n > 1 else pitch for n, s in zip(x.shape[:-1], x.strides, strict=False)]
     box = (_COLUMNS, rows, 1, 1)
     return TensorMap(name, x.dtype, x.shape[::-1], tuple(strides[::-1]), box)
 
 
 def can_map(x: ArrayLayout) -> bool:
-    """Whether an array whose rows are aligned can have a tensor map.
+    """Return True if an array with aligned rows can have a tensor map.
 
-    It cannot where an axis is broadcast or reversed, or its stride is too long.
+    It cannot if an axis is broadcast or reversed, or its stride is too long.
     """
     return all(0 < stride < MAX_STRIDE for stride in x.row_strides)

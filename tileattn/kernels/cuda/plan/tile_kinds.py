@@ -1,7 +1,7 @@
 """Which tiles masks leave empty or full, as far as that is known before a pass.
 
-Arrays are on the device, and nobody waits for their values: a ``mask_mod`` that reads some is
-classified there, just before the pass.
+Arrays are on the device, and the host does not wait for their values: tiles of a ``mask_mod`` that
+reads an array are classified on the device, just before the pass.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ _MOST, _MOST_ON_DEVICE = 1 << 20, 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class TileKinds:
-    """What the kinds of the tiles of a pass are made of, besides a block mask."""
+    """How the tiles of a pass are classified, given its block mask if it has one."""
 
     tile: tuple[int, int]  # queries and keys
     shape: tuple[int, int, int, int]  # B, Hq, Nq, Nk
@@ -34,11 +34,11 @@ class TileKinds:
 
     @property
     def on_device(self) -> bool:
-        """Whether kernels write the kinds."""
+        """True if kernels write the kinds."""
         return self.decided == "device"
 
     def device_shape(self) -> tuple[int, int, int, int]:
-        """Give the shape of what kernels write: (B or 1, Hq or 1, query tiles, key tiles)."""
+        """Return the shape of the kinds: (B or 1, Hq or 1, query tiles, key tiles)."""
         B, Hq, Nq, Nk = self.shape
         own = self.function
         b, h = (
@@ -48,10 +48,9 @@ class TileKinds:
         return b, h, -(-Nq // self.tile[0]), -(-Nk // self.tile[1])
 
     def kinds(self, mask: BlockMask | None) -> NDArray[np.int8]:
-        """Say of each tile whether it is empty, partial or full, as far as the host knows.
+        """Classify each tile as empty, partial or full, as far as the host knows.
 
-        An array that broadcasts to (B, Hq, query tiles, key tiles); an axis of length 1 is the same
-        for all.
+        An array that broadcasts to (B, Hq, query tiles, key tiles).
         """
         kinds: Any = np.full((1, 1, 1, 1), FULL, np.int8)
         if mask is not None:
@@ -81,7 +80,7 @@ def tile_kinds_of(P: Problem, mask: BlockMask | None, tile: tuple[int, int]) -> 
 
 
 def evaluating(P: Problem, visible: Node) -> Problem:
-    """Let kernels evaluate a block mask that is known as an expression: no pair of it is stored."""
+    """Let kernels evaluate a block mask that is an expression: no pair of it is stored."""
     if P.mask_mod is not None:
         visible = apply("bitwise_and", P.mask_mod, visible)
     return replace(P.without_block_mask(), mask_mod=visible)
@@ -89,7 +88,7 @@ def evaluating(P: Problem, visible: Node) -> Problem:
 
 @lru_cache(maxsize=256)
 def without_values(output: Node) -> Node:
-    """Replace each element of an array by an input of which nothing is known."""
+    """Replace each element of an array by an input of unknown value."""
     made: dict[Node, Node] = {}
     for n, node in enumerate(ordered([output])):
         if node.op == "aux":

@@ -1,4 +1,4 @@
-"""The lists of tiles by which Hopper's kernels skip what masks leave empty."""
+"""The lists of tiles by which Hopper kernels skip tiles that masks leave empty."""
 
 import math
 from collections.abc import Callable
@@ -14,38 +14,38 @@ from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.plan.block_sparse import once
 from tileattn.kernels.cuda.plan.tile_kinds import TileKinds, tile_kinds_of
 
-END = np.iinfo(np.int32).max  # less the number of entries, it stands behind the last of a list
+END = np.iinfo(np.int32).max  # minus the number of entries: stands after the last entry
 
 _Make = Callable[["TileLists", BlockMask | None], NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class TileLists:
-    """What the lists of a pass are made of, besides a block mask."""
+    """How the lists of a pass are made, given its block mask if it has one."""
 
     of: TileKinds
-    group: int  # query heads of a key head, whose list is one; 1 in the forward pass
+    group: int  # query heads that share a list: those of a key head backward, 1 forward
     backward: bool
 
     @property
     def on_device(self) -> bool:
-        """Whether kernels write the lists."""
+        """True if kernels write the lists."""
         return self.of.on_device
 
     @property
     def direction(self) -> str:
-        """The pass that reads them."""
+        """The pass that reads the lists."""
         return "backward" if self.backward else "forward"
 
     def workspace(self) -> dict[str, int]:
-        """Give the bytes of what kernels write for them, by its names in the parameter block."""
+        """Return the bytes that kernels write for the lists, by workspace part."""
         shape = self.shape(None)
         *_, rows, columns = self.of.device_shape()
         ranks = {"tile_ranks": math.prod(shape[:2]) * rows * columns * 8} if self.backward else {}
         return ranks | {"tile_list": math.prod(shape) * 4}
 
     def kinds(self, mask: BlockMask | None) -> NDArray[Any]:
-        """Say of each tile whether it is empty, partial or full.
+        """Classify each tile as empty, partial or full.
 
         An array of shape (B or 1, heads or 1, query tiles, key tiles).
         """
@@ -55,15 +55,16 @@ class TileLists:
     def lists(self, mask: BlockMask | None) -> NDArray[np.int32]:
         """List the key tiles of each query tile, or backward the query tiles of each key tile.
 
-        An array of int32, shape (B or 1, heads or 1, blocks, entries): of each tile twice its
-        number, plus one where it is partial; behind the last `END` less how many they are. Backward
-        each is followed by how many blocks of keys before this one the tile is left to.
+        An int32 array of shape (B or 1, heads or 1, blocks, entries). An entry is twice the tile
+        number, plus one if the tile is partial. After the last entry stands `END` minus their
+        number. Backward each entry is followed by its rank: how many earlier key blocks attend to
+        the same query tile.
         """
         lists: NDArray[np.int32] = self._once(mask, TileLists.make_lists)
         return lists
 
     def shape(self, mask: BlockMask | None) -> tuple[int, ...]:
-        """Give the shape of the lists."""
+        """Return the shape of the lists."""
         if self.on_device:
             b, heads, rows, columns = self.of.device_shape()
             heads = max(1, heads // self.group)
@@ -75,14 +76,14 @@ class TileLists:
     def tiles_before(self, mask: BlockMask | None) -> NDArray[Any]:
         """Count the key tiles that each query tile attends to before each of them.
 
-        An array of shape (B or 1, heads or 1, query tiles, key tiles + 1); the last of a row are
+        An array of shape (B or 1, heads or 1, query tiles, key tiles + 1); the last entry counts
         all.
         """
         counts: NDArray[Any] = self._once(mask, TileLists.make_tiles_before)
         return counts
 
     def _once(self, mask: BlockMask | None, make: _Make) -> Any:
-        """Make something, or give what was made before."""
+        """Return a result that is computed once for each mask."""
         if mask is None:
             return _without_block_mask(self, make)
         return once(mask, (self, make), lambda: make(self, mask))
@@ -107,9 +108,9 @@ class TileLists:
 def tile_lists(
     P: Problem, mask: BlockMask | None, tile: tuple[int, int], *, backward: bool
 ) -> TileLists | None:
-    """Say what lists a pass reads; None where it goes through all tiles.
+    """Describe the lists that a pass reads; None if it goes through all tiles.
 
-    Backward a left limit leaves few tiles by itself, and their ranks would depend on it.
+    In the backward pass a left limit already leaves few tiles, and ranks would depend on it.
     """
     kinds = tile_kinds_of(P, mask, tile)
     unknown = mask is None and not kinds.decided

@@ -1,4 +1,4 @@
-"""The memory that a call needs besides its results: one allocation, and what lies where in it."""
+"""The workspace of a call: one allocation, and where its parts start."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import COUNT, KernelLaunch
 from tileattn.kernels.cuda.families.grid import padded_rows
 
-ALIGNED = 256  # bytes that every part is aligned to, and so the whole
+ALIGNED = 256  # bytes; alignment of every part, and of the workspace
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Where the parts of a piece of memory begin."""
+    """Where the parts of the workspace start."""
 
-    starts: dict[str, int]  # bytes before each part, by its name in the parameter block
-    zeros: int  # bytes before the parts that kernels find at zero: they come last
-    nbytes: int  # of all
+    starts: dict[str, int]  # offset in bytes of each part, by its name in the parameter block
+    zeros: int  # offset in bytes of the parts that start at zero: they come last
+    nbytes: int
 
 
 def workspace_of(
@@ -26,10 +26,10 @@ def workspace_of(
     sums: Mapping[str, int],
     direction: str,
 ) -> Workspace:
-    """Lay out what a pass needs besides its results.
+    """Lay out the memory that a pass needs besides its results.
 
-    It has ``copies``, ``sums`` that begin at zero, and what each kernel needs. For the backward
-    pass it has three numbers of each query, and flags of each key head.
+    It holds ``copies``, ``sums`` that start at zero, and what each kernel needs. The backward pass
+    adds three numbers for each query, and flags of each key head.
     """
     P = problem
     scratch, zeros = dict(copies), dict(sums)
@@ -40,7 +40,7 @@ def workspace_of(
     for launch in launches:
         if launch.traits.workspace is not None:
             parts = launch.traits.workspace(P, launch.key)
-            # Kernels that use a part one after the other share it.
+            # Kernels that run one after the other share a part.
             scratch |= {name: max(n, scratch.get(name, 0)) for name, n in parts.scratch.items()}
             zeros |= parts.zeros
     starts, end = {}, 0
