@@ -290,7 +290,7 @@ def test_alignment_and_device_are_looked_at_each_time(gpu: Machine) -> None:
         tileattn.forward(x, x, x, bias=bias[:, first : first + 56])
         assert gpu.launches[-1][0].bias_alignment_bytes == vector
     gpu.device = 1
-    with pytest.raises(ValueError, match="q is on device 0"):
+    with pytest.raises(ValueError, match=r"q must be on .* is on device 0"):
         tileattn.forward(at(1), at(0), at(0))  # as an earlier call
     gpu.device = 0
     tileattn.forward(at(0), at(0), at(0))
@@ -323,7 +323,7 @@ def test_an_array_on_another_device_is_named(gpu: Machine, name: str, repeated: 
         tileattn.forward(**given | {name: there[name]})
         gpu.launches.clear()
     with pytest.raises(
-        ValueError, match=rf"^{name} is on device 3; .*current device, 0.*Device\(3"
+        ValueError, match=rf"^{name} must be on .*current device, 0; .* device 3.*Device\(3"
     ):
         tileattn.forward(**given | {name: elsewhere[name]})
     assert gpu.launches == []

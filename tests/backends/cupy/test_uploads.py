@@ -72,18 +72,6 @@ def test_an_assignment_is_copied_once_for_each_set_of_lengths(gpu: Machine) -> N
     assert sorted(table[table < 144]) == list(range(144))
 
 
-def test_explain_says_so(gpu: Machine) -> None:
-    given = arrays(gpu)
-    clause = "query blocks are assigned in advance, the longest first"
-    assert clause in tileattn.explain(*given, causal=True).reasons
-    assert not any("assigned" in reason for reason in tileattn.explain(*given).reasons)
-    short = [gpu.array((1, 40, 1000, 64), np.float16) for _ in "qkv"]
-    clause = "query blocks are claimed one by one, head by head"
-    assert clause in tileattn.explain(*short, causal=True).reasons
-    assert not any("claimed" in reason for reason in tileattn.explain(*short).reasons)
-    assert gpu.uploads == []
-
-
 def test_a_first_call_in_a_capture_does_without(gpu: Machine) -> None:
     """Also where it would have been repeated: the calls after the capture have their table."""
     given = arrays(gpu)

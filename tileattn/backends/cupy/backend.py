@@ -1,4 +1,4 @@
-"""CuPy arrays: plans, allocates, and launches on CuPy's current stream and device."""
+"""The backend for CuPy arrays: it plans, allocates, and launches on CuPy's current stream."""
 
 import functools
 import sys
@@ -27,17 +27,17 @@ _REMEDY = (
     "pip install 'cupy-cuda12x[ctk]'; backend='numpy' needs none"
 )
 
-# What a caller brings, besides integers on the device.
+# Arrays that the caller provides, besides integers on the device.
 _BROUGHT = ROWS | {"lse", "dlse", *ARRAY_OPTIONS}
 
-# Kernels add positions, FAR of src/mask.cuh and the sides of a tile in 32 bits.
+# Kernels add positions, FAR of src/mask.cuh and the sizes of a tile in 32 bits.
 LONGEST = (1 << 30) - (1 << 16)
 
 
 class CupyBackend(PreparingBackend):
-    """Attention on CuPy arrays; supports every problem of up to `LONGEST` queries and keys.
+    """Attention on CuPy arrays, for up to `LONGEST` queries and keys.
 
-    Gradients of q, k and v are computed whichever are asked for.
+    Gradients of q, k and v are always computed together.
 
     After the first call of a signature nothing waits for the GPU: results are complete when the
     current stream reaches them.
@@ -49,7 +49,7 @@ class CupyBackend(PreparingBackend):
     external_memory = MappingProxyType({"cuda": CupyMemory})
 
     def owns(self, x: Any) -> bool:
-        """Whether ``x`` is a CuPy array, found without importing CuPy."""
+        """Return True if ``x`` is a CuPy array, without importing CuPy."""
         cupy = sys.modules.get("cupy")
         return cupy is not None and isinstance(x, cupy.ndarray)
 
@@ -57,7 +57,7 @@ class CupyBackend(PreparingBackend):
         return _unavailable()
 
     def why_not(self, problem: Problem) -> str | None:
-        """Why a problem is not supported: for its sequences and their lengths."""
+        """Return why a problem is not supported: its pages or its lengths; None if it is."""
         if problem.page is not None and (why := why_not_paged(problem)):
             return why
         for name in ("Nq", "Nk"):
@@ -71,7 +71,7 @@ class CupyBackend(PreparingBackend):
         return CupyCall(self, problem)
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
-        """Say what would run; the kernels are compiled for it, and loaded."""
+        """Describe what would run; this compiles and loads the kernels."""
         from tileattn.backends.cupy.explain import explain
 
         return explain(problem, operands)
@@ -80,8 +80,7 @@ class CupyBackend(PreparingBackend):
 class CupyCall(PreparedCall):
     """The calls of one signature on CuPy arrays.
 
-    What the arrays' shapes, dtypes and strides decide is the same for all of them; addresses and
-    the device are looked at in each.
+    Shapes, dtypes and strides are the same in all of them; addresses and the device may differ.
     """
 
     def __init__(self, backend: CupyBackend, problem: Problem) -> None:
@@ -176,13 +175,13 @@ class CupyCall(PreparedCall):
             known.is_direct = not copied and _BROUGHT.union(self.on_device).issuperset(inputs)
             if executable.is_complete:
                 known.keep(key, executable)
-        # All memory is there and all kernels are loaded before the first byte of out is written.
+        # Memory is allocated and kernels are loaded before the first byte of out is written.
         known.run(executable, addresses, arrays, device, workspace)
         return known
 
 
 def _aux_gradients(P: Problem, x: Operands) -> tuple[Any, ...] | None:
-    """Make the gradients of the caller's arrays: zeros, where no score depends on an element."""
+    """Allocate the gradients of the caller's arrays: zeros for elements that no score reads."""
     if not x.aux or not x.wants("aux"):
         return None
     origin = None if x.origin is None else Constant.of(x.origin)

@@ -1,4 +1,4 @@
-"""Block masks on CuPy's devices: each is copied there once."""
+"""Block masks on CuPy devices: each mask is uploaded once."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,16 +10,16 @@ from tileattn.kernels.cuda.plan.tile_lists import TileLists
 
 
 class _Uploaded(NamedTuple):
-    """Arrays on a device, and the stream that their memory was taken on."""
+    """Arrays on a device, and the stream on which their memory was allocated."""
 
     arrays: tuple[Any, ...]
     stream: tuple[int, int]
 
 
 def mask_addresses(mask: BlockMask, device: int, lists: TileLists | None) -> dict[str, int]:
-    """Bring a block mask to CuPy's current device; give addresses by their parameters' names.
+    """Upload a block mask to CuPy's current device; return addresses by parameter name.
 
-    ``lists`` are those that kernels read, None where they read none.
+    ``lists`` are the lists that kernels read, None if they read none.
     """
     kinds, bits = _uploaded(mask, device, lambda: partial_blocks(mask))
     found: dict[str, int] = {"block_kinds": kinds.data.ptr, "block_bits": bits.data.ptr}
@@ -30,10 +30,10 @@ def mask_addresses(mask: BlockMask, device: int, lists: TileLists | None) -> dic
 
 
 def _uploaded(mask: BlockMask, key: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Copy something that is made of a mask to CuPy's current device, once.
+    """Upload arrays made from a mask to CuPy's current device, once.
 
-    The copy is complete before any stream may read it, for all read it; and it outlives the mask
-    where the current stream may not have read it by then.
+    The copy is complete before any stream reads it, since all streams do. It outlives the mask if
+    the current stream may still read it.
     """
 
     def copied() -> _Uploaded:

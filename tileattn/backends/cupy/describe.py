@@ -1,4 +1,4 @@
-"""What a plan needs to know of CuPy's devices and arrays."""
+"""What a plan needs to know of CuPy devices and arrays."""
 
 import functools
 from collections.abc import Mapping
@@ -49,14 +49,14 @@ def inputs_of(operands: Operands) -> dict[str, Any]:
 
 
 def on_device(x: Any) -> Any:
-    """Copy an array of the host to the current device; others stay where they are."""
+    """Copy a host array to the current device; leave other arrays where they are."""
     import cupy
 
     return cupy.asarray(x) if type(x) is np.ndarray else x
 
 
 def addresses_of(arrays: Mapping[str, Any], device: int) -> dict[str, int]:
-    """Give the addresses of arrays by name; raise ValueError for one on another device."""
+    """Return the addresses of arrays by name; raise ValueError for one on another device."""
     found = {}
     for name, x in arrays.items():
         memory = x.data
@@ -69,13 +69,13 @@ def addresses_of(arrays: Mapping[str, Any], device: int) -> dict[str, int]:
 def refuse_device(name: str, there: int, device: int) -> NoReturn:
     """Raise ValueError for an array on another device than the current one."""
     raise ValueError(
-        f"{name} is on device {there}; arrays on CuPy's current device, "
-        f"{device}, are accepted (call within `with cupy.cuda.Device({there}):`, or copy it)"
+        f"{name} must be on CuPy's current device, {device}; it is on device {there} "
+        f"(call within `with cupy.cuda.Device({there}):`, or copy it)"
     )
 
 
 def layout_of(arrays: Mapping[str, Any], operands: Operands) -> CallLayout:
-    """Describe the arrays of a call, and what of it is on the host."""
+    """Describe the arrays of a call, and its values on the host."""
     lengths, offsets = (
         tuple(x.tolist()) if type(x) is np.ndarray else None
         for x in (operands.kv_lengths, operands.q_offset)
@@ -92,7 +92,7 @@ def layout_of(arrays: Mapping[str, Any], operands: Operands) -> CallLayout:
 
 
 def is_view(k: Any, v: Any) -> bool:
-    """Whether v is the first columns of k: latent attention loads those once."""
+    """Return True if v is the first columns of k: latent attention loads those once."""
     return bool(
         v.data.ptr == k.data.ptr
         and v.shape[:-1] == k.shape[:-1]

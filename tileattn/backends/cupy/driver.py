@@ -1,4 +1,4 @@
-"""The library of CUDA's driver, for what CuPy does not call."""
+"""The library of the CUDA driver, for functions that CuPy does not call."""
 
 import os
 from collections.abc import Callable

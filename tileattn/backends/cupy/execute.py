@@ -1,4 +1,4 @@
-"""Plans on a device: their kernels, started on the addresses of a call."""
+"""Plans on a device: kernels are loaded once, and started on the addresses of each call."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,10 +24,10 @@ from tileattn.kernels.cuda.plan.plan import LaunchPlan
 class Executable:
     """A plan whose kernels are loaded and whose constants are on CuPy's current device.
 
-    ``names`` are the arrays whose addresses each call brings, and ``nbytes`` are the bytes of its
-    workspace. Made during a capture, in which nobody can wait for a copy, it is not complete:
-    without the assignment results are the same, only later. Calls after the capture must make
-    another.
+    ``names`` are the arrays whose addresses each call brings; ``nbytes`` is the size of the
+    workspace. An executable made while a stream is captured is not complete: a capture cannot wait
+    for an upload, so it runs without the assignment, with the same results in more time. Later
+    calls make another.
     """
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
@@ -37,44 +37,36 @@ class Executable:
         if not self.is_complete:
             plan = plan.without_assignment()
         self.plan = plan
+        self.nbytes = plan.workspace.nbytes
+        self._zeros = self.nbytes - plan.workspace.zeros
+        # The kind of the call decides about kernels and slots of addresses, its numbers about the
+        # rest: constants and cells of the parameter block.
+        self._launches = _loaded(plan)
+        places = slots(plan.aux)
         self.constants = {name: uploaded(x.array()) for name, x in plan.constants.items()}
         self._stream = stream_name() if self.constants else (0, 0)
-        fixed = {name: x.data.ptr for name, x in self.constants.items()}
-        places = slots(plan.aux)
         cells = np.frombuffer(template(plan.fields, plan.aux), np.uint64).copy()
-        for name, address in fixed.items():
-            cells[places[name]] = address
+        for name, x in self.constants.items():
+            cells[places[name]] = x.data.ptr
         self._template = cells.tobytes()
         self.names = tuple(name for name in names if name in places)
-        needed = plan.workspace
-        self.nbytes = needed.nbytes
-        starts = needed.starts.items() if needed.nbytes else ()
+        starts = plan.workspace.starts.items() if self.nbytes else ()
         parts = {name: start for name, start in starts if name in places}
         self._starts = tuple(parts.values())
-        # A launch writes the first cells up to the last address: between those there are others.
+        # A launch writes all cells up to the last address, also the other cells among them.
         brought = [places[name] for name in (*self.names, *parts)]
         between = [slot for slot in range(max(brought)) if slot not in brought]
         self._between = tuple(cells[between].tolist())
-        # Of an array and its copy, which is a part, the last counts.
+        # If an array has a copy in the workspace, the copy's address counts: it comes later.
         sources = {slot: n for n, slot in enumerate((*brought, *between))}
         self._in_order = itemgetter(*(sources[slot] for slot in sorted(sources)))
-        self._zeros = needed.nbytes - needed.zeros
-        kernels = load_all([launch.key for launch in plan.launches])
-        maps = {boxes: EncodedMaps(made) for boxes, made in plan.tensor_maps.items()}
-        self._launches = [
-            PlannedLaunch(x, kernel, maps.get(x.tensor_maps), n > 0 and can_overlap(kernel))
-            for n, (x, kernel) in enumerate(zip(plan.launches, kernels, strict=True))
-        ]
-        for launch, kernel, *_ in self._launches:
-            if launch.shared_bytes:
-                kernel.allow_shared(launch.shared_bytes)
         self._spare: list[LaunchBlock] = []
         self._has_graphs = runtime.driverGetVersion() >= SINCE
 
     def start(self, addresses: Sequence[int], workspace: int, stream: Any) -> None:
-        """Start the kernels on a stream of CuPy's, given the address of each of ``names``.
+        """Start the kernels on a CuPy stream, given the address of each of ``names``.
 
-        Nothing is kept of the addresses.
+        No address is kept.
         """
         self.outlive(stream)
         # Threads that run the same plan at the same time each take a block of their own: pop and
@@ -88,29 +80,29 @@ class Executable:
         self._spare.append(block)
 
     def bind(self, addresses: Sequence[int], workspace: int, stream: Any) -> "Bound":
-        """Prepare to start them again and again, on any stream, this one first."""
+        """Prepare to start the kernels repeatedly on these addresses, on any stream."""
         block = LaunchBlock(self._template, self._launches)
         block.fill(*self._given(addresses, workspace))
         graph = None
         if self._has_graphs:
-            with suppress(RuntimeError):  # without memory, for one
+            with suppress(RuntimeError):  # for example without memory
                 graph = Graph(block, stream.ptr)
         return Bound(self, block, graph)
 
     def outlive(self, stream: Any) -> None:
-        """Keep what the kernels read besides arrays for as long as a stream may read it."""
+        """Keep the constants for as long as a stream may read them."""
         if self.constants:
             outlive_readers(self, self._stream, stream)
 
     def _given(self, addresses: Sequence[int], workspace: int) -> tuple[Any, tuple[int, int]]:
-        """Give what a block is filled with."""
+        """Return the arguments of `LaunchBlock.fill`."""
         parts = [workspace + start for start in self._starts] if workspace else ()
         pointers = self._in_order((*addresses, *parts, *self._between))
         return pointers, (workspace + self.plan.workspace.zeros, self._zeros)
 
 
 class Bound:
-    """The launches of an executable on some addresses, for one thread at a time.
+    """The launches of an executable on fixed addresses, for one thread at a time.
 
     A graph costs the host less than the launch of one kernel.
     """
@@ -120,10 +112,24 @@ class Bound:
         self._reads = bool(executable.constants)
 
     def launch(self, stream: Any) -> None:
-        """Start the kernels on a stream of CuPy's."""
+        """Start the kernels on a CuPy stream."""
         if self._reads:
             self._executable.outlive(stream)
         if self._graph is None or stream.is_capturing():
             self._block.launch(stream.ptr)
         else:
             self._graph.launch(stream.ptr)
+
+
+def _loaded(plan: LaunchPlan) -> list[PlannedLaunch]:
+    """Load the kernels of a plan, and let them use their shared memory."""
+    kernels = load_all([launch.key for launch in plan.launches])
+    maps = {boxes: EncodedMaps(made) for boxes, made in plan.tensor_maps.items()}
+    launches = [
+        PlannedLaunch(x, kernel, maps.get(x.tensor_maps), n > 0 and can_overlap(kernel))
+        for n, (x, kernel) in enumerate(zip(plan.launches, kernels, strict=True))
+    ]
+    for launch, kernel, *_ in launches:
+        if launch.shared_bytes:
+            kernel.allow_shared(launch.shared_bytes)
+    return launches

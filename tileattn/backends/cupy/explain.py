@@ -1,4 +1,4 @@
-"""What would run for a call, and why: of CuPy arrays, or on a GPU that is not there."""
+"""What would run for a call, and why: for CuPy arrays, or for a GPU that is not there."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,33 +22,33 @@ from tileattn.kernels.cuda.plan.plan import LaunchPlan, launch_line, plans_of
 from tileattn.kernels.cuda.plan.tile_kinds import without_values
 from tileattn.traffic import explained
 
-_BLIND = "mask_mod: tiles are counted whatever aux holds; the GPU, which reads it, skips more"
-_UNCOUNTED = "mask_mod: its tiles are too many to count here"
-_COUNTED = 1 << 28  # pairs of a mask_mod up to which tiles are listed, which takes a second
+_BLIND = "mask_mod: counted without the values of aux; the GPU reads them and skips more tiles"
+_UNCOUNTED = "mask_mod: too many tiles to count here"
+_COUNTED = 1 << 28  # pairs up to which the tiles of a mask_mod are counted; takes a second
 _SUMS = "the sums of the splits take {:,.2f} MB besides the results"
 _ASSIGNED = "query blocks are assigned in advance, the longest first"
-_CLAIMED = "query blocks are claimed one by one, head by head"
+_DYNAMIC = "query blocks are claimed one by one, head by head"
 
 
 def explain(problem: Problem, operands: Operands) -> Explanation:
-    """Compile and load the kernels of both passes, and say what they are.
+    """Compile and load the kernels of both passes, and describe them.
 
     Parameters
     ----------
     problem : Problem
-        What is asked.
+        The call.
     operands : Operands
-        The arrays, on CuPy's current device. Lengths and offsets on it are waited for.
+        The arrays, on CuPy's current device. The host waits for lengths and offsets on it.
 
     Returns
     -------
     Explanation
-        The tile of the backward pass is that of its kernel over keys.
+        Its backward tile is the tile of the kernel over keys.
 
     Raises
     ------
     ValueError
-        Where an array is on another device.
+        If an array is on another device.
     """
     import cupy
 
@@ -66,25 +66,25 @@ def explain_on(
     operands: Operands,
     load: Callable[[Sequence[KernelKey]], list[Kernel]] | None = None,
 ) -> Explanation:
-    """Plan both passes, and say what they launch.
+    """Plan both passes, and describe what they launch.
 
     Parameters
     ----------
     device : Device
-        Where they would run; it need not be there.
+        The GPU; it need not be there.
     problem : Problem
-        What is asked.
+        The call.
     inputs : CallLayout
-        Of the inputs; all other arrays are contiguous.
+        The inputs; all other arrays are contiguous.
     operands : Operands
         Lengths, offsets and masks on the host.
     load : callable or None
-        Loads kernels, to look at their registers; None leaves that out.
+        Loads kernels, to report their registers; None leaves that out.
 
     Returns
     -------
     Explanation
-        The tile of the backward pass is that of its kernel over keys.
+        Its backward tile is the tile of the kernel over keys.
     """
     forward, backward, deterministic = plans_of(problem, inputs, device)
     launches = (*forward.launches, *backward.launches)
@@ -127,7 +127,7 @@ def explain_on(
             *([_UNCOUNTED] if own is not None and not counted else []),
             *([_BLIND] if own is not None and counted and elements(own) else []),
             *([_ASSIGNED] if "assignment" in forward.constants else []),
-            *([_CLAIMED] if forward.fields.get("single_heads") else []),
+            *([_DYNAMIC] if forward.fields.get("single_heads") else []),
         ),
     )
 
@@ -154,7 +154,7 @@ def _described(launch: KernelLaunch, kernel: Kernel | None) -> str:
 
 
 def _on_host(P: Problem, x: Operands) -> Operands:
-    """Stand in for the arrays: the schedule looks at lengths, offsets and the block mask alone."""
+    """Replace arrays by placeholders: tile counts need only lengths, offsets and the block mask."""
 
     def blank(shape: tuple[int, ...], dtype: Any) -> Any:
         return np.broadcast_to(np.zeros((), dtype), shape)

@@ -1,4 +1,4 @@
-"""CUDA memory and streams of other libraries, as CuPy's."""
+"""CUDA memory and streams of other libraries, as CuPy objects."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from tileattn.backends.cupy.passes import OwnPieces
 
 
 class _Handle(NamedTuple):
-    """A stream in the form that CuPy asks for."""
+    """A stream in the form that CuPy requires."""
 
     handle: int
 
@@ -25,7 +25,7 @@ def stream_at(handle: int) -> Any:
 
 
 def memory_at(address: int, nbytes: int, owner: Any, device: int) -> Any:
-    """View memory that its owner keeps alive as CuPy's."""
+    """View memory, which its owner keeps alive, as CuPy memory."""
     import cupy
 
     return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, nbytes, owner, device), 0)

@@ -1,7 +1,7 @@
-"""A CUDA graph of kernels one behind the other, made node by node.
+"""A CUDA graph of a plan's kernels, made node by node.
 
-To capture a stream is shorter, and breaks other threads: whoever waits for the device meanwhile
-gets an error.
+Capturing a stream would be shorter, but breaks other threads: a thread that waits for the device
+during the capture gets an error.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from tileattn.backends.cupy.driver import driver_by
 from tileattn.backends.cupy.launches import LaunchBlock
 from tileattn.backends.cupy.streams import unrestricted
 
-SINCE = 12_030  # the first CUDA whose driver has all functions
+SINCE = 12_030  # first CUDA version whose driver has all functions
 
 # CUgraphEdgeData: from which port, to which, and the type of the dependency.
 _COMPLETE, _PROGRAMMATIC = (ctypes.c_ubyte * 8)(), (ctypes.c_ubyte * 8)(1, 0, 1)
@@ -47,17 +47,16 @@ class _Memset(ctypes.Structure):
 
 
 class Graph:
-    """A graph that can be launched, by one thread at a time; on which stream is open.
+    """A graph that one thread at a time can launch, on any stream.
 
-    It holds a copy of all that launches are given. The driver frees one that still runs when it has
-    ended.
+    It holds a copy of all arguments. The driver frees a running graph when it has ended.
 
     Parameters
     ----------
     block : LaunchBlock
-        What it does; nobody fills it meanwhile.
+        What to launch; no other thread may fill it meanwhile.
     stream : int
-        Handle of the stream of the first launch. Memory for the graph is taken here.
+        Handle of the stream of the first launch, where memory for the graph is allocated.
 
     Raises
     ------
@@ -69,7 +68,7 @@ class Graph:
         from cupy.cuda import runtime
 
         library, graph = driver_by(ctypes.PyDLL), ctypes.c_void_p()
-        runtime.setDevice(runtime.getDevice())  # the driver wants a context in this thread
+        runtime.setDevice(runtime.getDevice())  # the driver requires a context in this thread
         self._handle, self._destroy = 0, runtime.graphExecDestroy
         with unrestricted():
             _check(library.cuGraphCreate(ctypes.byref(graph), 0))
@@ -89,14 +88,14 @@ class Graph:
         self.launch: Callable[[int], None] = partial(runtime.graphLaunch, self._handle)
 
     def __del__(self) -> None:
-        # Also while somebody captures a stream, which is no reason to refuse it.
+        # Allowed while another thread captures a stream.
         if self._handle:
             with unrestricted():
                 self._destroy(self._handle)
 
 
 def _nodes(library: Any, block: LaunchBlock) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
-    """Give for each node the function that adds it, with its arguments, and the edge before it."""
+    """Yield for each node the function that adds it, its arguments, and the edge before it."""
     address, nbytes = block.zeros
     if nbytes:
         context = ctypes.c_void_p()
@@ -112,4 +111,4 @@ def _nodes(library: Any, block: LaunchBlock) -> Iterator[tuple[Any, tuple[Any, .
 
 def _check(status: int) -> None:
     if status:
-        raise RuntimeError(f"the driver makes no graph: status {status}")
+        raise RuntimeError(f"the CUDA driver could not make a graph: status {status}")

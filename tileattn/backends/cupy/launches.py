@@ -1,8 +1,8 @@
-"""Kernels of a plan, launched one behind the other by the driver's ``cuLaunchKernelEx``.
+"""Kernels of a plan, launched in order by the driver's ``cuLaunchKernelEx``.
 
-CuPy launches without attributes. One of them lets a kernel start while the one before it ends:
-programmatic dependent launch. Every kernel but the first of a plan has it; ``src/griddep.cuh`` says
-why that is safe. The first waits for all earlier work of the stream, as launches do.
+CuPy launches kernels without attributes. One attribute lets a kernel start while the one before it
+ends: programmatic dependent launch. Every kernel of a plan but the first has it;
+``src/griddep.cuh`` says why that is safe. The first waits for all earlier work of the stream.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from tileattn.kernels.cuda.jit.load import Kernel
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _INVALID_CONTEXT = 201
 
-_WAITING = 90  # from this compute capability on, times ten, the code of a kernel waits for others
-_CAPTURED = 12_030  # the first CUDA whose driver takes such launches into graphs
+_WAITING = 90  # compute capability times ten; from it on, kernels wait for the one before
+_CAPTURED = 12_030  # first CUDA version whose driver captures such launches in graphs
 
 
 class _Attribute(ctypes.Structure):
@@ -52,25 +52,25 @@ _OVERLAPPING = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
 
 
 class PlannedLaunch(NamedTuple):
-    """A launch of a plan, its kernel, and what that is given besides the parameter block."""
+    """A launch of a plan, its kernel, and its arguments besides the parameter block."""
 
     launch: KernelLaunch
     kernel: Kernel
     maps: EncodedMaps | None
-    overlaps: bool  # whether it may start while the kernel before it runs
+    overlaps: bool  # True: it may start while the kernel before it runs
 
 
 class LaunchBlock:
     """The arguments of a plan's launches, for one thread at a time.
 
-    A launch copies them, so they are free for others afterwards.
+    A launch copies them, so they can be reused afterwards.
 
     Parameters
     ----------
     template : bytes
         The parameter block.
     launches : sequence of PlannedLaunch
-        Who runs the block holds them.
+        The caller keeps them alive.
     """
 
     def __init__(self, template: bytes, launches: Sequence[PlannedLaunch]) -> None:
@@ -84,12 +84,12 @@ class LaunchBlock:
         self._given: list[tuple[Any, ...]] = []
         self._maps: list[tuple[Any, EncodedMaps]] = []
         for launch, kernel, maps, overlaps in launches:
-            grid, threads = max(launch.grid, 1), launch.key.threads  # the driver wants a block
+            grid, threads = max(launch.grid, 1), launch.key.threads  # the driver requires a block
             config = _Config((grid, 1, 1), (threads, 1, 1), launch.shared_bytes)
             if overlaps:
                 config.attributes, config.attribute_count = ctypes.pointer(_OVERLAPPING), 1
             parameters = (ctypes.c_void_p * 2)(ctypes.addressof(self._cells))
-            # Without a list of types at the function, ctypes takes less time.
+            # ctypes is faster without a list of argument types.
             function = ctypes.c_void_p(kernel.function.ptr)
             self._configs.append(config)
             self._given.append((ctypes.byref(config), function, parameters, None))
@@ -97,10 +97,10 @@ class LaunchBlock:
                 self._maps.append((parameters, maps))
 
     def fill(self, pointers: Sequence[int], zeros: tuple[int, int]) -> None:
-        """Take the first cells of the parameter block, and the tensor maps of these addresses.
+        """Set the first cells of the parameter block, and the tensor maps of these addresses.
 
-        ``zeros`` is memory that is set to zero before the kernels: address and bytes, which may be
-        none.
+        ``zeros`` is memory to set to zero before the kernels run: its address and size, which may
+        be 0.
         """
         self._cells[: len(pointers)] = pointers
         self.zeros = zeros
@@ -110,7 +110,7 @@ class LaunchBlock:
             self._held.append(held)
 
     def launch(self, stream: int) -> None:
-        """Launch all kernels on the stream of a handle."""
+        """Launch all kernels on a stream, given its handle."""
         if stream != self._stream:
             for config in self._configs:
                 config.stream = stream
@@ -124,12 +124,12 @@ class LaunchBlock:
                 self._handle(status, given)
 
     def each(self) -> Iterator[tuple[_Config, Any, Any]]:
-        """Give of each launch its configuration, function and parameters."""
+        """Yield configuration, function and parameters of each launch."""
         for config, (_, function, parameters, _) in zip(self._configs, self._given, strict=True):
             yield config, function, parameters
 
     def _handle(self, status: int, arguments: tuple[Any, ...]) -> None:
-        """Launch again where the thread had no context; raise CuPy's error for the rest."""
+        """Launch again if the thread had no context; else raise CuPy's error."""
         from cupy.cuda import runtime
         from cupy_backends.cuda.api import driver
 
@@ -140,7 +140,7 @@ class LaunchBlock:
 
 
 def can_overlap(kernel: Kernel) -> bool:
-    """Whether a kernel may start while the one before it runs."""
+    """Return True if a kernel may start while the one before it runs."""
     from cupy.cuda import runtime
 
     number = re.search(r"\d+", kernel.arch)
@@ -150,6 +150,6 @@ def can_overlap(kernel: Kernel) -> bool:
 
 @functools.cache
 def _driver_function() -> Any:
-    # It lets go of the interpreter's lock: a launch waits where the GPU's queue is full, and the
-    # queue may wait for a function of the caller's.
+    # It releases the interpreter's lock: a launch waits if the GPU's queue is full, and the queue
+    # may wait for a host function of the caller.
     return driver_by(ctypes.CDLL).cuLaunchKernelEx

@@ -1,7 +1,7 @@
-"""Results over some of the keys on a GPU: joined and summed in their place, by a kernel each.
+"""Results over some of the keys on a GPU, joined or summed in place by one kernel each.
 
-Sums are of the accumulation dtype. Between the second part and the last, one of float32 has its
-upper half in the place of a result of 16 bits, and its lower half in an array of its own.
+Sums have the accumulation dtype. Between the second part and the last, a float32 sum is split: its
+upper half is stored in the 16-bit result, its lower half in an array of its own.
 """
 
 from typing import Any
@@ -34,11 +34,11 @@ def join_rows(
     is_split: bool,
     splits: bool,
 ) -> None:
-    """Join a part (B, H, n, D) with the rows ``at`` of ``to``, (B, H, N, D): heads of a result.
+    """Join a part (B, H, n, D) with the rows ``at`` of ``to`` (B, H, N, D), heads of a result.
 
-    A part is rows of a contiguous array, and so are its lse of theirs. ``is_split`` says whether
-    the sums are in two halves before, and ``splits`` whether they are then; ``low`` has the lower
-    ones. Sinks (H,) of the dtype of sums join the denominator.
+    A part and its lse are rows of contiguous arrays. ``is_split`` is true if the sums are in two
+    halves before the call, ``splits`` if they are afterwards; ``low`` has the lower halves.
+    ``sinks`` (H,) in the dtype of sums join the denominator.
     """
     parts = (None, None) if part is None else (part.out, part.lse)
     numbers = *_place(to.out, at, parts[0]), int(is_split), int(splits)
@@ -50,20 +50,20 @@ def join_rows(
 def add_halves(
     to: Any, low: Any | None, part: Any, at: slice, *, is_split: bool, splits: bool
 ) -> None:
-    """Add a part (B, H, n, D) to the rows ``at`` of sums (B, H, N, D), as `join_rows` has them."""
+    """Add a part (B, H, n, D) to the rows ``at`` of sums (B, H, N, D), as in `join_rows`."""
     numbers = *_place(to, at, part), int(is_split), int(splits)
     _launch("add_halves", to, _grid(part.shape), (to, low, part), numbers, part.size)
 
 
 def add_rows(sums: Any, part: Any, at: slice) -> None:
-    """Add a part (B, H, n, D) to the rows ``at`` of sums (B, H, N, D), contiguous."""
+    """Add a part (B, H, n, D) to the rows ``at`` of contiguous sums (B, H, N, D)."""
     B, H, n, D = part.shape
     numbers = B * H, n, sums.shape[2], at.start, D
     _launch("add_rows", part, _grid(part.shape), (sums, part), numbers, part.size)
 
 
 def _place(to: Any, at: slice, part: Any | None) -> tuple[int, ...]:
-    """Say where some rows are among those of some heads of a contiguous array, and in the part."""
+    """Return where the rows are among those of the heads of a contiguous array, and in the part."""
     B, H, N, D = to.shape
     row, n = D * to.itemsize, at.stop - at.start
     between = to.strides[0] // row if B > 1 else 0
@@ -74,7 +74,7 @@ def _place(to: Any, at: slice, part: Any | None) -> tuple[int, ...]:
 
 
 def _grid(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Give thread blocks for the elements of each head."""
+    """Return the thread blocks for the elements of each head."""
     B, H, n, D = shape
     blocks = -(-n * D // (32 * _WARPS * _UNROLLED))
     return min(max(1, blocks), _MOST_BLOCKS), min(max(1, B * H), _MOST_HEADS)
@@ -88,7 +88,7 @@ def _launch(
     numbers: tuple[int, ...],
     work: int,
 ) -> None:
-    """Run a kernel on the current stream, if there is something to do."""
+    """Run a kernel on the current stream, unless there is no work."""
     if not work:
         return
     kernel = load(KernelKey(name, like.dtype.name, warps_m=_WARPS))

@@ -1,6 +1,6 @@
-"""Passes of calls like earlier ones, launched from the addresses of their arrays.
+"""Passes of repeated calls, launched from the addresses of their arrays.
 
-Nearly all that a short call costs the host is Python; this is the least of it. Pools of memory give
+Nearly all host time of a short call is Python; this path has the least of it. Memory pools return
 the same addresses again and again, so a loop soon finds all of its launches bound to them.
 """
 
@@ -24,39 +24,39 @@ from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, ROWS, ArrayLayout, 
 from tileattn.kernels.cuda.plan.workspace import ALIGNED
 from tileattn.results import Attention, Gradients
 
-_PART = "_init"  # of the constructor of a CuPy array
+_PART = "_init"  # compiled part of the constructor of a CuPy array
 _address = attrgetter("data.ptr")
 
-MOST = 512  # sets of addresses, of all passes together: a graph takes 100 KiB of the GPU
+MOST = 512  # sets of addresses of all passes; a graph takes 100 KiB of GPU memory
 
-# By the number of a pass and addresses, in the order of the last launches: what is bound to these,
-# or what ran once on them.
+# By pass number and addresses, least recently launched first: launches bound to these addresses, or
+# an executable that ran once on them.
 _met: OrderedDict[tuple[int, ...], Bound | Executable] = OrderedDict()
 _numbers = count()
 
-# Results of up to so many bytes together lie in one piece of memory, which is kept as long as any
-# of them; longer passes keep the GPU busy for longer than it takes the host to get several.
+# Results of up to so many bytes share one allocation, which lives as long as any of them. Larger
+# passes keep the GPU busy for longer than the host needs for several allocations.
 ONE_PIECE = 1 << 20
 
 
 class OwnPieces(partial[Any]):
-    """An allocator of another library, which wants each result in a piece of its own.
+    """An allocator of another library, which needs memory of its own for each result.
 
-    PyTorch takes arrays in one piece for views of each other, and XLA has a place for each.
+    PyTorch takes arrays in one allocation for views of each other, and XLA has a buffer for each.
     """
 
 
 class Pass:
-    """One pass of the calls of one signature: its executables, by all that may yet differ.
+    """One pass of the calls of one signature: its executables, by what may still differ.
 
     Parameters
     ----------
     inputs, results : sequence of str
-        The arrays that it reads, q, k and v first, and those that it writes. Their addresses are
-        given in this order.
+        The arrays that it reads, q, k and v first, and the arrays that it writes. Addresses have
+        this order.
     """
 
-    # Whether addresses are enough: the caller brings all arrays, and none is copied.
+    # True if addresses are enough: the caller provides all arrays, and none is copied.
     is_direct = False
 
     def __init__(self, inputs: Sequence[str], results: Sequence[str]) -> None:
@@ -65,12 +65,12 @@ class Pass:
         self._rows = itemgetter(*(n for n, name in names if name in ROWS))
         self._pairs = [n for n, name in names if name in PAIR_ARRAYS]
         self.executables: dict[Any, Executable] = {}  # by `key`
-        self.nbytes = 0  # of a workspace that is enough for all of these
+        self.nbytes = 0  # workspace that is enough for all executables
         self._number = next(_numbers)
         finalize(self, _forget, self._number)
 
     def key(self, addresses: Sequence[int], device: int) -> tuple[int, ...]:
-        """Give what a plan depends on: alignments, and whether v may be a view of k."""
+        """Return what a plan depends on: device, alignments, and whether v may be a view of k."""
         bits = reduce(or_, self._rows(addresses), MAX_ALIGNMENT)
         key = device, addresses[1] == addresses[2], bits & -bits
         if self._pairs:
@@ -78,7 +78,7 @@ class Pass:
         return key
 
     def keep(self, key: Any, executable: Executable) -> None:
-        """Keep what runs calls of a key."""
+        """Keep an executable for calls of a key."""
         self.executables[key] = executable
         self.nbytes = max(self.nbytes, executable.nbytes)
 
@@ -90,11 +90,11 @@ class Pass:
         stream: Any,
         executable: Executable | None = None,
     ) -> bool:
-        """Start the kernels on a stream of CuPy's; False where no earlier call was like this one.
+        """Start the kernels on a CuPy stream; return False if no earlier call was like this one.
 
-        ``executable`` is what to do where that is so. Nothing else differs from call to call:
-        tensor maps are those of the addresses. Single steps are safe among threads: who launches
-        what is bound takes it out meanwhile.
+        ``executable`` runs such a first call, if given. Nothing else differs from call to call:
+        tensor maps follow from the addresses. Single steps are safe among threads: a thread takes a
+        bound launch out of the table while it launches it.
         """
         key = self._number, device, workspace, *addresses
         found = _met.pop(key, None)
@@ -125,11 +125,10 @@ class Pass:
         device: int,
         workspace: Any = None,
     ) -> None:
-        """Run it on CuPy's current stream and device, with all that it needs.
+        """Run an executable on CuPy's current stream and device, with copies and workspace.
 
-        ``addresses`` are those of the arrays that the executable names; some of the caller's arrays
-        may have to be copied. A workspace takes the place of CuPy's pool; ValueError where it is
-        too small, or on another device.
+        ``addresses`` has the arrays that the executable names. A workspace replaces CuPy's pool;
+        ValueError if it is too small, or on another device.
         """
         import cupy
 
@@ -176,18 +175,18 @@ def _ensure_fits(workspace: Any, nbytes: int, device: int) -> None:
 
 
 class ArrayPass:
-    """A pass on CuPy's arrays, in memory of CuPy's allocator.
+    """A pass on CuPy arrays, in memory of CuPy's allocator.
 
     Parameters
     ----------
     known : Pass
-        What runs it; it is direct.
+        The pass; it is direct.
     inputs, results : mapping of str to array
-        Those of an earlier call.
+        The arrays of an earlier call.
     ndim : int
-        How many axes the caller's q has.
+        Number of axes of the caller's q.
     kind : type
-        What the call returns: a tuple that begins with the results, of ``None`` behind them.
+        What the call returns: a tuple of the results, followed by ``None``.
     """
 
     def __init__(
@@ -215,7 +214,7 @@ class ArrayPass:
         self._stream = cupy.cuda.get_current_stream
 
     def __call__(self, rows: Sequence[Any], options: Options, out: Any | None = None) -> Any:
-        """Run it on CuPy's current stream; None where no earlier call was like it.
+        """Run the pass on CuPy's current stream; None if no earlier call was like this one.
 
         ``out`` takes the place of the first result.
         """
@@ -228,7 +227,7 @@ class ArrayPass:
                 return None
             addresses.append(memory.ptr)
         alloc = self._allocator()
-        nbytes, at = self._known.nbytes, 0  # of the workspace, which the stream's order frees
+        nbytes, at = self._known.nbytes, 0  # of the workspace, which is freed in stream order
         if out is not None:
             *others, place = addresses
             if self._overlaps(place, others):
@@ -253,11 +252,11 @@ class ArrayPass:
 
 
 def maker(parts: Sequence[tuple[Any, np.dtype[Any], int]]) -> Callable[[Any], list[Any]]:
-    """Give what makes contiguous arrays of some shapes and dtypes, whatever they hold.
+    """Return an allocator of uninitialised contiguous arrays of some shapes and dtypes.
 
-    It takes the memory in which they begin behind so many bytes, or None: they have each their own.
-    It is the constructor of CuPy's class without what that does in Python, a third of its time; of
-    a CuPy without such a part, all of it. ``cupy.empty`` takes longer.
+    It takes the memory in which the arrays start at some offsets, or None for memory of their own.
+    It is the constructor of CuPy's class without its Python part, a third of its time, or the whole
+    constructor if CuPy has no such part. ``cupy.empty`` takes longer.
     """
     import cupy
 
@@ -265,7 +264,7 @@ def maker(parts: Sequence[tuple[Any, np.dtype[Any], int]]) -> Callable[[Any], li
     if init is None:
         return lambda memory: [kind(x, dtype, memory and memory + n) for x, dtype, n in parts]
     new = kind.__base__.__new__
-    # CuPy finds the types of NumPy's own dtypes at once.
+    # CuPy looks up the types of NumPy's own dtypes fastest.
     found = [(x, dtype.type if dtype.isbuiltin == 1 else dtype, n) for x, dtype, n in parts]
 
     def make(memory: Any) -> list[Any]:
@@ -281,7 +280,7 @@ def maker(parts: Sequence[tuple[Any, np.dtype[Any], int]]) -> Callable[[Any], li
 
 @cache
 def _own_part() -> Callable[..., None] | None:
-    """Find the part of CuPy's constructor that is not Python, and see that it is what it was."""
+    """Find the compiled part of CuPy's constructor, and check that it works as expected."""
     import cupy
 
     kind, init = cupy.ndarray, getattr(cupy.ndarray, _PART, None)

@@ -1,4 +1,4 @@
-"""Streams of CuPy's, and what kernels on them may still read."""
+"""CuPy streams, and the memory that kernels on them may still read."""
 
 import ctypes
 import threading
@@ -10,7 +10,7 @@ import numpy as np
 
 from tileattn.backends.cupy.driver import driver_by
 
-PER_THREAD = 2  # the handle, in every thread, of the default stream that is the thread's own
+PER_THREAD = 2  # handle of the per-thread default stream, in every thread
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 _kept: dict[int, object] = {}
@@ -23,13 +23,13 @@ def current_stream() -> Any:
 
 
 def is_capturing(stream: Any = None) -> bool:
-    """Whether a stream, CuPy's current one by default, takes down a graph instead of running it."""
+    """Return True if a stream, by default CuPy's current one, is being captured."""
     return bool((stream or current_stream()).is_capturing())
 
 
 @contextmanager
 def unrestricted() -> Iterator[None]:
-    """Let this thread call what would break captures of others, as far as CUDA knows."""
+    """Let this thread make calls that CUDA forbids while another thread captures."""
     exchange = driver_by(ctypes.PyDLL).cuThreadExchangeStreamCaptureMode
     mode = ctypes.c_int(_RELAXED)
     exchange(ctypes.byref(mode))
@@ -40,16 +40,17 @@ def unrestricted() -> Iterator[None]:
 
 
 def stream_name(stream: Any = None) -> tuple[int, int]:
-    """Name a stream: its handle, and the thread where that decides, too."""
+    """Name a stream: by its handle, and for a per-thread default stream by its thread."""
     handle: int = (stream or current_stream()).ptr
     return handle, threading.get_ident() if handle == PER_THREAD else 0
 
 
 def uploaded(x: np.ndarray[Any, Any]) -> Any:
-    """Copy to the GPU, for later calls, too: complete before any stream may read it.
+    """Copy an array to the GPU for later calls; the copy is complete before any stream reads it.
 
-    The memory is of CuPy's own pool. An allocator that the caller has set is for what ends with the
-    call: ``torch.compile``, for one, refuses what stays in the memory of a CUDA graph.
+    The memory comes from CuPy's own pool. An allocator set by the caller is for memory that ends
+    with the call: ``torch.compile``, for example, refuses anything that stays in the memory of a
+    CUDA graph.
     """
     import cupy
 
@@ -58,10 +59,10 @@ def uploaded(x: np.ndarray[Any, Any]) -> Any:
 
 
 def outlive_readers(owner: object, name: tuple[int, int], stream: Any = None) -> None:
-    """Keep memory for good where what a stream is given may read it after it is dropped.
+    """Keep memory for good if a stream may read it after it is dropped.
 
-    Freed memory is for the stream of this name, on which it was taken, and which does not wait for
-    others; and a graph reads it whenever it is replayed.
+    Freed memory is reused by the stream ``name``, on which it was allocated and which does not wait
+    for other streams; a graph reads the memory whenever it is replayed.
     """
     if stream_name(stream) != name or is_capturing(stream):
         _kept[id(owner)] = owner

@@ -20,16 +20,16 @@ _INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUND
 class EncodedMaps(dict[tuple[int, ...], tuple[Any, int]]):
     """The tensor maps of a launch by the addresses of its arrays, encoded at the first look-up.
 
-    An entry is the memory that holds the maps, which nobody writes to any more, and the address
-    where they begin: a launch passes them by value. Who launches holds the memory. When there are
-    many entries all are dropped; single steps are safe among threads. ``pick`` takes the addresses
-    from those of all arrays, in the order of the parameter block.
+    An entry is the memory of the maps, which is not written again, and its aligned start. The
+    launching thread keeps a reference to it. A full dictionary is cleared; single steps are safe
+    among threads. ``pick`` selects the addresses from those of all arrays, in the order of the
+    parameter block.
     """
 
     def __init__(self, maps: Sequence[TensorMap]) -> None:
         self._encoders = tuple(map(_Encoder, maps))
         first, *others = (POINTERS.index(one.name) for one in maps)
-        # Of one index, an itemgetter gives no tuple.
+        # An itemgetter of one index returns no tuple.
         self.pick: Callable[[Sequence[int]], tuple[int, ...]] = (
             itemgetter(first, *others) if others else lambda cells: (cells[first],)
         )
@@ -37,8 +37,8 @@ class EncodedMaps(dict[tuple[int, ...], tuple[Any, int]]):
     def __missing__(self, addresses: tuple[int, ...]) -> tuple[Any, int]:
         from cupy.cuda import runtime
 
-        runtime.setDevice(runtime.getDevice())  # the driver wants a context in this thread
-        # One map more, so that they can begin at a multiple of their size.
+        runtime.setDevice(runtime.getDevice())  # the driver requires a context in this thread
+        # Room for one more, to align the maps to their size.
         memory = ctypes.create_string_buffer(MAP_BYTES * (len(addresses) + 1))
         start = -(-ctypes.addressof(memory) // MAP_BYTES) * MAP_BYTES
         for n, (encoder, address) in enumerate(zip(self._encoders, addresses, strict=True)):
@@ -50,7 +50,7 @@ class EncodedMaps(dict[tuple[int, ...], tuple[Any, int]]):
 
 
 class _Encoder:
-    """The arguments of the driver's function, but for the addresses."""
+    """The arguments of the driver's function, except the addresses."""
 
     def __init__(self, described: TensorMap) -> None:
         self._function = _driver_function()
@@ -66,19 +66,19 @@ class _Encoder:
 
     def encode(self, place: int, address: int) -> None:
         """Write the map of an array to an address on the host, a multiple of 64."""
-        # Without a list of types at the function, ctypes takes half the time.
+        # ctypes takes half the time without a list of argument types.
         pointer = ctypes.c_void_p
         status = self._function(pointer(place), self._dtype, 4, pointer(address), *self._arguments)
         if status:
             raise RuntimeError(
-                f"the driver makes no tensor map of {self._described}, at {address:#x}: "
-                f"cuTensorMapEncodeTiled returned {status}; arrays with plain strides are accepted "
-                f"(cupy.ascontiguousarray({self._described.name}) makes one)"
+                f"the driver could not encode a tensor map of {self._described}, at {address:#x}: "
+                f"cuTensorMapEncodeTiled returned {status}; pass a contiguous array "
+                f"(cupy.ascontiguousarray({self._described.name}))"
             )
 
 
 @functools.cache
 def _driver_function() -> Any:
-    # It keeps the interpreter's lock: a call takes a microsecond, and to get the lock back from
-    # another thread would take thousands.
+    # It keeps the interpreter's lock: a call takes a microsecond, getting the lock back from
+    # another thread may take thousands.
     return driver_by(ctypes.PyDLL).cuTensorMapEncodeTiled

@@ -32,7 +32,7 @@ def append_kv(
     rotary: tuple[Any, Any] | None,
     interleaved: bool,
 ) -> Any:
-    """Run a validated call; give the new lengths, or None where the host knows them."""
+    """Run a validated call; return the new lengths, or None if the host knows them."""
     import cupy
 
     arrays = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
@@ -56,7 +56,7 @@ def append_kv(
 
 
 def rope(x: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, inverse: bool) -> Any:
-    """Run a validated call; one position is that of the first row."""
+    """Run a validated call; a single position is the position of the first row."""
     import cupy
 
     out = cupy.ndarray(x.shape, x.dtype)
@@ -112,7 +112,7 @@ def _prepared(
 
 
 def _on_device(integers: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy those of the host to the device, all at once; kernels read 4 or 8 bytes each."""
+    """Upload host integers in one copy; kernels read 4 or 8 bytes each."""
     import cupy
 
     found = {

@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.cuda.plan.assigned import Array, ends_of, loads_of
-from tests.kernels.cuda.plan.planning import A100, H200, asked, backward, forward, kernels
-from tileattn.kernels.cuda.families.hopper import HOPPER
+from tests.kernels.cuda.plan.planning import H200, asked, forward
 from tileattn.kernels.cuda.plan.assignment import assign
-from tileattn.kernels.cuda.plan.device import Device
 
 COSTS = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 
@@ -69,12 +67,6 @@ def test_the_longest_worker_exchanges_tiles(times: list[int], workers: int, long
     assert (longest_of_greedy(times, workers) > longest) == (len(set(times)) > 1)
 
 
-def test_exchanges_leave_the_first_tiles_and_the_order() -> None:
-    """Tiles 2 and 5 are exchanged, not 0 and 5, and each goes to its place in the order."""
-    costs = np.array([3, 3, 3, 3, 2, 2, 2])
-    assert assign(np.arange(7), costs, 2).T.tolist() == [[0, 4, 5, 6, 7], [1, 2, 3, 7, 7]]
-
-
 @given(COSTS, st.integers(1, 5), st.integers(2, 3), st.data())
 def test_teams_go_in_step(times: list[int], teams: int, team: int, data: st.DataObject) -> None:
     """Where as many successive tiles are alike, those of a team always have equal ones."""
@@ -101,16 +93,6 @@ def test_late_workers_end_with_the_others(
 # --- plans ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", [H200, A100])
-def test_who_has_an_assignment(device: Device) -> None:
-    sizes: dict[str, Any] = {"B": 1, "Hq": 12, "Hkv": 2, "Nq": 3000, "Nk": 3000, "D": 8, "Dv": 8}
-    causal = asked(window=(None, 0), **sizes)
-    assert ("assignment" in forward(causal, device).constants) == (device is H200)
-    assert forward(asked(**sizes), device).constants == {}
-    assert backward(causal, device).constants == {}
-    assert (kernels(forward(causal, device)) == [HOPPER]) == (device is H200)
-
-
 def test_late_thread_blocks_are_launched_for_an_assignment_alone() -> None:
     sizes: dict[str, Any] = {"B": 1, "Hq": 16, "Hkv": 16, "Nq": 6000, "Nk": 6000, "D": 64, "Dv": 64}
     plan = forward(asked(**sizes), H200)
@@ -121,12 +103,3 @@ def test_late_thread_blocks_are_launched_for_an_assignment_alone() -> None:
     assert plain.constants == {}
     assert plain.launches == (launch._replace(grid=H200.sm_count),)
     assert plain == replace(plan, launches=plain.launches, constants={})
-
-
-@pytest.mark.parametrize("Nq", [300, 3000])
-def test_groups_of_a_thread_block_have_columns_of_their_own(Nq: int) -> None:
-    problem = asked(B=1, Hq=24, Hkv=2, Nq=Nq, Nk=3000, D=64, Dv=64, window=(None, 0))
-    plan = forward(problem, replace(H200, sm_count=5))
-    (launch,) = plan.launches
-    assert (launch.grid, launch.key.groups) == (5, 2)
-    assert plan.constants["assignment"].shape[1] == 10

@@ -51,25 +51,6 @@ def test_a_plan_is_a_value(device: Device) -> None:
     assert hash(contiguous_inputs(problem)) == hash(contiguous_inputs(again))
 
 
-def test_a_plan_can_be_printed() -> None:
-    problem = asked(**LONG, window=(None, 0))
-    report = str(forward(problem, H200))
-    for line in (
-        "problem    float16, B 2, Hq 6, Hkv 2, Nq 3000, Nk 3000, D 64, Dv 64",
-        "device     H200, sm_90a, 132 SMs",
-        "launch     forward_sm90 128 x 64, 64/64 columns, 4 stages, 2 groups: 132 blocks of "
-        "640 threads",
-        "           because wgmma and tensor maps, tiles from measurements",
-        "upload     assignment int32 (3, 264)",
-        "TMA        q of shape (2, 6, 3000, 64), strides (2304000, 384000, 128) bytes, in boxes of "
-        "64 rows",
-    ):
-        assert line in report.splitlines()
-    report = str(backward(problem, A100))
-    assert "workspace" in report
-    assert report.count("launch") == 5
-
-
 @pytest.mark.parametrize(("address", "expected"), [(0, 16), (7, 1), (12, 4), (24, 8), (4096, 16)])
 def test_the_alignment_of_an_address(address: int, expected: int) -> None:
     assert alignment_of(address) == expected
@@ -194,25 +175,6 @@ def test_lengths_that_differ_are_constants() -> None:
     assert {"length", "offset"}.isdisjoint(plan.fields)
 
 
-def test_the_order_of_the_work_tiles_is_told() -> None:
-    problem = asked(D=128, Dv=128, B=3, Hkv=50, Hq=50, Nq=512, Nk=4096)
-    for deterministic, groups in ((False, 6), (True, 5)):
-        told = backward(problem, H200, deterministic=deterministic).fields
-        assert (told["head_groups"], told["in_order"]) == (groups, deterministic)
-    little = asked(D=128, Dv=128, B=1, Hkv=2, Hq=2, Nq=64, Nk=256)  # fewer blocks than one group's
-    assert backward(little, H200, deterministic=True).fields["head_groups"] == 2
-
-
-@pytest.mark.parametrize(
-    ("length", "groups"), [(512, (13, 13)), (2048, (45, 45)), (4096, (80, 100))]
-)
-def test_long_causal_calls_have_whole_waves(length: int, groups: tuple[int, int]) -> None:
-    """As many heads go together as fit a quarter of the L2, or a wave; of 4096 keys one at most."""
-    problem = asked(D=128, Dv=128, B=8, Hkv=50, Hq=50, Nq=length, Nk=length)
-    plans = (backward(replace(problem, window=x), H200) for x in ((None, None), (None, 0)))
-    assert tuple(plan.fields["head_groups"] for plan in plans) == groups
-
-
 @pytest.mark.parametrize(
     ("changed", "arrays", "natural"),
     [
@@ -290,40 +252,6 @@ def test_copies_are_as_wide_as_all_rows_allow(name: str, alignment: int) -> None
             assert widths == {alignment}
 
 
-@pytest.mark.parametrize(("block", "keys"), [(128, 64), (64, 64), (48, 48), (100, 48), (32, 64)])
-def test_tiles_lie_along_the_blocks_of_a_mask(block: int, keys: int) -> None:
-    """With 64 columns the fastest tiles have 48 keys, of which 128 are no multiple."""
-    problem = asked(enabled_options=("block_mask",), D=64, Dv=64)
-    mask = BlockMask(np.ones((1, -(-NK // block)), bool), (128, block))
-    layout = replace(contiguous_inputs(problem), block_mask=mask)
-    assert forward(problem, A100, layout).launches[0].key.tile == (128, keys)
-    assert forward(asked(D=64, Dv=64), A100).launches[0].key.tile == (128, 48)
-    plain, masked = backward(asked(D=64, Dv=64), A100), backward(problem, A100, layout)
-    assert [x.key.tile for x in plain.launches] == [x.key.tile for x in masked.launches]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, {"fold_scale"}),
-        ({"softcap": 9.0}, {"softcap"}),
-        ({"enabled_options": {"alibi_slopes"}}, {"alibi"}),
-        ({"enabled_options": {"mask"}}, {"mask", "fold_scale"}),
-        ({"enabled_options": {"block_mask"}}, {"block_mask", "fold_scale"}),
-        ({"dropout_p": 0.1}, {"dropout", "fold_scale"}),
-    ],
-)
-def test_options_that_kernels_are_compiled_for(options: Fields, expected: set[str]) -> None:
-    """What is recomputed before, of the scores alone, does not know of dropout."""
-    problem = replace(asked(), **options)
-    names = ("softcap", "alibi", "mask", "block_mask", "dropout", "fold_scale")
-    for dim in (24, 300):
-        launches = backward(replace(problem, D=dim)).launches[1:]
-        for launch in (*forward(replace(problem, D=dim)).launches, *launches):
-            on = {name for name in names if getattr(launch.key, name)}
-            assert on == expected - ({"dropout"} if launch == launches[0] else set())
-
-
 # --- launches -----------------------------------------------------------------------------------
 
 
@@ -344,56 +272,6 @@ def test_what_the_backward_pass_launches(dtype: str) -> None:
     assert kernels(plan) == [*BEFORE, *SUMMED]
     writes = [launch.key.kernel for launch in plan.launches if launch.key.write_dbias]
     assert writes == ["backward_dkdv"]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rows", "finish"), [("float16", 24, 14), ("float32", 48, 28), ("float64", 96, 56)]
-)
-def test_every_row_has_its_lanes(dtype: str, rows: int, finish: int) -> None:
-    """Blocks of 128 threads, as many lanes for a row as it has pieces of 16 bytes.
-
-    Heads are padded to 128 rows of 64 columns before the pass over keys, where a lane takes four
-    pieces; what follows takes 32 columns of 444 rows.
-    """
-    plan = backward(asked(dtype))
-    grids = {launch.key.kernel: (launch.key.threads, launch.grid) for launch in plan.launches}
-    assert grids["backward_preprocess"] == (128, rows)
-    assert grids["backward_dq_convert"] == (128, finish)
-
-
-def bias_of(*shape: int) -> Fields:
-    return {"bias": contiguous(shape, "float16")}
-
-
-TILED: Fields = {"Nq": 300, "Nk": 530, "D": 64, "Dv": 64}
-NARROW = replace(contiguous((B, HQ, 300, 64), "float16"), alignment=4)
-GRIDS: list[tuple[Fields, Fields, dict[str, int]]] = [
-    (TILED, {}, {"forward": 36, "backward_large_scores": 36, "backward_dkdv": 36}),
-    (TILED, {}, {"backward_preprocess": 72, "backward_dq_convert": 225, "backward_dq": 36}),
-    # As many as run at a time, of what computes flagged heads again.
-    (TILED | {"B": 40}, {}, {"forward": 720, "backward_dq": 108, "backward_large_scores": 108}),
-    (TILED | {"Dv": 0}, {}, {"forward": 36}),
-    (TILED | {"D": 192, "Dv": 40}, {}, {"backward_preprocess": 72, "backward_dq_convert": 900}),
-    (TILED, {"q": NARROW}, {"backward_preprocess": 288, "backward_dq_convert": 900}),
-    (TILED, bias_of(1, HQ, 300, 530), {"backward_dbias": 6 * 5 * 5}),
-    (TILED, bias_of(1, HQ, 1, 530), {"backward_dbias": 6 * 5}),
-    (TILED, bias_of(B, 1, 300, 1), {"backward_dbias": 2 * 5}),
-    (TILED, bias_of(1, 1, 1, 1), {"backward_dbias": 1}),
-    (TILED | {"D": 300}, {}, {"naive_forward": 900, "naive_dkdv": 530, "naive_dq": 900}),
-    (TILED | {"Dv": 300}, {}, {"naive_large_scores": 900, "backward_preprocess": 288}),
-    (TILED | {"D": 300}, bias_of(1, HQ, 300, 1), {"naive_dbias": 450}),
-]
-
-
-@pytest.mark.parametrize(("sizes", "arrays", "grids"), GRIDS)
-def test_grids(sizes: Fields, arrays: Fields, grids: dict[str, int]) -> None:
-    problem = asked(enabled_options=arrays.keys() & {"bias"}, **sizes)
-    found = {
-        launch.key.kernel: launch.grid
-        for plan in (backward(problem, A100, **arrays), forward(problem, A100, **arrays))
-        for launch in plan.launches
-    }
-    assert {name: found[name] for name in grids} == grids
 
 
 def test_a_gradient_of_lse_does_not_slow_the_copies() -> None:

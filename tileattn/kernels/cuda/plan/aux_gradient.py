@@ -1,4 +1,4 @@
-"""The gradients of the arrays that a ``score_mod`` reads: what sums them, and in which copies."""
+"""Gradients of the arrays that a ``score_mod`` reads: which places sum them, in how many copies."""
 
 import math
 from functools import lru_cache
@@ -17,25 +17,25 @@ from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, Constant, contiguous
 from tileattn.kernels.cuda.plan.params import aux_name
 
-MOST_OF_TILE = 1 << 12  # elements that the pairs of a tile may reach
-_TILE = 64  # queries and keys of a tile, for that
-_ROWS = 128  # queries of a tile of the kernels that sum, at most
-_LOOKED_AT = 64  # tiles along each axis
-_COPIES_BYTES = 1 << 28  # of the sums of an array, where there is more than one copy
+MOST_OF_TILE = 1 << 12  # elements that the pairs of a tile may read
+_TILE = 64  # queries and keys of such a tile
+_ROWS = 128  # queries of a tile of the kernels that sum, upper bound
+_LOOKED_AT = 64  # tiles looked at along each axis
+_COPIES_BYTES = 1 << 28  # bytes of the copies of an array's sums, if there are several
 
 
 class LearnedArray(NamedTuple):
     """How one place of a ``score_mod`` sums the gradient of the array that it reads."""
 
     element: Learned
-    heads: int  # batch entries and heads whose elements no other reads
+    heads: int  # batch entries and heads with elements of their own
     copies: int  # of the sums
     array: int
     shape: tuple[int, ...]
 
     @property
     def own_rows(self) -> bool:
-        """Whether queries have elements of their own."""
+        """True if queries have elements of their own."""
         return "i" in self.element.own
 
 
@@ -45,15 +45,15 @@ def daux_name(n: int) -> str:
 
 
 def sums_name(n: int) -> str:
-    """Name the copies of its sums."""
+    """Name the copies of the sums of an array."""
     return f"sums of {aux_name(n)}"
 
 
 def learned_arrays(P: Problem, layout: CallLayout, sm_count: int) -> tuple[LearnedArray, ...]:
     """List the elements whose gradients a backward pass computes.
 
-    Thread blocks that share elements have a copy of the sums each. There are as many as the GPU
-    runs at a time, and memory allows.
+    Each thread block that shares elements with others has a copy of the sums. There are as many
+    copies as thread blocks run at a time, and as memory allows.
     """
     if P.score_mod is None or not P.B * P.Hq * P.Nq * P.Nk:
         return ()
@@ -81,7 +81,7 @@ def learned_arrays(P: Problem, layout: CallLayout, sm_count: int) -> tuple[Learn
 def learned_layouts(
     layout: CallLayout, learned: tuple[LearnedArray, ...]
 ) -> dict[str, ArrayLayout]:
-    """Describe gradients and sums, in the order of the text of the functions."""
+    """Describe gradients and sums, in the order in which the CUDA functions take them."""
     found: dict[str, ArrayLayout] = {}
     for x in sorted(learned, key=lambda x: x.array):
         found[daux_name(x.array)] = contiguous(x.shape, layout.aux[x.array].dtype)
@@ -90,7 +90,7 @@ def learned_layouts(
 
 
 def with_gradients(P: Problem, layout: CallLayout) -> CallLayout:
-    """Add the gradients of the arrays that a ``score_mod`` reads, where they can be computed."""
+    """Add the gradients of arrays that a ``score_mod`` reads, if they can be computed."""
     arrays = layout.aux
     shapes = tuple(x.shape for x in arrays)
     if P.score_mod is None or why_not_learned(P, shapes, layout.origin) is not None:
@@ -103,7 +103,7 @@ def with_gradients(P: Problem, layout: CallLayout) -> CallLayout:
 def why_not_learned(
     P: Problem, shapes: tuple[tuple[int, ...], ...], origin: Constant | None = None
 ) -> str | None:
-    """Say why the gradient of an array cannot be computed, if so; ``shapes`` are those of all."""
+    """Return why the gradient of an array cannot be computed; None if it can."""
     if P.score_mod is None or not P.B * P.Hq * P.Nq * P.Nk:
         return None
     for node in learned_elements(P.score_mod):
@@ -131,9 +131,9 @@ def elements_of_tile(
     arrays: int,
     origin: Constant | None = None,
 ) -> int:
-    """Bound how many elements the pairs of a tile read, of tiles all over the pairs.
+    """Bound the number of elements that the pairs of a tile read.
 
-    Of so many arrays the last is the origin, if there is one.
+    It looks at tiles all over the pairs. The last of the arrays is the origin, if there is one.
     """
     inputs: dict[str, Any] = {}
     for axis, (name, n, step) in enumerate(zip("bhij", sizes, (1, 1, _TILE, _TILE), strict=True)):

@@ -19,7 +19,7 @@ LENGTHS = ((1, 2), (1024, 1024), (8192, 8192))
 
 
 def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> list[KernelKey]:
-    """List the kernels that calls without options need, for both passes, of contiguous arrays."""
+    """List the kernels that calls without options need, for both passes of contiguous arrays."""
     device = device_of_arch(arch)
     found: dict[KernelKey, None] = {}
     for dtype, dim, window, (Nq, Nk) in product(dtypes, list(head_dims), WINDOWS, LENGTHS):
@@ -30,5 +30,5 @@ def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> l
 
 
 def context_of(arch: str, alignment_bytes: int = MAX_ALIGNMENT) -> LaunchContext:
-    """Give the context of plain arrays on one SM of a GPU of a named architecture."""
+    """Return the context of contiguous arrays on one SM of a GPU of an architecture."""
     return LaunchContext(alignment_bytes, device_of_arch(arch).shared_limit, arch=arch)

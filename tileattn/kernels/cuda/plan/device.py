@@ -44,6 +44,6 @@ def device_of_arch(arch: str) -> Device:
     known = [number for number in _GPUS if found and number <= int(found[1])]
     if not known:
         names = ", ".join(f"sm_{number}" for number in _GPUS)
-        raise ValueError(f"arch is {arch!r}; {names} and newer ones are accepted")
+        raise ValueError(f"arch must be one of {names}, or newer; got {arch!r}")
     name, sm_count, shared, l2 = _GPUS[max(known)]
     return Device(name, arch, sm_count, shared * 1024, l2 << 20, tuning_of(arch))

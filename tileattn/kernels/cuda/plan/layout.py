@@ -13,14 +13,14 @@ from tileattn.call.block_mask import BlockMask
 from tileattn.call.options import options_with
 from tileattn.call.problem import Problem
 
-MAX_ALIGNMENT = 16  # bytes of the widest copy: kernels know of no stricter alignment
+MAX_ALIGNMENT = 16  # bytes of the widest copy: kernels use no stricter alignment
 MIN_ALIGNMENT = 4  # bytes of the narrowest copy that does not go through registers
 
-# Integers that kernels read with 4 or 8 bytes each, in the order of these sizes in the parameters.
+# Integers of 4 or 8 bytes, in the order of their sizes in the parameter block.
 INTEGERS = options_with(value="integers", host_only=False, lowered=False)
 
-# Arrays of any strides in which a row is contiguous; those that are contiguous, in the accumulation
-# dtype; and in another.
+# Arrays of any strides with contiguous rows; contiguous arrays in the accumulation dtype; other
+# contiguous arrays.
 ROWS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
 _ACCUMULATED = frozenset({*options_with(value="array", broadcasts=False, lowered=False), "dsinks"})
 _CONTIGUOUS = frozenset({"lse", *INTEGERS})
@@ -33,7 +33,7 @@ class ArrayLayout:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
-    alignment: int = MAX_ALIGNMENT  # largest power of two that divides its address, up to this
+    alignment: int = MAX_ALIGNMENT  # of its address: see `alignment_of`
 
     @property
     def itemsize(self) -> int:
@@ -51,20 +51,20 @@ class ArrayLayout:
 
     @property
     def row_strides(self) -> tuple[int, ...]:
-        """Strides in bytes between rows, along axes that have more than one entry."""
+        """Strides in bytes between rows, along axes longer than 1."""
         pairs = zip(self.shape[:-1], self.strides, strict=False)
         return tuple(stride for n, stride in pairs if n > 1)
 
     @property
     def row_alignment(self) -> int:
-        """Bytes that every row starts and ends aligned to; 0 where a row is not contiguous."""
+        """Alignment in bytes of both ends of every row; 0 if rows are not contiguous."""
         if self.shape[-1] < 2 or self.strides[-1] != self.itemsize:
             return 0
         return math.gcd(self.alignment, self.shape[-1] * self.itemsize, *self.row_strides)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it lies in C order without gaps."""
+        """True if the array lies in C order without gaps."""
         step = self.itemsize
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if n > 1 and stride != step:
@@ -75,7 +75,7 @@ class ArrayLayout:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """An array that a plan brings to the device, in C order: equal ones are equal values."""
+    """A host array that a plan uploads, in C order; equal constants have equal values."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -91,46 +91,46 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """The arrays of one pass that are on the device, by their names in the parameter block."""
+    """The arrays of one pass on the device, by their names in the parameter block."""
 
     arrays: tuple[tuple[str, ArrayLayout], ...]
-    kv_lengths: tuple[int, ...] | None  # one a batch entry; None where they are on the device
+    kv_lengths: tuple[int, ...] | None  # of each batch entry; None if they are on the device
     q_offset: tuple[int, ...] | None
     block_mask: BlockMask | None = None
-    evaluated_mask: BlockMask | None = None  # a block mask of which kernels read no pairs
-    cu_seqlens: tuple[tuple[str, tuple[int, ...]], ...] = ()  # offsets that are on the host
-    host_aux: tuple[tuple[str, Constant], ...] = ()  # values of aux that are on the host
-    origin: Constant | None = None  # from which dropout counts
-    near_origin: int | None = None  # number in aux of one that is near, from which functions count
-    v_is_k: bool = False  # whether v is a view of the first columns of k
+    evaluated_mask: BlockMask | None = None  # a block mask that kernels evaluate pair by pair
+    cu_seqlens: tuple[tuple[str, tuple[int, ...]], ...] = ()  # offsets on the host
+    host_aux: tuple[tuple[str, Constant], ...] = ()  # arrays of aux on the host
+    origin: Constant | None = None  # indices from which dropout counts
+    near_origin: int | None = None  # number in aux of an origin that fits in 32 bits
+    v_is_k: bool = False  # True: v is a view of the first columns of k
 
     @property
     def listed_mask(self) -> BlockMask | None:
-        """The block mask whose kinds say which tiles are computed."""
+        """The block mask whose kinds decide which tiles are computed."""
         return self.evaluated_mask if self.block_mask is None else self.block_mask
 
     def get(self, name: str) -> ArrayLayout | None:
-        """Look up an array; None where the call has none of the name."""
+        """Return an array by name; None if the call has none."""
         return next((x for each, x in self.arrays if each == name), None)
 
     @property
     def aux(self) -> tuple[ArrayLayout, ...]:
-        """What the caller's own functions read."""
+        """The arrays that the caller's own functions read."""
         return tuple(self.aux_by_name.values())
 
     @property
     def aux_by_name(self) -> dict[str, ArrayLayout]:
-        """The same by their names."""
+        """The arrays that the caller's own functions read, by name."""
         known = {name: x for name, x in self.arrays if name.startswith("aux[")}
         known |= {name: contiguous(x.shape, x.dtype) for name, x in self.host_aux}
         return dict(sorted(known.items(), key=lambda item: int(item[0][len("aux[") : -1])))
 
     def with_arrays(self, **more: ArrayLayout) -> "CallLayout":
-        """Add arrays, or replace those of the same name."""
+        """Add arrays, or replace arrays of the same name."""
         return replace(self, arrays=tuple((dict(self.arrays) | more).items()))
 
     def with_contiguous_results(self, problem: Problem, direction: str) -> "CallLayout":
-        """Add what a pass reads or writes besides the inputs, as `forward` and `backward` do."""
+        """Add the other arrays of a pass, all contiguous."""
         P, dtype, accum = problem, problem.dtype.name, problem.accum_dtype.name
         more = {"out": contiguous((P.B, P.Hq, P.Nq, P.Dv), dtype)}
         more["lse"] = contiguous((P.B, P.Hq, P.Nq), accum)
@@ -156,7 +156,7 @@ def contiguous(shape: tuple[int, ...], dtype: str) -> ArrayLayout:
 
 
 def contiguous_inputs(problem: Problem) -> CallLayout:
-    """Describe a call of contiguous q, k and v and full lengths, aligned at the bottom right."""
+    """Describe contiguous q, k and v, full lengths, and bottom-right alignment."""
     P, dtype = problem, problem.dtype.name
     shapes = {
         "q": (P.B, P.Hq, P.Nq, P.D),
@@ -168,7 +168,7 @@ def contiguous_inputs(problem: Problem) -> CallLayout:
 
 
 def copies(problem: Problem, layout: CallLayout) -> Iterator[tuple[str, ArrayLayout]]:
-    """Yield the contiguous arrays that kernels use in place of those that they cannot address."""
+    """Yield the contiguous copies that replace arrays which kernels cannot address."""
     for name, x in layout.arrays:
         dtype = x.dtype
         if name in ROWS:
@@ -188,14 +188,14 @@ def _itemsize(dtype: str) -> int:
 
 
 def _read_as(problem: Problem, name: str, dtype: str) -> str:
-    """Say in which dtype kernels read an array."""
+    """Return the dtype in which kernels read an array."""
     if name in INTEGERS:
         return "int32" if dtype == "int32" else "int64"
     return problem.accum_dtype.name if name in _ACCUMULATED else dtype
 
 
 def alignment_of(address: int) -> int:
-    """Give the largest power of two, up to `MAX_ALIGNMENT`, that divides an address."""
+    """Return the largest power of two, up to `MAX_ALIGNMENT`, that divides an address."""
     bits = address | MAX_ALIGNMENT
     return bits & -bits
 

@@ -27,7 +27,7 @@ POINTERS = (
     *("bias", "dbias", "mask", "dsinks", "block_kinds", "block_bits"),
     *("tile_kinds", "tile_ranks", "tile_list", "assignment", "origin"),
 )
-"""Arrays, in the order of their addresses: a short call writes no more than it must."""
+"""Arrays, in the order of their addresses: a short call writes only the first ones."""
 
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 _PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_kinds", "tile_list")
@@ -127,7 +127,7 @@ def number_fields(
 ) -> dict[str, Any]:
     """Fill in what the numbers of a call decide, except the addresses.
 
-    ``layout`` describes the caller's arrays, ``arrays`` those that kernels read and write;
+    ``layout`` describes the caller's arrays, ``arrays`` the arrays that kernels read and write;
     ``schedule`` has the fields of that section.
     """
     return (

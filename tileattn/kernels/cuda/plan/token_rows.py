@@ -1,6 +1,6 @@
 """Plans of the kernels that write rows of tokens: ``append_kv`` and ``rope``.
 
-They belong to no attention call, and have a block of parameters of their own: counterpart of
+They belong to no attention call, and have a parameter block of their own: counterpart of
 ``src/token_rows.cuh``.
 """
 
@@ -17,9 +17,9 @@ POINTERS = (
     *("k", "v", "k_cache", "v_cache", "cos", "sin"),
     *("positions", "cu_seqlens", "block_table", "new_lengths"),
 )
-"""Arrays, in the order of their addresses. Behind these is one number, ``position``."""
+"""Arrays, in the order of their addresses. One number follows: ``position``."""
 
-_MANY_BLOCKS = 2048  # thread blocks that fill any GPU
+_MANY_BLOCKS = 2048  # enough thread blocks to fill any GPU
 _WARPS = 4
 _STRIDES = ("b", "h", "n", "d")
 _ARRAYS = {
@@ -38,7 +38,7 @@ Layouts = tuple[tuple[str, ArrayLayout], ...]
 
 
 class RowsPlan(NamedTuple):
-    """One launch: what its parameter block has behind the addresses and ``position``."""
+    """One launch, and the cells of its parameter block after the addresses and ``position``."""
 
     key: KernelKey
     grid: tuple[int, int, int]
@@ -48,10 +48,10 @@ class RowsPlan(NamedTuple):
 def plan_append(
     layouts: Layouts, sequences: int, table_width: int | None, interleaved: bool
 ) -> RowsPlan:
-    """Plan ``append_kv``, of arrays by their names in the parameter block.
+    """Plan ``append_kv``; arrays have their names in the parameter block.
 
-    New tokens are packed where ``k`` has three axes. ``table_width`` is how many pages a sequence
-    may have, None where there are none.
+    New tokens are packed if ``k`` has three axes. ``table_width`` is the largest number of pages of
+    a sequence, None without pages.
     """
     x = dict(layouts)
     k, cache = x["k"], x["k_cache"]
@@ -116,5 +116,5 @@ def _plan(
 
 
 def _strides(x: ArrayLayout) -> tuple[int, ...]:
-    """Give strides of entries, heads, rows and columns, in elements: of packed rows 0 first."""
+    """Return strides of entries, heads, rows and columns in elements; packed rows start with 0."""
     return (0,) * (4 - len(x.shape)) + x.elements
