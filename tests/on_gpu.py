@@ -1,6 +1,7 @@
 """What tests on a GPU share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,27 @@ def busy(milliseconds: float, sms: int = 1) -> Callable[[], None]:
     return lambda: kernel((sms,), (1,), (np.uint64(milliseconds * 1e6),), shared_mem=shared)
 
 
+@contextmanager
+def captured(call: Callable[[], Any]) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """Capture a call in a graph; give its results, and what replays it and waits."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()  # what the call reads may be written on another stream
+    pool = cupy.cuda.MemoryPool()  # nothing else gets the memory that a replay writes to
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        with cupy.cuda.using_allocator(pool.malloc):
+            call()  # compiles: a kernel cannot be loaded in a capture
+            stream.begin_capture()
+            results = call()
+            graph = stream.end_capture()
+
+        def replay() -> None:
+            graph.launch(stream)
+            stream.synchronize()
+
+        yield results, replay
+
+
 def sent(x: Any) -> Any:
     """Copy arrays to the GPU; leave the rest."""
     import cupy
@@ -56,6 +78,16 @@ def bits(results: Any) -> list[bytes]:
     return [getattr(x, "get", lambda x=x: x)().tobytes() for x in results if x is not None]
 
 
+def sent_options(options: dict[str, Any], integers: bool = False) -> dict[str, Any]:
+    """Send the arrays of options; those of integers stay on the host unless asked for."""
+    stay = "" if integers else "iu"
+    made = {
+        name: x if isinstance(x, np.ndarray) and x.dtype.kind in stay else sent(x)
+        for name, x in options.items()
+    }
+    return made | {"aux": tuple(map(sent, options["aux"]))} if "aux" in options else made
+
+
 def host(results: Any) -> Any:
     """Copy what a call returned to the host."""
     made = type(results)(*map(_at_host, results))
@@ -65,18 +97,46 @@ def host(results: Any) -> Any:
 
 
 def _at_host(x: Any) -> Any:
-    return x if x is None else x.get()
+    return x.get() if hasattr(x, "get") else x
 
 
 def hold(
-    given: Sequence[Any], attention: Attention, grads: Gradients, options: dict[str, Any]
+    given: Sequence[Any],
+    attention: Attention,
+    grads: Gradients,
+    options: dict[str, Any],
+    without: Sequence[str] = (),
 ) -> None:
-    """Compare both passes over q, k, v and dout with the oracle."""
-    q, k, v, dout = (x.get() for x in given)
-    there = {name: x.get() if hasattr(x, "get") else x for name, x in options.items()}
+    """Compare both passes over q, k, v and dout with the oracle.
+
+    Gradients that ``without`` names, such as ``daux``, must be None.
+    """
+    q, k, v, dout = map(_at_host, given)
+    there = {name: _at_host(x) for name, x in options.items()}
+    if "aux" in options:
+        there["aux"] = tuple(map(_at_host, options["aux"]))
     bounds = error_bound(q, k, v, dout, **there)
     assert_attention_close(host(attention), reference.forward(q, k, v, **there), bounds)
-    assert_attention_close(host(grads), reference.backward(dout, q, k, v, **there), bounds)
+    expected = reference.backward(dout, q, k, v, **there)
+    expected = expected._replace(**dict.fromkeys(without))
+    assert_attention_close(host(grads), expected, bounds)
+
+
+def check(
+    given: Sequence[Any], options: dict[str, Any], without: Sequence[str] = (), **asked: Any
+) -> tuple[Attention, Gradients]:
+    """Send arrays, call both passes and compare them with the oracle; inputs keep their bits.
+
+    ``without`` is that of ``hold``; ``asked`` are arguments of the backward pass alone.
+    """
+    q, k, v, dout = there = [sent(x) for x in given]
+    before, more = bits(there), sent_options(options)
+    with poisoned():
+        attention = tileattn.forward(q, k, v, **more)
+        grads = tileattn.backward(dout, q, k, v, *attention, **asked, **more)
+    assert bits(there) == before
+    hold(given, attention, grads, options, without)
+    return attention, grads
 
 
 poisoned = cupy_pool

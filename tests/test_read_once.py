@@ -214,7 +214,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Setter]]:
     globals().pop("abs", None)
 
 
-@pytest.mark.parametrize("backend", ["numpy", "llvm"])
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("llvm", marks=pytest.mark.slow)])
 def test_each_call_reads_a_function_as_it_is_then(way: tuple[Any, Setter], backend: str) -> None:
     if (reason := tileattn.available_backends()[backend]) is not None:
         pytest.skip(reason)

@@ -47,7 +47,11 @@ def test_the_mode_fills_every_buffer() -> None:
 
 
 @pytest.mark.usefixtures("cpu_backend")
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "dtype",
+    [x if x == np.float32 else pytest.param(x, marks=pytest.mark.slow) for x in DTYPES],
+    ids=lambda x: x.__name__,
+)
 def test_no_bit_of_any_head_dimension_depends_on_memory(
     dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,26 +7,13 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.on_gpu import bits, hold, host, needs_gpu, poisoned, random_arrays
+from tests.on_gpu import bits, check, host, needs_gpu, random_arrays
 from tileattn import Attention, BlockMask, Gradients, reference
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
-
-
-def check(
-    q: Any, k: Any, v: Any, dout: Any, *, deterministic: bool = False, **options: Any
-) -> tuple[Attention, Gradients]:
-    """Compare both passes with the oracle; inputs must keep their bits."""
-    before = bits((q, k, v, dout))
-    with poisoned():
-        attention = tileattn.forward(q, k, v, **options)
-        grads = tileattn.backward(dout, q, k, v, *attention, deterministic=deterministic, **options)
-    assert bits((q, k, v, dout)) == before
-    hold((q, k, v, dout), attention, grads, options)
-    return attention, grads
 
 
 # --- layouts ------------------------------------------------------------------------------------
@@ -76,7 +63,7 @@ LAYOUTS = [_off_by_one, _tokens_before_heads, _transposed, _reversed, _padded]
 def test_layouts(layout: Any, dtype: Any, D: int, Dv: int) -> None:
     shapes = ((2, 4, 67, D), (2, 2, 131, D), (2, 2, 131, Dv), (2, 4, 67, Dv))
     q, k, v, dout = (layout(x) for x in random_arrays(*shapes, dtype=dtype))
-    check(q, k, v, dout, causal=True)
+    check((q, k, v, dout), {"causal": True})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -94,7 +81,7 @@ def test_inputs_that_are_broadcast() -> None:
 
     q, k, v, dout = random_arrays((2, 4, 40, 32), (2, 1, 50, 32), (1, 1, 50, 32), (2, 4, 40, 32))
     shape = (2, 2, 50, 32)
-    check(q, cupy.broadcast_to(k, shape), cupy.broadcast_to(v, shape), dout)
+    check((q, cupy.broadcast_to(k, shape), cupy.broadcast_to(v, shape), dout), {})
 
 
 # --- sizes --------------------------------------------------------------------------------------
@@ -105,8 +92,8 @@ def test_inputs_that_are_broadcast() -> None:
 def test_head_dimensions(D: int, Dv: int, dtype: Any) -> None:
     shapes = ((2, 2, 37, D), (2, 1, 53, D), (2, 1, 53, Dv), (2, 2, 37, Dv))
     arrays = random_arrays(*shapes, dtype=dtype)
-    check(*arrays, causal=True, deterministic=True)
-    check(*arrays, window=(9, 3), softcap=5.0)
+    check(arrays, {"causal": True}, deterministic=True)
+    check(arrays, {"window": (9, 3), "softcap": 5.0})
 
 
 def test_more_heads_than_a_grid_has_rows() -> None:
@@ -173,7 +160,7 @@ def test_every_byte_of_every_result_is_written(dtype: Any, deterministic: bool) 
         {"block_mask": BlockMask(np.eye(6, 4, dtype=np.bool_), (16, 16))},
     ]
     for options in choices:
-        check(*arrays, deterministic=deterministic, **options)
+        check(arrays, options, deterministic=deterministic)
 
 
 def test_merge() -> None:
@@ -202,8 +189,8 @@ def test_lengths_and_offsets_may_be_on_the_gpu() -> None:
     q, k, v, dout = random_arrays((2, 2, 30, 16), (2, 2, 50, 16), (2, 2, 50, 16), (2, 2, 30, 16))
     for dtype in (np.int64, np.int32):
         lengths, offsets = cupy.asarray([50, 7], dtype), cupy.asarray([3, -2], dtype)
-        check(q, k, v, dout, causal=True, kv_lengths=lengths)
-        check(q, k, v, dout, causal=True, kv_lengths=lengths, q_offset=offsets)
+        check((q, k, v, dout), {"causal": True, "kv_lengths": lengths})
+        check((q, k, v, dout), {"causal": True, "kv_lengths": lengths, "q_offset": offsets})
     # Nobody can look at them without waiting; what is past the end is taken for the end.
     far = tileattn.forward(q, k, v, kv_lengths=cupy.asarray([1000, -5]), q_offset=0)
     near = tileattn.forward(q, k, v, kv_lengths=[50, 0], q_offset=0)

@@ -10,9 +10,8 @@ import pytest
 import tileattn
 from tests.gallery import calls
 from tests.more_functions import FROM_THE_END, OPERATIONS, options_of
-from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
-from tileattn import UnsupportedError, reference
-from tileattn.testing import assert_attention_close, error_bound
+from tests.on_gpu import bits, check, needs_gpu, poisoned, sent, sent_options
+from tileattn import UnsupportedError
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
 
@@ -27,27 +26,6 @@ def arrays(sizes: Sequence[int], dtype: Any) -> list[Any]:
     rng = np.random.default_rng(1)
     shapes = ((B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), (B, Hq, Nq, Dv))
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
-def check(given: Sequence[Any], options: dict[str, Any], *, deterministic: bool = False) -> None:
-    """Compare both passes with the oracle; the naive kernels compute no gradient of ``aux``."""
-    q, k, v, dout = given
-    wrt = tuple(n for n in (*ALL, "bias", "sinks", "aux") if n in (*ALL, *options))
-    naive = max(q.shape[-1], v.shape[-1]) > 256
-    wrt = wrt[: -1 if naive and "aux" in wrt else None]
-    there = {name: sent(x) for name, x in options.items()}
-    if "aux" in options:
-        there["aux"] = tuple(map(sent, options["aux"]))
-    asked: dict[str, Any] = {"wrt": wrt, "deterministic": deterministic, **there}
-    gq, gk, gv, gdout = map(sent, given)
-    with poisoned():
-        attention = tileattn.forward(gq, gk, gv, **there)
-        grads = tileattn.backward(gdout, gq, gk, gv, *attention, **asked)
-    bounds = error_bound(q, k, v, dout, **options)
-    assert_attention_close(host(attention), reference.forward(q, k, v, **options), bounds)
-    expected = reference.backward(dout, q, k, v, **options)
-    expected.daux = expected.daux if "aux" in wrt else None
-    assert_attention_close(host(grads), expected, bounds)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda x: x.__name__)
@@ -99,22 +77,36 @@ def test_with_other_options(name: str, more: dict[str, Any], deterministic: bool
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("name", ["transformer_xl", "masked_score", "documents", "tree"])
 def test_the_naive_kernels(name: str, dtype: Any) -> None:
+    """They compute no gradient of ``aux``."""
     sizes = (2, 4, 2, 67, 93, 300, 264)
-    check(arrays(sizes, dtype), calls(2, 4, 67, 93, np.float32)[name])
+    options = calls(2, 4, 67, 93, np.float32)[name]
+    check(arrays(sizes, dtype), options, without=("daux",), wrt=ALL)
 
 
-def test_a_block_mask_and_both_functions() -> None:
-    block_mask = tileattn.BlockMask.from_predicate(
-        lambda b, h, i, j: (i // 16 + j // 16) % 3 > 0, (2, 4, 67, 93), block_size=(32, 32)
-    )
-    own = calls(2, 4, 67, 93, np.float32)
-    options = own["soft_cap"] | own["scattered"] | {"block_mask": block_mask}
-    check(arrays(SIZES[0], np.float32), options)
+WITH_HOPPER = [
+    (SIZES[0], np.float32),
+    (SIZES[0], np.float16),
+    ((2, 6, 2, 167, 293, 64, 64), ml_dtypes.bfloat16),
+    ((2, 6, 2, 300, 700, 128, 128), ml_dtypes.bfloat16),
+]
+"""Sizes and dtypes of the generic kernels, and of those for Hopper."""
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=lambda x: x.__name__)
-def test_what_a_function_hides_reaches_nothing(dtype: Any) -> None:
-    """NaN in keys that nobody sees, and in scores and derivatives of hidden pairs."""
+@pytest.mark.parametrize(("sizes", "dtype"), WITH_HOPPER, ids=str)
+def test_a_block_mask_and_both_functions(sizes: Any, dtype: Any) -> None:
+    B, Hq, _, Nq, Nk, *_ = sizes
+    own = calls(B, Hq, Nq, Nk, np.float32)
+    for name, size in (("scattered", (32, 32)), ("neighbourhood", (128, 128))):
+        block_mask = tileattn.BlockMask.from_predicate(
+            lambda b, h, i, j: (i // 16 + j // 16) % 3 > 0, (B, Hq, Nq, Nk), block_size=size
+        )
+        options = own["soft_cap"] | own[name] | {"block_mask": block_mask}
+        check(arrays(sizes, dtype), options)
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), WITH_HOPPER, ids=str)
+def test_what_a_function_hides_reaches_nothing(sizes: Any, dtype: Any) -> None:
+    """NaN in keys that no query sees, and in scores and derivatives of hidden pairs."""
 
     def hides(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
         return np.where(j % 3 == 0, -np.inf, s * t[j])
@@ -122,10 +114,10 @@ def test_what_a_function_hides_reaches_nothing(dtype: Any) -> None:
     def sees(b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
         return j % 4 != 0
 
-    q, k, v, dout = arrays(SIZES[0], dtype)
-    keys = np.arange(93)
+    q, k, v, dout = arrays(sizes, dtype)
+    keys = np.arange(sizes[4])
     hidden = keys % 3 * (keys % 4) == 0
-    table = np.linspace(1, 2, 93).astype(np.float32)
+    table = np.linspace(1, 2, sizes[4]).astype(np.float32)
     k[:, :, hidden], v[:, :, hidden], table[hidden] = np.nan, np.inf, np.nan
     check((q, k, v, dout), {"score_mod": hides, "mask_mod": sees, "aux": (table,)})
 
@@ -156,8 +148,7 @@ def test_aux_of_any_dtype_and_strides() -> None:
 
 def test_the_same_bits_again() -> None:
     q, k, v, dout = (sent(x) for x in arrays(SIZES[1], np.float16))
-    options = calls(1, 2, 270, 517, np.float32)["gaussian"]
-    options["aux"] = tuple(map(sent, options["aux"]))
+    options = sent_options(calls(1, 2, 270, 517, np.float32)["gaussian"])
     found = []
     for _ in range(3):
         attention = tileattn.forward(q, k, v, **options)
@@ -167,8 +158,7 @@ def test_the_same_bits_again() -> None:
 
 
 def test_gradients_of_aux_are_refused_by_naive_kernels() -> None:
-    options = calls(2, 4, 67, 93, np.float32)["relative_bias"]
-    options["aux"] = tuple(map(sent, options["aux"]))
+    options = sent_options(calls(2, 4, 67, 93, np.float32)["relative_bias"])
     q, k, v, dout = map(sent, arrays((2, 4, 2, 67, 93, 300, 264), np.float32))
     attention = tileattn.forward(q, k, v, **options)
     with pytest.raises(UnsupportedError, match="gradients of aux with head dimensions above 256"):
@@ -193,8 +183,7 @@ def test_gradients_of_aux_at_several_places(sizes: Any, dtype: Any) -> None:
 def test_gradients_of_aux_have_the_same_bits_again(name: str) -> None:
     sizes = (3, 4, 2, 900, 1100, 64, 64)
     q, k, v, dout = map(sent, arrays(sizes, np.float16))
-    options = calls(3, 4, 900, 1100, np.float32)[name]
-    options["aux"] = tuple(map(sent, options["aux"]))
+    options = sent_options(calls(3, 4, 900, 1100, np.float32)[name])
     attention = tileattn.forward(q, k, v, **options)
     found = set()
     for _ in range(20):

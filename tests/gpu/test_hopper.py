@@ -25,7 +25,7 @@ from tests.gpu.hopper import (
     runs_backward,
     runs_forward,
 )
-from tests.nonfinite import NAMES, WRONG, check_masked_out, check_visible
+from tests.nonfinite import NAMES, WRONG, check_visible
 from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
 from tileattn import reference
 from tileattn.testing import assert_attention_close, error_bound
@@ -145,18 +145,6 @@ def test_strides() -> None:
 
 
 # --- NaN and infinity: gpu/test_nonfinite.py has more -------------------------------------------
-
-
-@pytest.mark.usefixtures("few_sms")
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("options", ["offset", "window", "left", "lengths", "all"])
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, *WIDE[:3]])
-def test_no_result_depends_on_masked_out_entries(
-    D: int, Dv: int, options: str, wrong: float
-) -> None:
-    made, there = arrays(DTYPES[1], D, Dv, 300, 700), filled(OPTIONS[options], 700)
-    with poisoned():
-        check_masked_out(Runner("cupy"), made, there, wrong, deterministic=False, same=False)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 3.0}], ids=str)

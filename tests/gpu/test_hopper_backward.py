@@ -1,6 +1,7 @@
 """The Hopper backward kernels: repeated calls, a fixed order of sums, heads computed again."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from tests.gpu.hopper import (
     filled,
     runs_backward,
 )
-from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
+from tests.on_gpu import bits, captured, host, needs_gpu, poisoned, sent
 from tileattn import reference
 from tileattn.backends.cupy import describe
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARD
@@ -173,8 +174,6 @@ def test_an_upstream_gradient_that_is_broadcast(shape: tuple[int, ...], own: boo
 
 def test_captured_in_a_graph() -> None:
     """Accumulators and head flags are zeros again whenever it is replayed."""
-    import cupy
-
     good = arrays(DTYPES[1], 128, 128, 700, 700)
     bad = *good[:1], good[1].copy(), *good[2:]
     bad[1][1, 1, 600] = math.nan
@@ -185,21 +184,15 @@ def test_captured_in_a_graph() -> None:
         wanted = reference.backward(one[3], *one[:3], causal=True)
         results.append((sent(one[1]), *attention, wanted, error_bound(*one, causal=True)))
     out, lse = results[0][1].copy(), results[0][2].copy()
-    tileattn.backward(dout, q, k, v, out, lse, causal=True)  # loads the kernels
-    cupy.cuda.Device().synchronize()
-    pool = cupy.cuda.MemoryPool()
-    with cupy.cuda.Stream(non_blocking=True) as stream, cupy.cuda.using_allocator(pool.malloc):
-        stream.begin_capture()
-        grads = tileattn.backward(dout, q, k, v, out, lse, causal=True)
-        graph = stream.end_capture()
+    call = partial(tileattn.backward, dout, q, k, v, out, lse, causal=True)
+    with captured(call) as (grads, replay):
         for n in (0, 1, 0, 0, 1):
             *there, wanted, bounds = results[n]
             for x, value in zip((k, out, lse), there, strict=True):
                 x[...] = value
             for x in grads[:3]:
                 x.fill(7)
-            graph.launch(stream)
-            stream.synchronize()
+            replay()
             assert_attention_close(host(grads), wanted, bounds)
 
 

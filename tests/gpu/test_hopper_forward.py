@@ -15,9 +15,7 @@ from tests.gpu.hopper import (
     DTYPES,
     HKV,
     HQ,
-    LENGTHS,
     MASKS,
-    OPTIONS,
     SQUARE,
     B,
     arrays,
@@ -35,34 +33,6 @@ from tileattn.kernels.cuda.plan.plan import plan_forward
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("options", ["plain", "causal", "window", "lengths", "all"])
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 192), (256, 256)])
-def test_block_masks(D: int, Dv: int, options: str, mask: str) -> None:
-    Nq, Nk = 420, 700
-    there = filled(OPTIONS[options], Nk)
-    check_forward(*arrays(DTYPES[1], D, Dv, Nq, Nk)[:3], block_mask=MASKS[mask](Nq, Nk), **there)
-
-
-@pytest.mark.usefixtures("few_sms")
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("options", ["plain", "causal"])
-@pytest.mark.parametrize(("D", "Dv"), SQUARE)
-def test_block_masks_over_many_work_tiles(D: int, Dv: int, options: str, mask: str) -> None:
-    Nq, Nk = 500, 600
-    check_forward(
-        *arrays(DTYPES[0], D, Dv, Nq, Nk)[:3],
-        block_mask=MASKS[mask](Nq, Nk),
-        **filled(OPTIONS[options], Nk),
-    )
-
-
-@pytest.mark.parametrize(("Nq", "Nk"), LENGTHS)
-@pytest.mark.parametrize("mask", MASKS)
-def test_block_masks_at_lengths_that_no_tile_divides(mask: str, Nq: int, Nk: int) -> None:
-    check_forward(*arrays(DTYPES[1], 64, 64, Nq, Nk)[:3], block_mask=MASKS[mask](Nq, Nk))
 
 
 @pytest.mark.usefixtures("few_sms")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.arrays import normal
+from tests import on_gpu
 from tests.gallery import calls
 from tests.gpu.hopper import (
     DTYPES,
@@ -23,7 +23,7 @@ from tests.gpu.hopper import (
     runs_backward,
     runs_forward,
 )
-from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
+from tests.on_gpu import bits, host, needs_gpu, poisoned, sent, sent_options
 from tileattn import reference
 from tileattn.testing import assert_attention_close, error_bound
 
@@ -36,30 +36,21 @@ WRT = ("q", "k", "v")
 def check_functions(given: Any, options: dict[str, Any], *, deterministic: bool = False) -> None:
     """Compare both passes with the oracle, all gradients but those of sinks."""
     q, k, v, dout = map(sent, given)
-    there = {name: sent(x) for name, x in options.items()}
-    if "aux" in options:
-        there["aux"] = tuple(map(sent, options["aux"]))
-    wrt = (*WRT, *(name for name in ("bias", "aux") if name in options))
+    there = sent_options(options)
     assert runs_forward(q, k, v, **there)
     assert runs_backward(q, k, v, dout, **there) or (q.shape[-1] > 128 and "bias" in options)
-    with poisoned():
-        attention = tileattn.forward(q, k, v, **there)
-        grads = tileattn.backward(
-            dout, q, k, v, *attention, wrt=wrt, deterministic=deterministic, **there
-        )
-    bounds = error_bound(*given, **options)
-    assert_attention_close(host(attention), reference.forward(*given[:3], **options), bounds)
-    expected = reference.backward(given[3], *given[:3], **options)
-    expected = expected._replace(dsinks=None)
-    assert_attention_close(host(grads), expected, bounds)
+    wrt = (*WRT, *(name for name in ("bias", "aux") if name in options))
+    on_gpu.check(given, options, without=("dsinks",), wrt=wrt, deterministic=deterministic)
 
 
 # --- lists of tiles -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("options", ["plain", "window", "all"])
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (80, 80), (192, 128), (256, 192)])
+@pytest.mark.parametrize("options", ["plain", "causal", "window", "lengths", "all"])
+@pytest.mark.parametrize(
+    ("D", "Dv"), [*SQUARE, (80, 80), (192, 128), (192, 192), (256, 192), (256, 256)]
+)
 def test_block_masks(D: int, Dv: int, options: str, mask: str) -> None:
     Nq, Nk = 420, 700
     there = filled(OPTIONS[options], Nk)
@@ -122,12 +113,12 @@ def test_with_other_options(D: int, name: str, options: str) -> None:
     check_functions(arrays(DTYPES[1], D, D, Nq, Nk), own, deterministic=D == 64)
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_a_block_mask_and_both_functions(D: int) -> None:
-    Nq, Nk = 300, 700
-    own = calls(B, HQ, Nq, Nk, np.float32)
-    options = own["soft_cap"] | own["neighbourhood"] | {"block_mask": MASKS["half"](Nq, Nk)}
-    check_functions(arrays(DTYPES[1], D, D, Nq, Nk), options)
+@pytest.mark.parametrize("factor", [1e3, -3e4])
+def test_large_scores(factor: float) -> None:
+    def scaled(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + factor * np.cos(j * 0.01)
+
+    check_functions(arrays(DTYPES[1], 64, 64, 300, 500), {"score_mod": scaled})
 
 
 @pytest.mark.parametrize("lowest", [-1e4, -1e9, float(np.finfo(np.float32).min), -np.inf])
@@ -139,31 +130,6 @@ def test_scores_that_stand_for_a_mask(D: int, lowest: float) -> None:
         return np.where((j < 200) & (i > 30) | (i % 7 == 3), lowest, s)
 
     check_functions(arrays(DTYPES[1], D, D, 300, 500), {"score_mod": hidden})
-
-
-@pytest.mark.parametrize("factor", [1e3, -3e4])
-def test_large_scores(factor: float) -> None:
-    def scaled(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return s + factor * np.cos(j * 0.01)
-
-    check_functions(arrays(DTYPES[1], 64, 64, 300, 500), {"score_mod": scaled})
-
-
-def test_what_a_function_hides_reaches_nothing() -> None:
-    """NaN in keys that nobody sees, and in scores and derivatives of hidden pairs."""
-
-    def hides(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
-        return np.where(j % 3 == 0, -np.inf, s * t[j])
-
-    def sees(b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
-        return j % 4 != 0
-
-    given = normal((2, 4, 2, 167, 293, 64, 64), DTYPES[1])
-    keys = np.arange(293)
-    hidden = keys % 3 * (keys % 4) == 0
-    table = np.linspace(1, 2, 293).astype(np.float32)
-    given[1][:, :, hidden], given[2][:, :, hidden], table[hidden] = np.nan, np.inf, np.nan
-    check_functions(given, {"score_mod": hides, "mask_mod": sees, "aux": (table,)})
 
 
 # --- masks, biases, dropout -----------------------------------------------------------------------

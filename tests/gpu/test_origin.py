@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.on_gpu import hold, host, needs_gpu, poisoned, sent
+from tests.on_gpu import check, host, needs_gpu, sent, sent_options
 from tileattn import reference
 from tileattn.testing import assert_attention_close, error_bound
 
@@ -42,12 +42,6 @@ def arrays(dtype: Any, D: int, Nq: int = NQ, Nk: int = NK) -> list[Any]:
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-def on_gpu(options: dict[str, Any]) -> dict[str, Any]:
-    """Copy the arrays among options, but for integers, which may stay."""
-    there = {n: x if n in ("origin", "kv_lengths") else sent(x) for n, x in options.items()}
-    return there | ({"aux": tuple(map(sent, options["aux"]))} if "aux" in options else {})
-
-
 @pytest.mark.parametrize("origin", [ALIGNED, ANY], ids=["aligned", "any"])
 @pytest.mark.parametrize(
     ("dtype", "D", "options"),
@@ -64,16 +58,7 @@ def on_gpu(options: dict[str, Any]) -> dict[str, Any]:
 )
 def test_both_passes(dtype: Any, D: int, options: dict[str, Any], origin: Any) -> None:
     """Hopper's kernels, narrow and wide, the generic and the naive ones, and those of gradients."""
-    q, k, v, dout = arrays(dtype, D)
-    given = options | {"origin": origin}
-    there = on_gpu(given)
-    gq, gk, gv, gdout = map(sent, (q, k, v, dout))
-    with poisoned():
-        attention = tileattn.forward(gq, gk, gv, **there)
-        grads = tileattn.backward(gdout, gq, gk, gv, *attention, deterministic=True, **there)
-    bounds = error_bound(q, k, v, dout, **given)
-    assert_attention_close(host(attention), reference.forward(q, k, v, **given), bounds)
-    assert_attention_close(host(grads), reference.backward(dout, q, k, v, **given), bounds)
+    check(arrays(dtype, D), options | {"origin": origin}, deterministic=True)
 
 
 @pytest.mark.parametrize("Nq", [1, 40])
@@ -81,7 +66,7 @@ def test_few_queries_over_many_keys(Nq: int) -> None:
     """Keys are cut into splits."""
     q, k, v, _ = arrays(BF16, 64, Nq, 3000)
     options: dict[str, Any] = FUNCTIONS | {"origin": ANY, "kv_lengths": [3000, 1234]}
-    found = host(tileattn.forward(*map(sent, (q, k, v)), **on_gpu(options)))
+    found = host(tileattn.forward(*map(sent, (q, k, v)), **sent_options(options)))
     bounds = error_bound(q, k, v, **options)
     assert_attention_close(found, reference.forward(q, k, v, **options), bounds)
 
@@ -102,7 +87,7 @@ def test_blocks_drop_what_the_whole_drops(dtype: Any) -> None:
 def test_blocks_join_to_the_whole() -> None:
     """By queries and keys, forward and backward, of float32."""
     q, k, v, dout = map(sent, arrays(np.float32, 64))
-    options = on_gpu(DROPOUT | FUNCTIONS)
+    options = sent_options(DROPOUT | FUNCTIONS)
     whole = tileattn.forward(q, k, v, **options)
     grads = tileattn.backward(dout, q, k, v, *whole, **options)
     sums = {n: np.zeros(x.shape) for n, x in zip("qkv", (q, k, v), strict=True)}
@@ -136,8 +121,4 @@ def test_packed_sequences_have_their_own() -> None:
     q, k, v, dout = (x[0] for x in arrays(BF16, 64))
     given = DROPOUT | {"origin": [(0, 0, 16, 32), (4, 1, 3, 9), (2, 0, 5, 1000)]}
     given |= {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
-    q, k, v, dout = map(sent, (q, k, v, dout))
-    with poisoned():
-        attention = tileattn.forward(q, k, v, **given)
-        grads = tileattn.backward(dout, q, k, v, *attention, **given)
-    hold((q, k, v, dout), attention, grads, given)
+    check((q, k, v, dout), given)

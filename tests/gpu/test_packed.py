@@ -1,6 +1,7 @@
 """Packed sequences on the GPU: each has the results that it has alone, whatever the others are."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.on_gpu import bits, hold, needs_gpu, poisoned, sent
+from tests.on_gpu import bits, captured, check, needs_gpu, sent, sent_options
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
 
@@ -84,35 +85,14 @@ KINDS: list[tuple[Any, int, int]] = [
 ]
 
 
-def at(where: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Send integers to the device, or leave them on the host; other arrays are always sent."""
-    made = {}
-    for name, x in options.items():
-        is_integers = isinstance(x, np.ndarray) and x.dtype.kind == "i"
-        made[name] = x if is_integers and where == "host" else sent(x)
-    return made | {"aux": tuple(map(sent, options["aux"]))} if "aux" in options else made
-
-
-def check(given: Arrays, options: dict[str, Any]) -> None:
-    """Compare both passes with the oracle; nothing that was there before is left."""
-    q, k, v, dout = given
-    with poisoned():
-        attention = tileattn.forward(q, k, v, **options)
-        grads = tileattn.backward(dout, q, k, v, *attention, **options)
-    if "aux" in options:
-        options = options | {"aux": tuple(x.get() for x in options["aux"])}
-    hold(given, attention, grads, options)
-
-
 @pytest.mark.parametrize("shift", range(1, len(KINDS), 2))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_results(name: str, shift: int) -> None:
     """Of each kind with some of the options: naive kernels compute no gradients of aux."""
     number = list(OPTIONS).index(name) + shift
     dtype, D, Dv = KINDS[number % len(KINDS)]
-    where = ("device", "host")[number % 2]
     given = arrays(QUERIES, KEYS, dtype, D, Dv)
-    options = at(where, OPTIONS[name]) | at(where, offsets(QUERIES, KEYS))
+    options = sent_options(OPTIONS[name] | offsets(QUERIES, KEYS), integers=number % 2 == 0)
     check(given, options)
 
 
@@ -193,26 +173,17 @@ def test_integers_of_any_size(kinds: tuple[str, str], dtype: Any) -> None:
 @pytest.mark.parametrize("kind", [np.int32, np.int64], ids=lambda x: x.__name__)
 def test_a_graph_replays_other_offsets(kind: Any) -> None:
     """Of a repeated call, which looks at nothing but addresses."""
-    import cupy
-
     total = sum(MANY)
     q, k, v, _ = arrays([total], [total], np.float16, 64, 64)
-    ends, out = sent(np.cumsum([0, *MANY]).astype(kind)), cupy.empty(q.shape, q.dtype)
-    options: dict[str, Any] = {"causal": True, "cu_seqlens_q": ends, "out": out}
-    pool = cupy.cuda.MemoryPool()  # nobody else gets what a replay writes to
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        with cupy.cuda.using_allocator(pool.malloc):
-            tileattn.forward(q, k, v, **options)
-            stream.begin_capture()
-            tileattn.forward(q, k, v, **options)
-            graph = stream.end_capture()
+    ends = sent(np.cumsum([0, *MANY]).astype(kind))
+    call = partial(tileattn.forward, q, k, v, causal=True, cu_seqlens_q=ends)
+    with captured(call) as (results, replay):
         for lengths in (MANY[::-1], [total, *[0] * (len(MANY) - 1)]):
             given = np.cumsum([0, *lengths])
             ends.set(given.astype(kind))
-            graph.launch(stream)
-            stream.synchronize()
+            replay()
             found = tileattn.forward(q, k, v, causal=True, cu_seqlens_q=given)
-            assert bits([out]) == bits([found.out])
+            assert bits(results) == bits(found)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=lambda x: x.__name__)
@@ -242,8 +213,4 @@ def test_the_gradient_of_an_array_that_functions_read() -> None:
     q, k, v, dout = arrays(QUERIES, KEYS, np.float64, 32, 32)
     table = np.random.default_rng(3).normal(size=(len(KEYS), 40))
     options: dict[str, Any] = {"score_mod": lambda s, b, h, i, j, t: s * t[b, (h + i + j) % 40]}
-    sent_options = {**options, "aux": (sent(table),), **there(QUERIES, KEYS)}
-    attention = tileattn.forward(q, k, v, **sent_options)
-    found = tileattn.backward(dout, q, k, v, *attention, **sent_options)
-    options |= {"aux": (table,), **offsets(QUERIES, KEYS)}
-    hold((q, k, v, dout), attention, found, options)
+    check((q, k, v, dout), {**options, "aux": (table,), **there(QUERIES, KEYS)})

@@ -232,6 +232,7 @@ OCCURS: dict[str, Callable[[AttentionCase], bool]] = {
 SEARCH = settings(max_examples=2000, deadline=None, database=None, phases=[Phase.generate])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("condition", OCCURS.values(), ids=OCCURS.keys())
 def test_packed_problems_include(condition: Callable[[AttentionCase], bool]) -> None:
     assert condition(find(problems(packed=True), condition, settings=SEARCH))

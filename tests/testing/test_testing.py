@@ -358,6 +358,7 @@ OCCURS: dict[str, Callable[[AttentionCase], bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("condition", OCCURS.values(), ids=OCCURS.keys())
 def test_problems_include(condition: Callable[[AttentionCase], bool]) -> None:
     found = find(problems(), condition, settings=SEARCH)

@@ -422,14 +422,6 @@ def test_what_is_longer_is_refused(name: str) -> None:
     assert reason.startswith(f"{name} is 2,147,483,648, and the kernels take up to 2,147,483,647")
 
 
-def test_few_queries_of_a_group_share_tiles() -> None:
-    q, k = np.zeros((2, 8, 3, 64), np.float32), np.zeros((2, 4, 1000, 64), np.float32)
-    found = tileattn.explain(q, k, k, backend="llvm")
-    assert found.forward_tile == (6, 128)
-    assert sum(found.tiles.values()) == 2 * 4 * 8
-    assert found.bytes_moved["k"] == k.nbytes
-
-
 def test_an_explanation_names_the_target_and_its_tiles() -> None:
     x = np.zeros((1, 8, 1000, 64), np.float32)
     found = tileattn.explain(x, x, x, causal=True, backend="llvm")
@@ -437,8 +429,3 @@ def test_an_explanation_names_the_target_and_its_tiles() -> None:
     assert found.forward_tile == (host().width(4), 64)
     assert found.backward_tile == (64, host().width(4))
     assert found.tiles["full"] > 0
-
-
-def test_targets_are_told_by_their_features() -> None:
-    assert isinstance(host(), Target)
-    assert host().vector_bytes in {16, 32, 64}

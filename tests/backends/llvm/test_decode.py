@@ -22,7 +22,7 @@ from tileattn.backends import registry, threads
 from tileattn.backends.llvm.backend import LlvmBackend
 from tileattn.backends.llvm.tasks import splits
 from tileattn.call.parse import parse
-from tileattn.kernels.llvm.sizes import DECODE_KEYS, SPLIT
+from tileattn.kernels.llvm.sizes import SPLIT
 from tileattn.testing import assert_attention_close, error_bound
 
 Array = NDArray[Any]
@@ -141,22 +141,3 @@ def test_there_are_as_many_splits_as_are_reached(
     assert found >= needed
     longest = -(-min(length, Nk) // keys)
     assert found <= max(1, longest) + 1
-
-
-def test_a_window_needs_no_more_splits_for_more_keys() -> None:
-    x = np.broadcast_to(np.float32(0), (1, 1, 1 << 24, 64))
-    problem, operands = parse(x[:, :, :1], x, x, {"window": (100, 0)})[:2]
-    assert splits(problem, operands, SPLIT) == 2
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize(("group", "Nq"), [(1, 1), (8, 1), (4, 4), (1, 8), (1, 9), (8, 3)])
-def test_few_rows_run_it(group: int, Nq: int, dtype: Any) -> None:
-    q, k, v, _ = normal((2, 2 * group, 2, Nq, 50, 24, 16), dtype)
-    found = tileattn.explain(q, k, v, backend="llvm")
-    assert f"{group * Nq} query rows per KV head" in "".join(found.reasons)
-    if (group, Nq) not in [(1, 9), (8, 3)]:
-        assert found.kernel.startswith("tileattn.kernels.llvm.decode, ")
-        assert found.forward_tile == (group * Nq, DECODE_KEYS)
-    else:
-        assert found.kernel.startswith("tileattn.kernels.llvm.forward, ")

@@ -49,6 +49,7 @@ def test_every_64_bit_arm_has_neon(triple: str, monkeypatch: pytest.MonkeyPatch)
     assert (found.name, found.triple, found.half) == (NEON.name, triple, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("target", PATTERNS, ids=lambda t: t.name)
 def test_products_use_whole_registers(name: str, target: Target) -> None:
