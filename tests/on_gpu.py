@@ -133,7 +133,7 @@ def check(
     before, more = bits(there), sent_options(options)
     with poisoned():
         attention = tileattn.forward(q, k, v, **more)
-        grads = tileattn.backward(dout, q, k, v, *attention, **asked, **more)
+        grads = tileattn.backward(dout, q, k, v, attention.out, attention.lse, **asked, **more)
     assert bits(there) == before
     hold(given, attention, grads, options, without)
     return attention, grads
