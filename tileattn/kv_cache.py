@@ -165,8 +165,7 @@ def _checked_lengths(
     for b in np.flatnonzero((old < 0) | (new > capacity)):
         raise ValueError(
             f"{called('kv_lengths')} must be from 0 to the capacity, {capacity}, without the new "
-            "keys; got "
-            f"{old[b]} for sequence {b}, which would have {new[b]} keys"
+            f"keys; got {old[b]} for sequence {b}, which would have {new[b]} keys"
         )
     for b in np.flatnonzero((new > old) & (new > len(tables.get("cos", new)))) if tables else ():
         raise ValueError(
@@ -223,9 +222,8 @@ def _check_writers(old: Any, new: Any, pages: Paging) -> None:
     for page in found[places > 1]:
         (b, n), (other, m) = np.argwhere(written & (table == page))[:2]
         raise ValueError(
-            f"{called('block_table')} must hold a page for each that gets new keys; got {page} "
-            f"for page {n} "
-            f"of sequence {b} and for page {m} of sequence {other}"
+            f"{called('block_table')} must hold a page for each that gets new keys; got {page} for "
+            f"page {n} of sequence {b} and for page {m} of sequence {other}"
         )
 
 

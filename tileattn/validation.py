@@ -32,9 +32,8 @@ def refuse_masked(name: str, x: Any) -> None:
     """Raise TypeError if an argument is a masked array: what it masks would be used."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            f"{called(name)} is numpy.ma.MaskedArray, whose mask would be lost; its filled() "
-            "makes a plain "
-            "array of it"
+            f"{called(name)} is numpy.ma.MaskedArray, whose mask would be lost; its filled() makes "
+            "a plain array of it"
         )
 
 

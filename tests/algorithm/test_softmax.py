@@ -17,6 +17,12 @@ Array = NDArray[Any]
 HEADS, M, N, DV = 2, 5, 9, 3
 DTYPE = np.dtype(np.float64)
 SPREADS = [0.1, 3.0, 300.0]  # of the scores; the exponential of the last overflows without a shift
+LARGEST = 6 * SPREADS[-1]
+"""Bound of the scores that are drawn."""
+
+# `testing.error_bound` bounds whole calls. Here exp(s - m) has a relative error of half a unit in
+# the last place of s, and no more than four such errors meet in a result.
+ROUNDING = 4 * LARGEST * float(np.finfo(DTYPE).eps) / 2
 
 
 def scores(seed: int, spread: float, density: float = 0.7) -> tuple[Array, Array]:
@@ -63,7 +69,7 @@ def dense(s: Array, v: Array) -> tuple[Array, Array]:
 
 def assert_same(actual: tuple[Array, Array], expected: tuple[Array, Array]) -> None:
     for ours, theirs in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(ours, theirs, rtol=ROUNDING, atol=ROUNDING)
 
 
 seeds = st.integers(0, 2**32 - 1)
@@ -187,6 +193,10 @@ def test_infinities_are_those_of_the_formula(first: float, kind: str) -> None:
 
 # --- masked_matmul ------------------------------------------------------------------------------
 
+# Two orders of a sum of N terms differ by N units in the last place of the largest; these sums
+# cancel to a fiftieth of it at most.
+OF_SUMS = 50 * N * float(np.finfo(DTYPE).eps)
+
 
 def check_masked_matmul(visible: NDArray[np.bool_], keys: slice, bad: list[int]) -> None:
     """Compare with sums over the visible pairs alone, where some rows of x are not finite."""
@@ -206,7 +216,7 @@ def check_masked_matmul(visible: NDArray[np.bool_], keys: slice, bad: list[int])
     out = np.full((HEADS, G, M, DV), 7.0)
     with np.errstate(invalid="ignore"):
         assert masked_matmul(p, x, TileMask(keys, visible, N), out) is out
-    np.testing.assert_allclose(out, expected, rtol=1e-13)
+    np.testing.assert_allclose(out, expected, rtol=OF_SUMS)
     assert np.isfinite(expected).any()
     assert not np.isfinite(expected).all()
 
@@ -230,7 +240,7 @@ def test_masked_matmul_with_keys_before_queries() -> None:
     out = np.empty((HEADS, 1, N, DV))
     masked_matmul(p.swapaxes(-1, -2), x, visible.transposed(), out)
     expected = np.where(whole[..., None], p[..., None] * x[..., None, :], 0).sum(axis=2)
-    np.testing.assert_allclose(out, expected, rtol=1e-13)
+    np.testing.assert_allclose(out, expected, rtol=OF_SUMS)
     np.testing.assert_array_equal(np.isnan(out).any(axis=-1), whole[:, :, 1])
 
 

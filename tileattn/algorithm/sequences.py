@@ -4,8 +4,8 @@ The loops of ``spec`` read blocks of keys and values from a ``KVSource``, howeve
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -15,90 +15,59 @@ from tileattn.call.problem import Operands, Problem
 Array = NDArray[Any]
 
 
-class KVSource(Protocol):
-    """Keys and values of some key heads of one sequence."""
-
-    @property
-    def heads(self) -> int:
-        """Key heads."""
-
-    @property
-    def N(self) -> int:  # noqa: N802 - the letter of the field
-        """Keys."""
-
-    @property
-    def Dv(self) -> int:  # noqa: N802 - the letter of the field
-        """Head dimension of values."""
-
-    def keys(self, span: slice) -> Array:
-        """Return a block of keys, shape (heads, 1, N, D)."""
-
-    def values(self, span: slice) -> Array:
-        """Return a block of values, shape (heads, 1, N, Dv)."""
-
-    def of_heads(self, heads: slice) -> "KVSource":
-        """Return the keys and values of some key heads."""
-
-
 @dataclass(frozen=True, slots=True)
-class ContiguousKV:
-    """Keys and values that are slices of two arrays."""
+class KVSource:
+    """Keys and values of some key heads of one sequence."""
 
     k: Array  # (heads, Nk, D)
     v: Array  # (heads, Nk, Dv)
 
     @property
     def heads(self) -> int:
-        return len(self.k)
+        """Key heads."""
+        return int(self.k.shape[-3])
 
     @property
     def N(self) -> int:  # noqa: N802 - the letter of the field
+        """Keys."""
         return int(self.k.shape[-2])
 
     @property
     def Dv(self) -> int:  # noqa: N802 - the letter of the field
+        """Head dimension of values."""
         return int(self.v.shape[-1])
 
     def keys(self, span: slice) -> Array:
-        return self.k[:, None, span]
+        """Return a block of keys, shape (heads, 1, N, D)."""
+        return self._rows(self.k, span)
 
     def values(self, span: slice) -> Array:
-        return self.v[:, None, span]
+        """Return a block of values, shape (heads, 1, N, Dv)."""
+        return self._rows(self.v, span)
 
-    def of_heads(self, heads: slice) -> "ContiguousKV":
-        return ContiguousKV(self.k[heads], self.v[heads])
+    def of_heads(self, heads: slice) -> "KVSource":
+        """Return the keys and values of some key heads."""
+        return replace(self, k=self.k[..., heads, :, :], v=self.v[..., heads, :, :])
+
+    def _rows(self, x: Array, span: slice) -> Array:
+        return x[:, None, span]
 
 
 @dataclass(frozen=True, slots=True)
-class PagedKV:
-    """Keys and values in pages: key j is row ``j % page`` of page ``pages[j // page]``."""
+class PagedKV(KVSource):
+    """Keys and values in pages: key j is row ``j % page`` of page ``pages[j // page]``.
 
-    k: Array  # (all pages, heads, page, D)
-    v: Array  # (all pages, heads, page, Dv)
+    ``k`` and ``v`` have the shapes (all pages, heads, page, D) and (all pages, heads, page, Dv).
+    """
+
     pages: Array  # numbers of the pages of this sequence
 
     @property
-    def heads(self) -> int:
-        return int(self.k.shape[1])
-
-    @property
     def N(self) -> int:  # noqa: N802 - the letter of the field
-        return len(self.pages) * int(self.k.shape[2])
+        """Keys."""
+        return len(self.pages) * int(self.k.shape[-2])
 
-    @property
-    def Dv(self) -> int:  # noqa: N802 - the letter of the field
-        return int(self.v.shape[-1])
-
-    def keys(self, span: slice) -> Array:
-        return self._gathered(self.k, span)
-
-    def values(self, span: slice) -> Array:
-        return self._gathered(self.v, span)
-
-    def of_heads(self, heads: slice) -> "PagedKV":
-        return PagedKV(self.k[:, heads], self.v[:, heads], self.pages)
-
-    def _gathered(self, x: Array, span: slice) -> Array:
+    def _rows(self, x: Array, span: slice) -> Array:
         """Copy the rows of a span; pages outside it are not read."""
         page, D = x.shape[2:]
         first, end = span.start // page, -(-span.stop // page)
@@ -136,9 +105,8 @@ def sequences(problem: Problem, operands: Operands) -> Iterator[Sequence]:
             place = Place(0, rows, keys)
         b, rows, keys = place
         q = x.q[b, :, rows]
-        kv: KVSource
         if x.paging is None:
-            kv = ContiguousKV(x.k[b, :, keys], x.v[b, :, keys])
+            kv = KVSource(x.k[b, :, keys], x.v[b, :, keys])
         else:
             kv = PagedKV(x.k, x.v, x.paging.block_table[entry])
         length, offset = int(x.kv_lengths[entry]), int(x.q_offset[entry])

@@ -20,9 +20,9 @@ ARRAY_OPTIONS = options_with(value="array", lowered=False)
 
 
 class Kind(NamedTuple):
-    """What decides which kernels run and how their parameters are filled: few values, hashable.
+    """What decides which kernels run and how their parameters are filled: hashable.
 
-    Calls of one kind differ only in their `Numbers`. The fields are as in `Problem`, but for these.
+    Calls of one kind differ only in their `Numbers`. The other fields are as in `Problem`.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What may change from call to call while the kind stays: see `Problem` for each."""
+    """What may differ between calls of one kind. The fields are as in `Problem`."""
 
     B: int
     Hq: int
@@ -65,6 +65,16 @@ class Numbers(NamedTuple):
     dropout_p: float
     seed: int
     sequences: int | None
+
+
+class _Enabled:
+    """A property that is true if an option is in use."""
+
+    def __init__(self, option: str) -> None:
+        self._option = option
+
+    def __get__(self, problem: "Problem", _: Any = None) -> bool:
+        return self._option in problem.enabled_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +90,9 @@ class Problem:
     scale : float
         Multiplies ``q @ k.T``.
     softcap : float or None
-        Bound of the scaled products.
+        Bound of the scaled products; None for no bound.
     window : (int or None, int or None)
-        Keys to the left and right; causal is a right side of 0. Sides that hide no key are open.
+        Keys to the left and right; causal is a right side of 0. None for a side that masks nothing.
     dropout_p : float
         Probability of dropping an entry.
     seed : int
@@ -95,10 +105,10 @@ class Problem:
         Expressions of the caller's own functions; ``tree_mask`` and ``prefix`` are parts of
         ``mask_mod``.
     sequences : int or None
-        How many sequences are packed one behind the other, in arrays of one batch entry; None where
-        batch entries are the sequences.
+        Number of sequences that are packed in arrays of one batch entry; None if batch entries are
+        the sequences.
     page : int or None
-        Keys of a page, where a block table says which pages a sequence has.
+        Keys of a page; None if keys and values are not in pages.
     aux_names : tuple of str
         Names of the arrays that the functions read, in the order of ``Operands.aux``.
     mask_options : tuple of str
@@ -144,7 +154,7 @@ class Problem:
 
     @property
     def kind(self) -> Kind:
-        """Return what calls that run the same kernels have in common."""
+        """Return the part that calls which run the same kernels share."""
         left, right = self.window
         return Kind(
             *(self.dtype, self.D, self.Dv, self.ndim, self.group),
@@ -162,7 +172,7 @@ class Problem:
 
     @property
     def numbers(self) -> Numbers:
-        """Return what `kind` leaves open."""
+        """Return the part that `kind` leaves out."""
         return Numbers(
             *(self.B, self.Hq, self.Hkv, self.Nq, self.Nk, self.scale, self.softcap),
             *(self.window, self.dropout_p, self.seed, self.sequences),
@@ -170,7 +180,7 @@ class Problem:
 
     @classmethod
     def of(cls, kind: Kind, numbers: Numbers) -> "Problem":
-        """Join the two again."""
+        """Return the problem of a kind and numbers."""
         B, Hq, Hkv, Nq, Nk, scale, softcap, window, dropout_p, seed, sequences = numbers
         return cls(
             *(B, Hq, Hkv, Nq, Nk, kind.D, kind.Dv, kind.dtype, scale, softcap, window, dropout_p),
@@ -178,45 +188,18 @@ class Problem:
             *(kind.page, kind.aux_names, kind.mask_options),
         )
 
+    has_bias = _Enabled("bias")
+    has_alibi = _Enabled("alibi_slopes")
+    has_mask = _Enabled("mask")
+    has_block_mask = _Enabled("block_mask")
+    has_sinks = _Enabled("sinks")
+    has_lengths = _Enabled("kv_lengths")
+    has_offset = _Enabled("q_offset")
+
     @property
     def has_softcap(self) -> bool:
         """True if scaled products are capped."""
         return self.softcap is not None
-
-    @property
-    def has_bias(self) -> bool:
-        """True if there is an array that is added to the scores."""
-        return "bias" in self.enabled_options
-
-    @property
-    def has_alibi(self) -> bool:
-        """True if scores fall with the distance from the query to the key."""
-        return "alibi_slopes" in self.enabled_options
-
-    @property
-    def has_mask(self) -> bool:
-        """True if there is a boolean array with an element for each pair, or that broadcasts so."""
-        return "mask" in self.enabled_options
-
-    @property
-    def has_block_mask(self) -> bool:
-        """True if there is a `BlockMask`."""
-        return "block_mask" in self.enabled_options
-
-    @property
-    def has_sinks(self) -> bool:
-        """True if each head has a logit that joins the denominator only."""
-        return "sinks" in self.enabled_options
-
-    @property
-    def has_lengths(self) -> bool:
-        """True if the caller says how many keys each sequence has."""
-        return "kv_lengths" in self.enabled_options
-
-    @property
-    def has_offset(self) -> bool:
-        """True if the caller says at which position the queries of each sequence start."""
-        return "q_offset" in self.enabled_options
 
     @property
     def has_dropout(self) -> bool:
@@ -226,7 +209,7 @@ class Problem:
     @property
     def has_dropout_origin(self) -> bool:
         """True if dropout counts from the indices of a larger call."""
-        return self.dropout_p > 0 and "origin" in self.enabled_options
+        return self.has_dropout and "origin" in self.enabled_options
 
     @property
     def is_packed(self) -> bool:
@@ -240,23 +223,23 @@ class Problem:
 
     @property
     def changes_scores(self) -> bool:
-        """True if scores are more than ``scale * q @ k.T``: kernels modify them one by one."""
+        """True if something modifies the scores ``scale * q @ k.T``."""
         modified = self.has_softcap or self.score_mod is not None
         return modified or self.has_alibi or self.has_bias
 
     @property
     def has_pair_mask(self) -> bool:
-        """True if more than positions and lengths decide which pairs are attended."""
+        """True if the mask depends on more than positions and lengths."""
         return self.has_mask or self.has_block_mask or self.mask_mod is not None
 
     @property
     def entries(self) -> int:
-        """Sequences: entries of what has a batch axis."""
+        """Number of sequences: the length of the batch axis of options."""
         return self.B if self.sequences is None else self.sequences
 
     @property
     def group(self) -> int:
-        """Query heads that read one key head."""
+        """Query heads per key head."""
         return self.Hq // self.Hkv if self.Hkv else 0
 
     @property
@@ -296,7 +279,7 @@ def problem_of(dtype: str, dim: int, enabled_options: Iterable[str] = ()) -> Pro
 
 
 class Operands(NamedTuple):
-    """The arrays of one call, as views with all four axes, and which gradients are asked for.
+    """The arrays of one call, as views with all four axes, and the requested gradients.
 
     Parameters
     ----------
@@ -316,8 +299,8 @@ class Operands(NamedTuple):
         Arrays that the functions read, in their own shapes, as ``Problem.aux_names`` names them:
         the caller's, then the ones that options such as ``tree_mask`` bring.
     wrt : frozenset of str or None
-        Names of the arrays whose gradients are asked for; None is all. A backend may compute
-        others: they are dropped.
+        Names of the arrays whose gradients are requested; None for all. A backend may compute
+        more: they are dropped.
     packing : Packing or None
         Where packed sequences start.
     paging : Paging or None
@@ -344,10 +327,10 @@ class Operands(NamedTuple):
 
     @property
     def option_arrays(self) -> dict[str, Any]:
-        """Return the arrays that kernels read under the names of the options that gave them."""
+        """Return the arrays of options that kernels read, by the names of the options."""
         given = ((name, getattr(self, name)) for name in ARRAY_OPTIONS)
         return {name: x for name, x in given if x is not None}
 
     def wants(self, name: str) -> bool:
-        """Whether the gradient of an array is asked for."""
+        """Return True if the gradient of an array is requested."""
         return self.wrt is None or name in self.wrt

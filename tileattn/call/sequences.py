@@ -75,8 +75,7 @@ class Paging(NamedTuple):
         for b, n in np.argwhere(used & ((table < 0) | (table >= self.pages))):
             raise ValueError(
                 f"{called('block_table')} must hold pages from 0 to {self.pages - 1}; got "
-                f"{table[b, n]} for "
-                f"page {n} of sequence {b}"
+                f"{table[b, n]} for page {n} of sequence {b}"
             )
 
 
@@ -191,8 +190,7 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
         if options.get(option) is not None:
             raise UnsupportedError(
                 f"{called(option)} is not supported with {called(name)}; use score_mod or "
-                "mask_mod, or pad the "
-                "sequences to a batch"
+                "mask_mod, or pad the sequences to a batch"
             )
     if batch != 1:
         raise ValueError(
@@ -206,8 +204,7 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
     if len(packed.cu_seqlens_q) != len(packed.cu_seqlens_k):
         raise ValueError(
             f"{called('cu_seqlens_k')} must have as many entries as {called('cu_seqlens_q')}, "
-            f"{len(packed.cu_seqlens_q)}; "
-            f"got {len(packed.cu_seqlens_k)}"
+            f"{len(packed.cu_seqlens_q)}; got {len(packed.cu_seqlens_k)}"
         )
     both = (
         ""
