@@ -44,8 +44,8 @@ def test_a_mask_that_is_to_be_added() -> None:
 
 def test_a_mask_of_keys() -> None:
     message = (
-        f"mask {MISSHAPEN}; mask[:, None, None, :] has the keys of each batch entry, "
-        "and kv_lengths= masks out those past an end"
+        f"mask {MISSHAPEN}; mask[:, None, None, :] adds the axes of heads and queries, "
+        "and kv_lengths= masks out keys past an end"
     )
     refused(ValueError, message, mask=np.ones((B, NK), bool))
 
@@ -60,5 +60,5 @@ def test_a_matrix_for_each_batch_entry(name: str) -> None:
 
 
 def test_a_bias_of_keys() -> None:
-    message = f"bias {MISSHAPEN}; bias[:, None, None, :] has the keys of each batch entry"
+    message = f"bias {MISSHAPEN}; bias[:, None, None, :] adds the axes of heads and queries"
     refused(ValueError, message, bias=np.ones((B, NK)))

@@ -10,7 +10,7 @@ from tileattn import BlockMask
 from tileattn.backends import registry
 from tileattn.call.parse import parse
 from tileattn.call.prepared import (
-    MOST,
+    MAX_CALLS,
     CallCache,
     PreparedCall,
     signature,
@@ -133,12 +133,12 @@ def test_a_block_mask_is_not_kept_alive() -> None:
 
 def test_the_cache_is_bounded() -> None:
     calls = CallCache()
-    made = [PreparedCall(n, None) for n in range(MOST + 3)]  # type: ignore[arg-type]  # nobody looks at the problem
+    made = [PreparedCall(n, None) for n in range(MAX_CALLS + 3)]  # type: ignore[arg-type]  # nobody looks at the problem
     for n, call in enumerate(made):
         calls.keep(n, call)
         assert calls[n] is call
-        assert len(calls) <= MOST
-    assert list(calls) == [MOST, MOST + 1, MOST + 2]
+        assert len(calls) <= MAX_CALLS
+    assert list(calls) == [MAX_CALLS, MAX_CALLS + 1, MAX_CALLS + 2]
     calls.keep(None, made[0])
     assert None not in calls
 

@@ -1,4 +1,4 @@
-"""Block-sparse masks: the kind of each block, and the exact mask inside partial ones."""
+"""Block-sparse masks: the kind of each block, and the pairs of partial blocks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,11 +26,11 @@ __all__ = ["EMPTY", "FULL", "PARTIAL", "BlockMask"]
 
 Predicate = Callable[[Any, Any, Any, Any], Any]
 
-_STRIP = 1 << 24  # pairs evaluated at a time while a mask is classified: 16 MB of booleans
+_STRIP = 1 << 24  # pairs evaluated at a time during classification: 16 MB of booleans
 
 
 class BlockMask:
-    """A boolean mask known block by block, so that empty blocks cost nothing.
+    """A boolean mask known block by block; empty blocks cost nothing.
 
     Block ``(a, c)`` covers queries ``a * bq`` to ``(a + 1) * bq - 1`` and keys ``c * bk`` to
     ``(c + 1) * bk - 1``; the last blocks of each axis may reach past its end. Indices are those of
@@ -87,18 +87,18 @@ class BlockMask:
 
     @property
     def expression(self) -> Node | None:
-        """Expression of the whole mask; None where its partial blocks are stored."""
+        """Expression of the whole mask; None if the pairs of partial blocks are stored."""
         return self._pairs.visible if isinstance(self._pairs, Traced) else None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.kinds.setflags(write=False)  # pickle makes arrays that are writable
+        self.kinds.setflags(write=False)  # pickle makes writable arrays
 
     @classmethod
     def from_mask(
         cls, mask: NDArray[np.bool_], block_size: tuple[int, int] = (128, 128)
     ) -> "BlockMask":
-        """Classify the blocks of a dense mask; the pairs of partial blocks are copied, as bits.
+        """Classify the blocks of a dense mask; copy the pairs of partial blocks as bits.
 
         Parameters
         ----------
@@ -134,16 +134,16 @@ class BlockMask:
         shape: tuple[int, int, int, int],
         block_size: tuple[int, int] = (128, 128),
     ) -> "BlockMask":
-        """Classify the blocks of a predicate; no array of Nq x Nk is ever made.
+        """Classify the blocks of a predicate without an array of Nq x Nk.
 
         Parameters
         ----------
         visible : callable
             ``visible(b, h, i, j)`` takes four broadcastable integer arrays (batch, query head,
             query, key) and returns booleans that broadcast with them. It is read here, and never
-            again. One that only computes with its arguments, as a ``mask_mod`` does, is traced
-            once, and whole squares of blocks are decided at a time. Any other is called for all
-            pairs, and the pairs of partial blocks are kept, one bit each.
+            again. If it can be traced, as a ``mask_mod``, intervals classify many blocks at a time.
+            Otherwise it is called for all pairs, and the pairs of partial blocks are stored, one
+            bit each.
         shape : (int, int, int, int)
             ``(B, Hq, Nq, Nk)``; ``B`` or ``Hq`` of 1 holds for every batch entry or head.
         block_size : (int, int)
@@ -167,13 +167,13 @@ class BlockMask:
         expression = _expression(visible)
         if expression is None:
             return cls._classify(visible, shape, block_size)
-        return cls._found(expression, shape, block_size)
+        return cls._from_expression(expression, shape, block_size)
 
     @classmethod
     def _classify(
         cls, predicate: Predicate, shape: tuple[int, ...], block_size: tuple[int, int]
     ) -> "BlockMask":
-        """Classify by all pairs, and keep those of partial blocks."""
+        """Classify by all pairs, and store the pairs of partial blocks."""
         B, Hq, Nq, Nk = shape
         bq, bk = block_size
         kinds = np.full((B, Hq, -(-Nq // bq), -(-Nk // bk)), FULL, np.int8)
@@ -183,7 +183,8 @@ class BlockMask:
             i = np.arange(a * bq, min((a + 1) * bq, Nq))[:, None]
             j = np.arange(c0 * bk, min(c1 * bk, Nk))
             pairs = np.broadcast_to(
-                _asked(predicate, (b, h, i, j), (B, Hq, i.size, j.size)), (B, Hq, i.size, j.size)
+                _evaluated(predicate, (b, h, i, j), (B, Hq, i.size, j.size)),
+                (B, Hq, i.size, j.size),
             )
             starts = np.arange(0, j.size, bk)
             some = np.logical_or.reduceat(pairs.any(axis=2), starts, axis=-1)
@@ -195,25 +196,25 @@ class BlockMask:
             blocks = whole.reshape(B, Hq, bq, c1 - c0, bk).swapaxes(2, 3)
             place = in_b, in_h, np.full_like(column, a), c0 + column
             recorder.keep(place, blocks[in_b, in_h, column])
-        return cls._made(kinds, block_size, (Nq, Nk), recorder.pairs())
+        return cls._new(kinds, block_size, (Nq, Nk), recorder.pairs())
 
     @classmethod
-    def _found(
+    def _from_expression(
         cls, visible: Node, shape: tuple[int, int, int, int], block_size: tuple[int, int]
     ) -> "BlockMask":
-        """Classify by intervals, and by pairs only the blocks that these leave undecided."""
+        """Classify by intervals; evaluate the pairs of blocks that intervals do not decide."""
         B, Hq, Nq, Nk = shape
-        # One entry or head stands for all.
+        # One batch entry or head represents all.
         for n, name in ((B, "b"), (Hq, "h")):
             visible = replaced(visible, name, constant(0)) if n == 1 else visible
         kinds = kinds_by_intervals(visible, shape, block_size)
         pairs = Traced(visible)
         decide(kinds, pairs, (Nq, Nk), block_size, kinds == PARTIAL)
         whole = np.ascontiguousarray(np.broadcast_to(kinds, (B, Hq, *kinds.shape[2:])))
-        return cls._made(whole, block_size, (Nq, Nk), pairs)
+        return cls._new(whole, block_size, (Nq, Nk), pairs)
 
     @classmethod
-    def _made(cls, *facts: Any) -> "BlockMask":
+    def _new(cls, *facts: Any) -> "BlockMask":
         mask = cls.__new__(cls)
         mask._set(*facts)
         return mask
@@ -224,16 +225,16 @@ class BlockMask:
             pairs = Traced(apply("invert", pairs.visible))
         elif pairs is not None:
             pairs = ~pairs
-        return self._made(kinds, self.block_size, self.lengths, pairs)
+        return self._new(kinds, self.block_size, self.lengths, pairs)
 
     def __and__(self, other: "BlockMask") -> Any:
-        return self._with(other, "&", np.minimum, "bitwise_and")
+        return self._combined(other, "&", np.minimum, "bitwise_and")
 
     def __or__(self, other: "BlockMask") -> Any:
-        return self._with(other, "|", np.maximum, "bitwise_or")
+        return self._combined(other, "|", np.maximum, "bitwise_or")
 
-    def _with(self, other: Any, sign: str, chosen: np.ufunc, operation: str) -> Any:
-        """Combine two masks; kinds are ordered, and two partial blocks may make any."""
+    def _combined(self, other: Any, sign: str, chosen: np.ufunc, operation: str) -> Any:
+        """Combine two masks; two partial blocks may become a block of any kind."""
         if not isinstance(other, BlockMask):
             return NotImplemented
         if self.block_size != other.block_size:
@@ -252,8 +253,8 @@ class BlockMask:
             )
 
         kinds = chosen(self.kinds, other.kinds)
-        if not lengths:  # of whole blocks, both of them
-            return self._made(kinds, self.block_size, None, None)
+        if not lengths:  # both consist of whole blocks
+            return self._new(kinds, self.block_size, None, None)
         known, mine, others = lengths.pop(), self.expression, other.expression
         if mine is None or others is None:
 
@@ -265,11 +266,11 @@ class BlockMask:
             pairs = Traced(apply(operation, mine, others))
             undecided = (self.kinds == PARTIAL) & (other.kinds == PARTIAL)
             decide(kinds, pairs, known, self.block_size, undecided)
-        return self._made(kinds, self.block_size, known, pairs)
+        return self._new(kinds, self.block_size, known, pairs)
 
     @property
     def density(self) -> float:
-        """Part of the blocks that are not empty; sparsity is 1 - density."""
+        """Fraction of the blocks that are not empty; sparsity is 1 - density."""
         return float(np.mean(self.kinds != EMPTY)) if self.kinds.size else 0.0
 
     def check(self, B: int, Hq: int, Nq: int, Nk: int) -> None:
@@ -299,7 +300,7 @@ class BlockMask:
             )
 
     def kind(self, b: int, heads: slice, q0: int, q1: int, k0: int, k1: int) -> int:
-        """Kind of any tile: queries q0 to q1 - 1 and keys k0 to k1 - 1 of some heads.
+        """Return the kind of any tile: queries q0 to q1 - 1 and keys k0 to k1 - 1 of some heads.
 
         Parameters
         ----------
@@ -323,7 +324,7 @@ class BlockMask:
         return low if low == high else PARTIAL
 
     def visible(self, b: Any, h: Any, i: Any, j: Any) -> NDArray[np.bool_]:
-        """Whether query ``i`` of batch ``b`` and head ``h`` attends to key ``j``.
+        """Return True if query ``i`` of batch ``b`` and head ``h`` attends to key ``j``.
 
         Parameters
         ----------
@@ -346,7 +347,7 @@ class BlockMask:
         return np.asarray(np.broadcast_to(visible, shape))
 
     def to_dense(self, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:
-        """Write the mask out.
+        """Return the mask as a dense array.
 
         Parameters
         ----------
@@ -369,7 +370,7 @@ class BlockMask:
 
 
 def _expression(visible: Predicate) -> Node | None:
-    """Trace a predicate; None for one that only arrays can be given to."""
+    """Trace a predicate; return None for one that needs arrays."""
     try:
         return mask_expression(visible, (), "visible")
     except Exception:  # the same error comes with arrays, or there is none
@@ -377,7 +378,7 @@ def _expression(visible: Predicate) -> Node | None:
 
 
 def _strips(shape: tuple[int, ...], block_size: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Query block and range of key blocks, few enough pairs at a time to bound the memory."""
+    """Yield a query block and a range of key blocks, with a bounded number of pairs."""
     B, Hq, Nq, Nk = shape
     bq, bk = block_size
     nq, nk = -(-Nq // bq), -(-Nk // bk)
@@ -387,10 +388,10 @@ def _strips(shape: tuple[int, ...], block_size: tuple[int, int]) -> Iterator[tup
             yield a, c0, min(c0 + width, nk)
 
 
-def _asked(
+def _evaluated(
     predicate: Predicate, indices: tuple[NDArray[Any], ...], tile: tuple[int, ...]
 ) -> NDArray[np.bool_]:
-    """Ask a predicate for the pairs of a tile; raise an error if it does not return them."""
+    """Evaluate a predicate on a tile; raise an error for an invalid result."""
     try:
         pairs = predicate(*indices)
     except ValueError as error:

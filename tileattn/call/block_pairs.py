@@ -1,4 +1,4 @@
-"""The pairs of partial blocks: an expression, or bits; a caller's array is never kept."""
+"""The pairs of partial blocks: an expression, or stored bits. Arrays of a caller are not kept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.nodes import INDICES, Node, ordered
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-"""Kinds of a block: no pair is visible, some pairs are, all pairs are."""
+"""Kinds of a block: no, some or all pairs are visible. Combining masks relies on the order."""
 
 Pairs = Callable[[Any, Any, Any, Any], Any]
 """``pairs(b, h, i, j)`` says whether query i attends to key j."""
 
-_AT_ONCE = 1 << 20  # pairs of undecided blocks evaluated at a time, with arrays of 64-bit indices
+_PAIRS_AT_ONCE = 1 << 20  # pairs of undecided blocks; each index array takes 8 MB
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Traced:
         return evaluate([self.visible], inputs, (), np.dtype(np.float64))[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a list of the nodes: recursion over them has a limit."""
+        """Pickle the nodes as a list: recursion over them has a limit."""
         nodes = ordered([self.visible])
         places = {node: n for n, node in enumerate(nodes)}
         parts = [(x.op, x.kind, tuple(map(places.get, x.inputs)), x.value) for x in nodes]
@@ -52,9 +52,9 @@ class Stored:
     Parameters
     ----------
     slots : array of int32, shape (B, Hq, blocks of queries, blocks of keys)
-        Where the bits of each partial block are.
+        Index in ``bits`` of each partial block.
     bits : array of uint8, shape (partial blocks, bq, ceil(bk / 8))
-        As ``numpy.packbits`` makes them.
+        Made by ``numpy.packbits``.
     block_size : (int, int)
         Queries and keys of a block.
     """
@@ -64,7 +64,7 @@ class Stored:
     block_size: tuple[int, int]
 
     def __call__(self, b: Any, h: Any, i: Any, j: Any) -> NDArray[np.bool_]:
-        """Look up bits; those of pairs outside partial blocks are any."""
+        """Look up bits; pairs outside partial blocks have arbitrary ones."""
         bq, bk = self.block_size
         i, j = np.asarray(i), np.asarray(j)
         column = j % bk
@@ -76,7 +76,7 @@ class Stored:
 
 
 class Recorder:
-    """Keeps the pairs of partial blocks while the blocks of a mask are classified."""
+    """Stores the pairs of partial blocks during classification."""
 
     def __init__(self, kinds: NDArray[np.int8], block_size: tuple[int, int]) -> None:
         self._slots = np.zeros(kinds.shape, np.int32)
@@ -85,14 +85,14 @@ class Recorder:
         self._block_size = block_size
 
     def keep(self, place: tuple[NDArray[Any], ...], pairs: NDArray[np.bool_]) -> None:
-        """Keep the pairs of some blocks, (blocks, bq, bk), which are at ``place``."""
+        """Store the pairs (blocks, bq, bk) of the blocks at ``place``."""
         if len(pairs):
             self._slots[place] = np.arange(self._count, self._count + len(pairs))
             self._bits.append(np.packbits(pairs, axis=-1))
             self._count += len(pairs)
 
     def pairs(self) -> Stored | None:
-        """Return the kept pairs; None without partial blocks."""
+        """Return the stored pairs; None without partial blocks."""
         if not self._bits:
             return None
         return Stored(self._slots, np.concatenate(self._bits), self._block_size)
@@ -105,14 +105,14 @@ def decide(
     block_size: tuple[int, int],
     which: NDArray[np.bool_],
 ) -> Stored | None:
-    """Classify the chosen blocks by their pairs; return the pairs of those that are partial."""
+    """Classify the chosen blocks by their pairs; return the pairs of the partial ones."""
     (bq, bk), (Nq, Nk) = block_size, lengths
     undecided, recorder = np.nonzero(which), Recorder(kinds, block_size)
-    step = max(1, _AT_ONCE // (bq * bk))
+    step = max(1, _PAIRS_AT_ONCE // (bq * bk))
     for lo in range(0, len(undecided[0]), step):
         part = tuple(x[lo : lo + step] for x in undecided)
         b, h, row, column = (x[:, None, None] for x in part)
-        # Past an end the last query or key stands in, which decides nothing by itself.
+        # Repeat the last query or key past the end: repetition does not change a kind.
         i = np.minimum(row * bq + np.arange(bq)[:, None], Nq - 1)
         j = np.minimum(column * bk + np.arange(bk), Nk - 1)
         found = np.broadcast_to(pairs(b, h, i, j), (len(b), bq, bk))

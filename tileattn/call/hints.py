@@ -1,4 +1,4 @@
-"""What a caller probably meant: the ends of some messages, empty where there is no guess."""
+"""Hints at the end of error messages: what the caller probably meant. Empty without a guess."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import numpy as np
 
 from tileattn.messages import called
 
-# Arguments of PyTorch, FlashAttention and their relatives: the option's name, or what to do.
+# Arguments of PyTorch, FlashAttention and others: the option's name, or what to do.
 ALIASES = {
     "attn_bias": "bias",
     "attn_mask": "mask= takes booleans, bias= what is added to the scores",
@@ -28,8 +28,8 @@ ALIASES = {
 }
 
 
-def of_option(name: str, accepted: Iterable[str]) -> str:
-    """Guess at an unknown option: the name that others give it, or else one that looks like it."""
+def option_hint(name: str, accepted: Iterable[str]) -> str:
+    """Suggest an option for an unknown name: by the names of other libraries, or by spelling."""
     if name in ALIASES:
         meant = ALIASES[name]
         return f" ({meant})" if " " in meant else f" (did you mean {meant!r}?)"
@@ -37,8 +37,8 @@ def of_option(name: str, accepted: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def of_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...]) -> str:
-    """Guess at an array whose dtype is not accepted."""
+def dtype_hint(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...]) -> str:
+    """Suggest a remedy for an array of an unsupported dtype."""
     native = x.dtype.newbyteorder("=")
     if native != x.dtype and native in dtypes:
         return f"; {called(name)}.astype({called(name)}.dtype.newbyteorder('=')) swaps its bytes"
@@ -47,21 +47,21 @@ def of_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...]) -> str:
     return ""
 
 
-def of_heads(q: Any, k: Any) -> str:
-    """Guess at heads of k that do not divide those of q."""
-    # Mostly a sequence is longer than its heads are many.
+def heads_hint(q: Any, k: Any) -> str:
+    """Suggest swapping axes if the heads of k do not divide the heads of q."""
+    # The length of a sequence is usually greater than the number of heads.
     if q.ndim < 3 or not k.shape[-2] or q.shape[-2] % k.shape[-2] or q.shape[-2] >= q.shape[-3]:
         return ""
     swapped = "x.swapaxes(-3, -2) of each is (B, H, N, D), without a copy"
     return f"; if these are (B, N, H, D), {swapped}"
 
 
-def of_keys(name: str, x: Any, shape: tuple[int, int, int, int]) -> str:
-    """Guess at a bias or mask that does not broadcast."""
+def broadcast_hint(name: str, x: Any, shape: tuple[int, int, int, int]) -> str:
+    """Suggest new axes for a bias or mask that does not broadcast."""
     B, _, Nq, Nk = shape
     if x.shape == (B, Nq, Nk):
         return f"; {called(name)}[:, None] adds the axis of the heads"
     if x.shape != (B, Nk):
         return ""
-    of_each = f"; {called(name)}[:, None, None, :] has the keys of each batch entry"
-    return f"{of_each}, and kv_lengths= masks out those past an end" if name == "mask" else of_each
+    hint = f"; {called(name)}[:, None, None, :] adds the axes of heads and queries"
+    return f"{hint}, and kv_lengths= masks out keys past an end" if name == "mask" else hint

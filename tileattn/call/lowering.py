@@ -1,7 +1,7 @@
-"""Options that become expressions, with the arrays that these read.
+"""Options that become parts of the mask function, and the arrays that it reads.
 
-Kernels see one mask function, whatever options it comes from. An option that becomes a part of it
-is a row of `MASKS`. An origin moves the indices of the caller's own functions.
+Kernels see one mask function. Each option that becomes a part of it is a row of `MASKS`. An origin
+shifts the indices of the caller's functions.
 """
 
 import sys
@@ -18,7 +18,7 @@ from tileattn.expressions.nodes import INDICES, Kind, Node, constant, replaced
 from tileattn.messages import called
 
 _B, _H, _I, _J = (Node("input", Kind.INTEGER, (), name) for name in INDICES)
-_FAR = 1 << 40  # no index reaches it: further offsets mask the same pairs, and floats hold it
+_FAR = 1 << 40  # above all indices: larger offsets mask the same pairs, and floats represent it
 
 
 class LoweredMask(NamedTuple):
@@ -32,10 +32,10 @@ class LoweredMask(NamedTuple):
         ``visible(*reads)`` returns the expression of the visible pairs. Each argument is a function
         of indices that reads one of the arrays.
     arrays : callable
-        ``arrays(value, places, Nq)`` returns the arrays, made from what the caller passed.
+        ``arrays(value, places, Nq)`` makes the arrays from the value of the option.
     window : callable
-        ``window(window)`` returns what is left of the window beside the expression, and refuses one
-        that does not go with the option.
+        ``window(window)`` returns the part of the window that the expression does not cover; raises
+        ValueError for a window that the option does not support.
     """
 
     reads: dict[str, Kind]
@@ -47,8 +47,8 @@ class LoweredMask(NamedTuple):
 def _tree(tree: Callable[..., Node], start: Callable[..., Node]) -> Node:
     """Let query i attend to key j where ``j < start[b] or tree[b, i, j - start[b]]``.
 
-    The last Nq keys of a sequence are the nodes of its tree, as its queries are. An index past the
-    end is moved to it: b to 0 where all sequences share one tree.
+    The last Nq keys of a sequence are the nodes of its tree, as its queries are. Indices are
+    clamped, so b becomes 0 if all sequences share one tree.
     """
     first = start(_B)
     node = apply("maximum", apply("subtract", _J, first), constant(0))
@@ -75,7 +75,7 @@ def _prefix_arrays(prefix: Any, places: Places, Nq: int) -> tuple[Any, Any]:
 
 
 def _offsets(places: Places, Nq: int) -> Any:
-    """Return the position of query 0 of each sequence, computed where lengths are known."""
+    """Return the position of query 0 of each sequence, computed on the device of the lengths."""
     if places.q_offset is not None:
         return places.q_offset
     packing, keys = places.packing, places.kv_lengths
@@ -92,7 +92,7 @@ def _offsets(places: Places, Nq: int) -> Any:
 
 
 def _like(array: Any, x: Any) -> Any:
-    """Copy an array of the host to the library, and so the device, of another array."""
+    """Copy an array of the host to the library and device of another array."""
     return sys.modules[type(array).__module__.partition(".")[0]].asarray(x)
 
 
@@ -101,7 +101,7 @@ def _int64(x: Any) -> Any:
 
 
 def _beside_prefix(window: Window) -> Window:
-    """Leave the right side of a causal window to the expression."""
+    """Open the right side of a causal window, which the expression covers."""
     left, right = window
     if right != 0:
         raise ValueError(f"{called('causal')} must be True with {called('prefix')}; got False")
@@ -119,11 +119,11 @@ MASKS: dict[str, LoweredMask] = {
         _beside_prefix,
     ),
 }
-"""By name of the option."""
+"""Lowered options by name."""
 
 
 def aux_names(options: Mapping[str, Any], callers: Iterable[str]) -> tuple[str, ...]:
-    """Name the arrays that functions read: the caller's, those of options, the origin."""
+    """Name the arrays that functions read: of the caller, of lowered options, the origin."""
     reads = (name for option in _used(options) for name in MASKS[option].reads)
     return (*callers, *reads, *(("origin",) if _moves_functions(options) else ()))
 
@@ -138,7 +138,7 @@ def aux_of(options: Mapping[str, Any], places: Places, Nq: int) -> tuple[Any, ..
 def lowered_mask(
     mask: Node | None, options: Mapping[str, Any], names: tuple[str, ...]
 ) -> Node | None:
-    """Narrow a mask function by the options that become a part of it."""
+    """Join the mask function with the lowered options."""
     for option in _used(options):
         reads = (reader(names, name, kind) for name, kind in MASKS[option].reads.items())
         visible = MASKS[option].visible(*reads)
@@ -147,15 +147,15 @@ def lowered_mask(
 
 
 def lowered_window(window: Window, options: Mapping[str, Any]) -> Window:
-    """Open the sides of a window that the options in use express themselves."""
+    """Open the sides of the window that lowered options cover."""
     for option in _used(options):
         window = MASKS[option].window(window)
     return window
 
 
 def from_origin(function: Node, names: tuple[str, ...]) -> Node:
-    """Let a function see the indices of the larger call in which this call starts at the origin."""
-    # b is the first: the origin's own b is not moved again.
+    """Shift the indices of a function by the origin."""
+    # b is shifted first, so that the b of the origin itself is not shifted.
     origin = reader(names, "origin", Kind.INTEGER)
     for n, (name, index) in enumerate(zip(INDICES, (_B, _H, _I, _J), strict=True)):
         function = replaced(function, name, apply("add", index, origin(_B, constant(n))))
@@ -163,7 +163,7 @@ def from_origin(function: Node, names: tuple[str, ...]) -> Node:
 
 
 def reader(names: tuple[str, ...], name: str, kind: Kind) -> Callable[..., Node]:
-    """Return a function of indices that makes an element of a named array."""
+    """Return a function that makes an element of a named array from indices."""
     number = names.index(name)
     return lambda *indices: element(number, kind, indices)
 

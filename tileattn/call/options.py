@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from tileattn.messages import must_be
 
 Value = Literal[
-    "number",  # of Python, or a NumPy array without axes
-    "integer",  # the same, with 64 bits
+    "number",  # Python number, or NumPy array without axes
+    "integer",  # the same, of 64 bits
     "flag",
     "window",
     "array",  # on the device of q
@@ -17,12 +17,12 @@ Value = Literal[
     "arrays",  # a sequence of arrays on the device of q
 ]
 Role = Literal[
-    "score",  # changes scores
+    "score",  # modifies scores
     "mask",  # masks out pairs of a query and a key
-    "place",  # says where the queries and keys of each sequence are
-    "softmax",  # changes the denominator
+    "place",  # position of the queries and keys of each sequence
+    "softmax",  # changes the denominator of the softmax
     "dropout",
-    "origin",  # moves the indices that dropout and functions see
+    "origin",  # shifts the indices of dropout and functions
     "function input",
 ]
 
@@ -33,9 +33,9 @@ class Option(NamedTuple):
     Parameters
     ----------
     value : str
-        What a caller passes, besides None.
+        Type of the value, besides None.
     role : str
-        What it changes.
+        What the option does.
     axes : str
         Axes of the array: b for the batch, or for packed sequences the sequence, h for query heads,
         i for queries, j for keys, and a dot for any other. Arrays may lack leading axes.
@@ -50,12 +50,11 @@ class Option(NamedTuple):
     by_index : bool
         True if its effect depends on the indices b and h themselves.
     revalidated : bool
-        True if its values may change from call to call while everything else about the call stays
-        valid: only these values are checked again.
+        True if a cached call with other values of this option only checks these values again.
     host_only : bool
         True if integers must be on the host.
     lowered : bool
-        True if the kernels see a mask function with arrays of its own instead.
+        True if it becomes a part of the mask function.
     """
 
     value: Value
@@ -95,7 +94,7 @@ OPTIONS: dict[str, Option] = {
     "mask_mod": Option("function", "mask", by_index=True),
     "aux": Option("arrays", "function input", gradient=True),
 }
-"""By name. A new option is a record here, its type in `Options`, and what carries it."""
+"""Records by name. A new option also needs a type in `Options`."""
 
 
 class Options(TypedDict, total=False):

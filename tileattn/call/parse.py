@@ -30,7 +30,7 @@ from tileattn.validation import require_array, scalar
 
 _BOOLEAN = (np.dtype(np.bool_),)
 _PLACES = options_with(role="place")
-"""Without any of these each sequence has all keys, and its last query is at the last key."""
+"""Without these options each sequence has all keys, and its last query is at the last key."""
 
 _ON_DEVICE = options_with(value="integers", host_only=False)
 
@@ -108,14 +108,14 @@ def arrays_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def device_integers(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are arrays of integers of another library than NumPy."""
+    """Return the integer options that are arrays on a device."""
     given = ((name, options.get(name)) for name in _ON_DEVICE)
     host = np.ndarray | np.generic
     return {name: x for name, x in given if hasattr(x, "dtype") and not isinstance(x, host)}
 
 
 def aux_arrays(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of ``aux``, by their names in messages; raise TypeError for no sequence."""
+    """Return the arrays of ``aux`` by their names in messages; raise TypeError if not a tuple."""
     aux = options.get("aux")
     if aux is None:
         return {}
@@ -125,7 +125,7 @@ def aux_arrays(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raise if an array is not exactly of one shape and dtype."""
+    """Raise TypeError or ValueError if an array does not have this dtype and shape."""
     require_array(name, x)
     if x.dtype != dtype:
         raise TypeError(f"{called(name)} must have dtype {dtype}; got {x.dtype}")
@@ -133,16 +133,16 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
 
 
 def check_shape(name: str, x: Any, shape: tuple[int, ...]) -> None:
-    """Raise ValueError if an array is not exactly of one shape."""
+    """Raise ValueError if an array does not have this shape."""
     if x.shape != shape:
         raise ValueError(f"{called(name)} must have shape {shape}; got {x.shape}")
 
 
 def check_dtype(name: str, x: Any, dtypes: tuple[np.dtype[Any], ...] = DTYPES) -> None:
-    """Raise TypeError if an argument is not an array of one of some dtypes."""
+    """Raise TypeError if an argument is not an array of a supported dtype."""
     require_array(name, x)
     if x.dtype not in dtypes:
-        hint = hints.of_dtype(name, x, dtypes)
+        hint = hints.dtype_hint(name, x, dtypes)
         raise TypeError(f"{called(name)} must have dtype {one_of(dtypes)}; got {x.dtype}{hint}")
 
 
@@ -152,7 +152,7 @@ def four_axes(x: Any) -> Any:
 
 
 def refuse_pages(call: str, options: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError if keys are in pages, which have no gradients."""
+    """Raise UnsupportedError for pages, which have no gradients."""
     if options.get("block_table") is not None:
         raise UnsupportedError(
             f"{call} does not support block_table: pages have no gradients; gather them, and pass "
@@ -161,10 +161,10 @@ def refuse_pages(call: str, options: Mapping[str, Any]) -> None:
 
 
 def check_names(options: Mapping[str, Any]) -> None:
-    """Raise TypeError if there is no such option."""
+    """Raise TypeError for an unknown option."""
     for name in options:
         if name not in OPTIONS:
-            hint = hints.of_option(name, OPTIONS)
+            hint = hints.option_hint(name, OPTIONS)
             known = ", ".join(OPTIONS)
             raise TypeError(f"unknown option {name!r}{hint}; the options are {known}")
 
@@ -210,7 +210,7 @@ def _sizes(
     if Hq % Hkv if Hkv else Hq:
         raise ValueError(
             f"{called('k')} must have a number of heads that divides the {Hq} heads of "
-            f"{called('q')}; got {Hkv}" + hints.of_heads(q, k)
+            f"{called('q')}; got {Hkv}" + hints.heads_hint(q, k)
         )
     return q.ndim, (B, Hq, Hkv, Nq, Nk, D, Dv)
 
@@ -236,7 +236,7 @@ def _broadcastable(
     if x.ndim > 4 or any(n not in (1, m) for n, m in zip(x.shape, axes, strict=True)):
         raise ValueError(
             f"{called(name)} must broadcast to (B, Hq, Nq, Nk) = {shape}; got shape {x.shape}"
-            + hints.of_keys(name, x, shape)
+            + hints.broadcast_hint(name, x, shape)
         )
 
 

@@ -1,4 +1,4 @@
-"""The cache of validated calls: a call like an earlier one is one look-up."""
+"""The cache of validated calls: one look-up for a call like an earlier one."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,16 +18,16 @@ from tileattn.call.sequences import Places, given_for, places_of
 from tileattn.expressions.nodes import Node
 from tileattn.results import Attention, Gradients
 
-MOST = 1024  # entries; a program has few shapes, or so many that none comes back
+MAX_CALLS = 1024  # entries of the cache; programs with more signatures rarely repeat one
 
-_MOST_VALUES = 1 << 12  # of lengths or offsets in a signature: they are kept
+_MAX_VALUES = 1 << 12  # lengths or offsets in a signature, which the cache keeps
 _REVALIDATED = options_with(revalidated=True)
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _VALUES = _PLAIN | {Node}
 _layout_of = attrgetter("__class__", "dtype", "shape", "strides")
 
-# If it is absent ``os.environ.get`` takes a microsecond, a seventh of a repeated call: CPython's
-# dictionary behind it has it in a tenth of that.
+# ``os.environ.get`` takes a microsecond for an absent variable, a seventh of a repeated call.
+# CPython's underlying dictionary takes a tenth of that.
 _environment = getattr(os.environ, "_data", None)
 default_backend: Callable[[], Any] = (
     partial(os.environ.get, "TILEATTN_BACKEND")
@@ -38,7 +38,7 @@ default_backend: Callable[[], Any] = (
 
 
 class AddressPass(Protocol):
-    """A forward or backward pass that needs no arrays, only their addresses."""
+    """A forward or backward pass that can run on the addresses of arrays."""
 
     inputs: Sequence[str]  # names of arrays: ``launch`` takes their addresses, then the results'
     nbytes: int  # size of the workspace
@@ -48,20 +48,19 @@ class AddressPass(Protocol):
 
 
 class PreparedCall:
-    """The calls of one signature: one problem, and arrays of one layout.
+    """Calls of one signature: one problem, and arrays of one layout.
 
-    A backend that has a method ``prepare(problem)`` returns a new one of a subclass, and may keep
-    there what it has worked out. Functions that it puts into ``cached`` run repeated calls without
-    looking at anything again: the forward pass under None, backward passes for all gradients under
-    ``deterministic``. They take the rows (q, k, v, and backward dout, out, lse, and dlse if given),
-    the options and ``out``, and return None where they cannot run the call.
+    A backend with a method ``prepare(problem)`` returns an instance of a subclass, which may keep
+    results of planning. Functions in ``cached`` run repeated calls without validation: the forward
+    pass under None, the backward pass for all gradients under ``deterministic``. They take the rows
+    (q, k, v, and in backward dout, out, lse, and dlse if given), the options and ``out``. They
+    return None if they cannot run the call.
     """
 
-    # Whether what has been worked out, but for cached, holds at other lengths, too.
+    # True if the instance, except ``cached``, is valid for other lengths.
     of_any_lengths = False
 
-    # The same in all calls of the signature, but for the integers that are on a device: these are
-    # None, and each call brings its own.
+    # The integer arrays of the signature; None for arrays on a device, which each call passes.
     places = Places(None, None, None, None)
     on_device: tuple[str, ...] = ()
 
@@ -79,7 +78,7 @@ class PreparedCall:
         return operands_of(q, k, v, places, options)
 
     def remember(self, places: Places) -> None:
-        """Keep where sequences are, if it is in the signature."""
+        """Keep the integer arrays that are part of the signature."""
         integers = places.integers.items()
         self.on_device = tuple(name for name, x in integers if not isinstance(x, np.ndarray))
         self.places = places.with_integers(**dict.fromkeys(self.on_device))
@@ -87,7 +86,7 @@ class PreparedCall:
     def at_other_lengths(
         self, q: Any, k: Any, v: Any, options: Mapping[str, Any]
     ) -> tuple["PreparedCall", Operands]:
-        """Validate nothing but the integers of a call: the rest of its signature is the same."""
+        """Validate only the integers of a call; the rest of its signature is the same."""
         P, call = self.problem, copy(self)
         places = places_of(options, k, P.B, P.Nq, P.Nk)
         call.cached = {}
@@ -101,7 +100,7 @@ class PreparedCall:
     def address_pass(
         self, _deterministic: bool | None, _results: Sequence[str]
     ) -> AddressPass | None:
-        """Return the pass that computes these results, if it has run and can run on addresses.
+        """Return the pass for these results, if it has run and can run on addresses.
 
         ``deterministic`` is None for the forward pass.
         """
@@ -124,23 +123,23 @@ class PreparedCall:
 
 
 class CallCache(dict[Any, Any]):
-    """Valid calls by signature, emptied when it is full; single steps are safe among threads."""
+    """Valid calls by signature; cleared when full. Single operations are thread-safe."""
 
     def keep(self, key: Any, call: Any) -> None:
-        """Keep a call, unless it has no signature."""
+        """Add a call, unless its signature is None."""
         if key is None:
             return
-        if len(self) >= MOST:
+        if len(self) >= MAX_CALLS:
             self.clear()
         self[key] = call
 
 
 CALLS = CallCache()
-"""The calls of this process; a new backend may change what is valid, and empties it."""
+"""The calls of this process. Registering a backend clears it: other calls may become valid."""
 
 
 def prepared_call(backend: Any, problem: Problem, operands: Operands) -> PreparedCall:
-    """Make the entry of a call that was found valid."""
+    """Make the entry of a valid call."""
     prepare = getattr(backend, "prepare", None)
     call: PreparedCall = PreparedCall(backend, problem) if prepare is None else prepare(problem)
     call.remember(Places.of(operands))
@@ -148,7 +147,7 @@ def prepared_call(backend: Any, problem: Problem, operands: Operands) -> Prepare
 
 
 def values_of(options: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Return a key of options that are plain values or tuples of them; None if some are not."""
+    """Return a key of options that are plain values or tuples of these; None for others."""
     key: list[Any] = []
     for name, x in options.items():
         kind = type(x)
@@ -166,10 +165,9 @@ def values_of(options: Mapping[str, Any]) -> tuple[Any, ...] | None:
 def signature(
     arrays: Iterable[Any], backend: Any, options: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Return a key of all that validation looks at, and of the layout of the arrays.
+    """Return a key of everything that validation reads, and of the layout of the arrays.
 
-    Calls of equal signatures are all valid or all invalid, with arrays of the same layout. None for
-    unusual arguments.
+    Calls with equal signatures are all valid or all invalid. None for unusual arguments.
     """
     if type(backend) is not str:
         return None
@@ -181,16 +179,16 @@ def signature(
             if not _append(key, x):
                 return None
     except AttributeError:
-        return None  # what is no array
+        return None  # something is not an array
     return tuple(key)
 
 
 def signature_at_any_lengths(
     arrays: Iterable[Any], backend: Any, options: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Return the same key without the values of lengths, offsets and pages; None without any.
+    """Return the same key without the values of lengths, offsets and pages; None without these.
 
-    Calls of equal signatures are valid or invalid by these values alone.
+    Among calls with equal keys, only these values decide which are valid.
     """
     layouts = {name: _integers(options[name]) for name in _REVALIDATED if name in options}
     left_out = {name: layout for name, layout in layouts.items() if layout is not None}
@@ -209,7 +207,7 @@ def _integers(x: Any) -> tuple[Any, ...] | None:
 
 
 def _append(key: list[Any], x: Any) -> bool:
-    """Add an option to a signature; False where it has too many values, or unusual ones."""
+    """Add an option to a signature; return False for too many or unusual values."""
     kind = type(x)
     if kind in _VALUES or (isinstance(x, np.generic) and not isinstance(x, np.void)):
         key.append(x)
@@ -218,19 +216,19 @@ def _append(key: list[Any], x: Any) -> bool:
         key.append(kinds)
         if _PLAIN.issuperset(kinds):
             key += x
-            return len(x) <= _MOST_VALUES
-        # Arrays, as aux has them: the values of NumPy's may be looked at.
+            return len(x) <= _MAX_VALUES
+        # Arrays of aux; validation may read the values of NumPy arrays.
         return all(not isinstance(y, np.ndarray) and _append(key, y) for y in x)
     elif kind is BlockMask:
         key.append(ref(x))
     elif isinstance(x, np.ndarray):
-        # Lengths and offsets, which are integers, and numbers without axes: values are looked at.
+        # Validation reads the values of integers and of arrays without axes.
         values = x.dtype.kind in "iu" or not x.shape
-        if values and x.size > _MOST_VALUES:
+        if values and x.size > _MAX_VALUES:
             return False
         key += (x.dtype, x.shape, x.tobytes() if values else x.strides)
     elif x.shape:
         key += (x.dtype, x.shape, getattr(x, "strides", None))
     else:
-        return False  # a value without axes, on the device, may be looked at
+        return False  # validation may read the value of a device array without axes
     return True

@@ -1,4 +1,4 @@
-"""The options that are one number, validated: for all entries of the library."""
+"""Validation of the options that are one number."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def scale_of(scale: Any, D: int) -> float:
 
 
 def softcap_of(softcap: Any) -> float | None:
-    """Return a valid bound of the scaled products; None is no bound."""
+    """Return a valid softcap; None is no cap."""
     if softcap is None:
         return None
     value = real("softcap", softcap, _CAP)
@@ -37,7 +37,7 @@ def dropout_of(dropout_p: Any) -> float:
 
 
 def number_of(name: str, x: Any) -> float:
-    """Validate a number that bridges pass on by the name of its option."""
+    """Return a valid floating option by its name."""
     return float(_VALIDATED[name](x))
 
 

@@ -1,4 +1,4 @@
-"""Where the sequences of a call are: lengths, offsets, packed sequences and pages, validated."""
+"""Validation of lengths, offsets, packed sequences and pages: where sequences are in memory."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,13 +10,13 @@ from tileattn.errors import UnsupportedError
 from tileattn.messages import called, must_be
 from tileattn.validation import refuse_masked
 
-FAR = 1 << 60  # further from each other positions may not be: sums of them must fit 64 bits
+FAR = 1 << 60  # largest position or length; sums of a few must fit 64 bits
 
-_MOST = 1 << 31  # the counters of dropout have 32 bits
+_MOST = 1 << 31  # end of the range of origins: dropout counters have 32 bits
 
 
 class Packing(NamedTuple):
-    """Where the sequences of packed arrays start; the last number of each is where all end.
+    """Offsets of packed sequences; the last offset is the number of tokens.
 
     Parameters
     ----------
@@ -29,12 +29,12 @@ class Packing(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, Any, Any]:
-        """How many sequences there are, and the queries and keys of each, where the host knows."""
+        """Number of sequences, and the queries and keys of each; None if on a device."""
         queries, keys = (x[1:] - x[:-1] if isinstance(x, np.ndarray) else None for x in self)
         return len(self.cu_seqlens_q) - 1, queries, keys
 
     def longest(self, Nq: int, Nk: int) -> tuple[int, int]:
-        """Return the longest numbers of queries and keys; Nq and Nk where only a device knows."""
+        """Return the greatest numbers of queries and keys; Nq and Nk if on a device."""
         _, queries, keys = self.sizes
         if queries is not None:
             Nq = int(queries.max(initial=0))
@@ -42,14 +42,14 @@ class Packing(NamedTuple):
 
 
 class Paging(NamedTuple):
-    """Where the keys and values of each sequence are, in pages that all share.
+    """Pages of keys and values, and the pages of each sequence.
 
     Parameters
     ----------
     block_table : array of int64, or on a device of integers, shape (B, n)
         The pages of each sequence, in the order of its keys.
     pages, page : int
-        How many pages there are, and the keys of one.
+        Number of pages, and keys per page.
     """
 
     block_table: Any
@@ -58,11 +58,11 @@ class Paging(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Keys of a sequence, at most."""
+        """Maximum number of keys of a sequence."""
         return int(self.block_table.shape[1]) * self.page
 
     def check(self, kv_lengths: Any) -> None:
-        """Raise ValueError if a page that is in use does not exist; the host looks at its own."""
+        """Raise ValueError if a used page does not exist; a table on a device is not checked."""
         table, count = self.block_table, len(kv_lengths)
         if table.shape[0] != count:
             raise ValueError(
@@ -80,19 +80,19 @@ class Paging(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where each sequence is: all that the values of a call's integers decide.
+    """The integer arrays of a call: where each sequence is in memory.
 
     Parameters
     ----------
     kv_lengths, q_offset : array of int64, or on a device of integers, shape (entries,), or None
-        Keys that exist, and position of query 0, for each sequence. None where the host does not
-        know: all keys, and the last query is aligned with the last key.
+        Number of keys, and position of query 0, for each sequence. None if known only on a device:
+        then all keys, or the last query is at the last key.
     packing : Packing or None
-        Where packed sequences start.
+        Offsets of packed sequences.
     paging : Paging or None
-        Where the keys of each sequence are, if k and v have pages in place of batch entries.
+        Pages of each sequence, if k and v have pages in place of batch entries.
     origin : array of int64, shape (entries, 4), or None
-        Where the call starts in a larger one, by b, h, i and j, for each sequence.
+        Indices (b, h, i, j) at which the call starts in a larger one, for each sequence.
     """
 
     kv_lengths: Any
@@ -108,7 +108,7 @@ class Places(NamedTuple):
 
     @property
     def integers(self) -> dict[str, Any]:
-        """What there is of lengths, offsets and pages, by the names of the options."""
+        """Lengths, offsets and block table that are given, by the names of the options."""
         found = {"kv_lengths": self.kv_lengths, "q_offset": self.q_offset}
         if self.packing is not None:
             found |= self.packing._asdict()
@@ -117,7 +117,7 @@ class Places(NamedTuple):
         return {name: x for name, x in found.items() if x is not None}
 
     def with_integers(self, **others: Any) -> "Places":
-        """Put other arrays in the place of some of these."""
+        """Replace some of the arrays."""
         x, packing, paging = self.integers | others, self.packing, self.paging
         return Places(
             x.get("kv_lengths"),
@@ -132,13 +132,13 @@ _BOTH = {"cu_seqlens_q": "cu_seqlens_k", "cu_seqlens_k": "cu_seqlens_q"}
 
 
 def given_for(name: str, options: Mapping[str, Any]) -> Any:
-    """Look up an array of a valid call; of the offsets of packed sequences one means both."""
+    """Look up an array of a valid call; one array of offsets holds for queries and keys."""
     x = options.get(name)
     return options[_BOTH[name]] if x is None else x
 
 
 def places_of(options: Mapping[str, Any], k: Any, B: int, Nq: int, Nk: int) -> Places:
-    """Validate the integers of a call; of pages, Nk is not looked at."""
+    """Validate the integers of a call; Nk is ignored with pages."""
     paged = paging(options, k)
     Nk = Nk if paged is None else paged.capacity
     packed = packing(options, B, Nq, Nk)
@@ -148,7 +148,7 @@ def places_of(options: Mapping[str, Any], k: Any, B: int, Nq: int, Nk: int) -> P
     if paged is not None:
         paged.check(kv_lengths)
     q_offset = integers("q_offset", options.get("q_offset"), entries)
-    # Lengths on a device are subtracted there.
+    # Kernels subtract lengths that are on a device.
     if q_offset is None and _on_host(kv_lengths) and (packed is None or _on_host(queries)):
         q_offset = kv_lengths - queries
     return Places(kv_lengths, q_offset, packed, paged, origin_of(options.get("origin"), entries))
@@ -159,7 +159,7 @@ def _on_host(*given: Any) -> bool:
 
 
 def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
-    """Return where pages are; None if keys and values are not in pages."""
+    """Return the pages of each sequence; None if keys and values are not in pages."""
     table = options.get("block_table")
     if table is None:
         return None
@@ -177,11 +177,11 @@ def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
         raise ValueError(
             f"{called('block_table')} must have shape (B, pages of a sequence); got {table.shape}"
         )
-    return Paging(_remembered(table), *(k.shape[n] for n in (0, 2)))
+    return Paging(_copied(table), *(k.shape[n] for n in (0, 2)))
 
 
 def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing | None:
-    """Return where packed sequences start; None if sequences are batch entries."""
+    """Return the offsets of packed sequences; None if sequences are batch entries."""
     given = {n: options.get(n) for n in Packing._fields if options.get(n) is not None}
     if not given:
         return None
@@ -199,25 +199,21 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
         )
     found = [offsets_of(n, x) for n, x in given.items()]
     if options.get("block_table") is not None:
-        return _ending(Packing(found[0], None), (name, name), (Nq, Nk))
+        return _checked_ends(Packing(found[0], None), (name, name), (Nq, Nk))
     packed = Packing(found[0], found[-1])
     if len(packed.cu_seqlens_q) != len(packed.cu_seqlens_k):
         raise ValueError(
             f"{called('cu_seqlens_k')} must have as many entries as {called('cu_seqlens_q')}, "
             f"{len(packed.cu_seqlens_q)}; got {len(packed.cu_seqlens_k)}"
         )
-    both = (
-        ""
-        if len(given) == 2
-        else f" ({called(name)} alone holds for {called('q')} and {called('k')})"
-    )
-    return _ending(packed, (name, [*given][-1]), (Nq, Nk), both)
+    both = f" ({called(name)} alone holds for {called('q')} and {called('k')})"
+    return _checked_ends(packed, (name, [*given][-1]), (Nq, Nk), "" if len(given) == 2 else both)
 
 
-def _ending(
+def _checked_ends(
     packed: Packing, names: tuple[str, str], tokens: tuple[int, int], more: str = ""
 ) -> Packing:
-    """Check that offsets, which come from the named options, end with the numbers of tokens."""
+    """Check that the offsets, given by the named options, end at the number of tokens."""
     for offsets, name, array, n in zip(packed, names, "qk", tokens, strict=True):
         if isinstance(offsets, np.ndarray) and offsets[-1] != n:
             raise ValueError(
@@ -228,11 +224,11 @@ def _ending(
 
 
 def offsets_of(name: str, x: Any) -> Any:
-    """Return valid offsets: the tokens before each sequence, then the number of all tokens."""
+    """Return valid offsets: the tokens before each sequence, then the number of tokens."""
     x = as_integers(name, x, "integers of shape (S + 1,)")
     if x.ndim != 1 or not len(x):
         raise ValueError(f"{called(name)} must have shape (S + 1,) for S sequences; got {x.shape}")
-    offsets = _remembered(x)
+    offsets = _copied(x)
     if not isinstance(x, np.ndarray):
         return offsets
     if offsets[0]:
@@ -245,7 +241,7 @@ def offsets_of(name: str, x: Any) -> Any:
 
 
 def kv_lengths_of(x: Any, count: int, keys: Any) -> Any:
-    """Return the valid length of each sequence of ``keys`` keys; None if only a device knows."""
+    """Return the valid length of each sequence of ``keys`` keys; None if known on a device."""
     lengths = integers("kv_lengths", x, count)
     if lengths is None:
         return np.full(count, keys, np.int64) if isinstance(keys, int) else keys
@@ -259,7 +255,7 @@ def kv_lengths_of(x: Any, count: int, keys: Any) -> Any:
 
 
 def origin_of(x: Any, entries: int) -> Any:
-    """Return the origin of each sequence: where the call starts in a larger one."""
+    """Return the valid origin of each sequence."""
     if x is None:
         return None
     what = f"integers of shape (4,) or ({entries}, 4), of Python or NumPy"
@@ -274,7 +270,7 @@ def origin_of(x: Any, entries: int) -> Any:
 
 
 def integers(name: str, x: Any, count: int) -> Any:
-    """One integer for each sequence, from an integer, a sequence or an array."""
+    """Return one integer for each sequence, from an integer, a sequence or an array."""
     if x is None:
         return None
     what = f"an integer, or integers of shape ({count},)"
@@ -283,16 +279,16 @@ def integers(name: str, x: Any, count: int) -> Any:
         raise ValueError(f"{called(name)} must be {what}; got shape {x.shape}")
     if not x.shape:
         return np.full(count, int(x), np.int64)
-    return _remembered(x)
+    return _copied(x)
 
 
-def _remembered(x: Any) -> Any:
-    """Copy an array of the host, which is kept; a copy on a device would cost a kernel."""
+def _copied(x: Any) -> Any:
+    """Copy an array of the host, which the cache keeps; a copy on a device costs a kernel."""
     return x.astype(np.int64) if isinstance(x, np.ndarray) else x
 
 
 def as_integers(name: str, x: Any, what: str) -> Any:
-    """Make an array of an integer, a sequence or an array; an error says ``what`` it must be."""
+    """Convert an integer, a sequence or an array to an array of integers."""
     given = x
     if isinstance(x, int | list | tuple | np.integer) and not isinstance(x, bool):
         try:
@@ -305,7 +301,7 @@ def as_integers(name: str, x: Any, what: str) -> Any:
     if getattr(x.dtype, "kind", None) not in ("i", "u"):
         raise TypeError(must_be(name, what, given))
     if isinstance(x, np.ndarray):
-        x = np.asarray(x)  # of a subclass, too
+        x = np.asarray(x)  # also from a subclass
         for wrong in x[(x < -FAR) | (x > FAR)].flat:
             raise ValueError(f"{called(name)} must hold integers up to 2**60 in size; got {wrong}")
     return x

@@ -1,4 +1,4 @@
-"""The options ``window`` and ``causal``: how many keys a query sees on either side of its own."""
+"""Validation of ``window`` and ``causal``: the keys on each side that a query attends to."""
 
 from typing import Any
 
@@ -26,9 +26,9 @@ def window_of(window: Any, causal: Any) -> Window:
 
 
 def without_far_sides(window: Window, Nq: int, Nk: int) -> Window:
-    """Drop the bounds that mask nothing; the last of Nq queries is at the last of Nk keys.
+    """Drop window bounds that mask nothing (bottom-right alignment).
 
-    If the left bound masks some keys both stay: kernels choose tiles by the width of the window.
+    Both bounds stay if the left one masks keys: kernels choose tiles by the width of the window.
     """
     left, right = window
     if left is None or left >= Nk - 1:
@@ -39,7 +39,7 @@ def without_far_sides(window: Window, Nq: int, Nk: int) -> Window:
 def _side(side: Any, window: Any) -> int | None:
     if side is None:
         return None
-    minus_one = type(side) is int and side == -1  # FlashAttention's
+    minus_one = type(side) is int and side == -1  # an open side in FlashAttention
     what = _PAIR + (", with None, not -1, for an open side" if minus_one else "")
-    # Further than any key is from any position.
+    # No key is further from any position.
     return min(integer("window", side, what, whole=window), 2 * FAR)
