@@ -195,7 +195,7 @@ def test_no_row_at_all() -> None:
         (
             {"x": X[0, 0].view(np.matrix)},
             TypeError,
-            "x is numpy.matrix; arrays of numpy or cupy are",
+            "x must be an array of numpy or cupy; got numpy.matrix",
         ),
         ({"sin": SIN.tolist()}, TypeError, "sin must be a NumPy or CuPy array; got ["),
         ({"cos": np.ma.array(COS)}, TypeError, "cos is numpy.ma.MaskedArray, whose mask would"),
