@@ -86,7 +86,7 @@ def check(
     dtype: Any = np.float32,
     Hkv: int = HKV,
 ) -> None:
-    """Hold both passes to the oracle, and each device's share of the work to what it should be."""
+    """Compare both passes with the oracle, and check which part each device computes."""
     q, k, v, dout = given(dtype, Hkv)
     dlse = np.random.default_rng(2).standard_normal((B, HQ, NQ)).astype(np.float32)
     rows, keys = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in sharding)

@@ -59,7 +59,7 @@ def mesh_of(devices: int) -> Any:
 
 
 def order(layout: str, devices: int, n: int) -> Any:
-    """The tokens in the order of the devices."""
+    """Return the tokens in the order of the devices."""
     if layout == "contiguous":
         return np.arange(n)
     return np.concatenate(
@@ -80,7 +80,7 @@ def check(
     check_vma: bool = True,
     **options: Any,
 ) -> None:
-    """Hold both passes under jit, put together, to the oracle."""
+    """Compare the gathered results of both passes under jit with the oracle."""
     q, k, v, dout = normal(sizes, dtype)
     dlse = normal(sizes)[3][..., 0].astype(np.float64 if dtype == np.float64 else np.float32)
     queries, keys = (order(layout, devices, n) for n in sizes[3:5])
@@ -155,7 +155,7 @@ def test_functions_capture_arrays() -> None:
 
 @pytest.fixture
 def with_float64() -> Iterator[None]:
-    """Switch float64 on for all threads, those of devices included."""
+    """Switch float64 on for all threads, including those of devices."""
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
@@ -189,7 +189,7 @@ def test_without_jax_s_check_of_axes(options: str) -> None:
 
 
 def sharded(call: Any, devices: int = 4) -> Any:
-    """Map a call of q, k and v, whose sequence is sharded, and out's."""
+    """Map a call of q, k and v over sequences that are sharded."""
     return jax.shard_map(call, mesh=mesh_of(devices), in_specs=(ROWS,) * 3, out_specs=ROWS)
 
 
@@ -209,7 +209,7 @@ def test_traced_lengths_and_offsets() -> None:
 
 
 def test_a_mesh_of_two_axes() -> None:
-    """Batch entries are sharded, too, and the loss is computed on the devices."""
+    """The batch is sharded, too, and the loss is computed on the devices."""
     q, k, v, dout = normal(SIZES)
     mesh = jax.make_mesh((2, 2), ("batch", "x"), (AxisType.Auto,) * 2)
     spec = PartitionSpec("batch", None, "x")
@@ -229,7 +229,7 @@ def test_a_mesh_of_two_axes() -> None:
 
 
 def test_one_call_for_each_device() -> None:
-    """A bias that all have in common gets the sum of their gradients."""
+    """A bias that devices share gets the sum of their gradients."""
     q, k, v, dout = (np.concatenate([x, -x]) for x in normal(SIZES))
     spec, bias = PartitionSpec("x"), OPTIONS["bias"]["bias"]
 

@@ -76,7 +76,8 @@ def test_against_the_oracle_in_float64() -> None:
         assert found.out.dtype == np.float64
         bounds = error_bound(q, k, v, dout, dlse=dlse, causal=True)
         expected = reference.backward(dout, q, k, v, dlse=dlse, causal=True)
-        grads = Gradients(*map(np.asarray, pullback(Attention(dout, dlse))), None, None)
+        dq, dk, dv = map(np.asarray, pullback(Attention(dout, dlse)))
+        grads = Gradients(dq, dk, dv, None, None)
         assert_attention_close(grads, expected, bounds)
 
 
@@ -98,7 +99,7 @@ def test_equal_calls_outside_of_jit_share_a_program() -> None:
 
 @pytest.mark.parametrize("axes", [(1, 0, 2, -1), (None, 1, -2, 0), (4, 3, 0, 1)], ids=str)
 def test_vmap_over_any_axis(axes: Any) -> None:
-    """There are as many elements as batch entries, so that no shape tells one axis from another."""
+    """There are as many elements as batch entries, so that no shape reveals a wrong axis."""
     elements = [np.stack([x, 2 * x]) for x in given()]
     elements[3] = RNG.normal(size=(2, 2, 1, 37, 53)).astype(np.float32)
     one_by_one = [x if axis is not None else x[:1] for x, axis in zip(elements, axes, strict=True)]
@@ -315,7 +316,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_other_devices_are_refused_when_the_program_is_made() -> None:
-    """Nothing is copied to the host by itself; a program for a GPU needs none to be made."""
+    """Nothing is copied to the host silently; compiling a program for a GPU needs no GPU."""
     q, k, v = (jnp.asarray(x) for x in given()[:3])
     traced = jax.jit(attention).trace(q, k, v)
     with pytest.raises(

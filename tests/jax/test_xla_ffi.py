@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402 - JAX may be absent
 
-from tileattn.jax import handler, xla_ffi  # noqa: E402 - as above
+from tileattn.jax import xla_ffi  # noqa: E402 - as above
 from tileattn.jax.host_call import call_host  # noqa: E402 - as above
 
 HEADER = Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ INSIDE = {"Api_Version": 24, "TypeId": 8, "Args": 40, "Rets": 40, "Attrs": 48}
 
 
 def fields_of(name: str) -> list[int]:
-    """Give the sizes of the fields of a structure, as the header has it."""
+    """Return the sizes of a structure's fields in the header."""
     found = re.search(rf"struct XLA_FFI_{name} \{{(.*?)\n\}}", HEADER, re.DOTALL)
     assert found, name
     lines = re.sub(r"//.*", "", found[1]).split(";")
@@ -93,17 +93,8 @@ def test_errors_of_functions_are_errors_of_the_program() -> None:
         call_host(Function(), shape, jnp.zeros(3)).block_until_ready()
 
 
-def test_calls_live_as_long_as_programs() -> None:
-    call = handler.Call(lambda x: [x], (), ())
-    number = handler.number_of(call)
-    assert handler._calls[number] is call
-    handler._latest.remove(call)
-    del call
-    assert number not in handler._calls
-
-
 def test_a_program_outlives_what_made_it() -> None:
-    """A new process has no program yet, and one that ends has none running."""
+    """It needs a new process, which has compiled no program yet."""
     code = """
 import jax, jax.numpy as jnp
 from tileattn.jax import attention

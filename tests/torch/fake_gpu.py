@@ -1,4 +1,4 @@
-"""Tensors that say they are on a GPU, whose memory is the host's: for no GPU."""
+"""Fake GPU tensors, whose memory is on the host, for tests without a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _empty, _host_zeros = torch.empty, torch.zeros
 
 
 class OnGpu(torch.Tensor):  # type: ignore[misc]  # PyTorch is untyped here
-    """A tensor of the host that is taken for one of the first GPU."""
+    """A tensor on the host that claims to be on the first GPU."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = torch.device("cuda:0")
@@ -47,7 +47,7 @@ def _zeros(*size: Any, device: Any = None, **given: Any) -> torch.Tensor:
 
 @contextmanager
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """Let PyTorch and CuPy find a GPU, on which kernels only take note of being started."""
+    """Make PyTorch and CuPy find a fake GPU, which only records kernel launches."""
     with machine(monkeypatch) as made:
         import cupy
 
@@ -75,7 +75,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         backward = eager.Call.backward
 
         def from_autograd(call: Any, needs: Any, *tensors: Any) -> Any:
-            """Say again where tensors are: autograd gives other objects than those it has saved."""
+            """Mark tensors again: autograd returns other objects than those it saved."""
             return backward(call, needs, *(None if x is None else on_gpu(x) for x in tensors))
 
         monkeypatch.setattr(eager.Call, "backward", from_autograd)

@@ -21,7 +21,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def on_arrays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Take down which passes run on arrays of CuPy's."""
+    """Record which passes run on CuPy arrays."""
     names: list[str] = []
     for name in ("forward", "backward"):
         run = getattr(operators, name)
@@ -41,9 +41,9 @@ PARTS = (
 
 
 def launched(gpu: Machine, given: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
-    """Run both passes; give the launches, addresses as offsets into what they are of, and results.
+    """Run both passes; return the launches and the results.
 
-    Where the workspace is is left out.
+    Addresses become offsets into their tensors; those of the workspace are left out.
     """
     gpu.launches.clear()
     gpu.streams.clear()
@@ -71,7 +71,7 @@ def tensors(dtype: Any = torch.bfloat16, transposed: bool = False) -> list[Any]:
 
 
 def flat(ndim: int) -> list[Any]:
-    """Tensors of one batch entry, with so many axes."""
+    """Return tensors of one batch entry with this number of axes."""
     return [on_gpu(x[(0,) * (4 - ndim)]).requires_grad_(n < 3) for n, x in enumerate(tensors())]
 
 
@@ -166,7 +166,7 @@ def test_values_beside_tensors_are_those_of_the_call(
 def test_gradients_of_options_are_where_they_belong(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the order of the options, and whichever are needed."""
+    """In any order of the options, and for any subset of gradients."""
     names = on_arrays(monkeypatch)
     kinds = {"sinks": (4,), "bias": (2, 1, 5, 9)}
     needs = [("sinks", "bias"), ("bias",), ("sinks",), ("sinks", "bias")]
@@ -211,7 +211,7 @@ def test_the_alignment_of_what_is_for_pairs_is_looked_at(
 def test_memory_of_the_forward_pass_is_pytorchs(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where keys are cut into pieces, which are merged."""
+    """Split-KV: partial results are merged."""
     names = on_arrays(monkeypatch)
     q = on_gpu(torch.zeros(1, 8, 1, 64, dtype=torch.float16))
     k = on_gpu(torch.zeros(1, 2, 8192, 64, dtype=torch.float16))
@@ -272,7 +272,7 @@ def test_gradients_that_are_not_needed_are_not_given(gpu: Machine) -> None:
 def test_a_first_call_in_a_capture_is_not_kept(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does without its assignment, which nobody could copy then; later calls have it."""
+    """It runs without a tile assignment: a capture cannot copy one."""
     names = on_arrays(monkeypatch)
     q = on_gpu(torch.zeros(1, 12, 3000, 8, dtype=torch.float16))
     k = on_gpu(torch.zeros(1, 2, 3000, 8, dtype=torch.float16))
@@ -288,7 +288,7 @@ def test_a_first_call_in_a_capture_is_not_kept(
 
 
 def test_results_of_operators_are_no_views_of_each_other(gpu: Machine) -> None:
-    """Nor of repeated calls, which run on arrays of CuPy's: PyTorch forbids it."""
+    """PyTorch forbids such views; repeated calls of operators run on CuPy arrays."""
     q, k, v, dout = map(on_gpu, tensors())
     given = dict.fromkeys(operators.INPUTS) | {"q": q, "k": k, "v": v, "aux": []}
     given |= {"dropout_p": 0.0, "backend": "auto", "deterministic": True}

@@ -1,7 +1,7 @@
 """Attention on tensors: the bits of the library, under autograd and PyTorch's compilers."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from torch.autograd import forward_ad  # noqa: E402 - PyTorch may be absent
 
+from tests.torch.graphs import graphs_of  # noqa: E402 - as above
 from tileattn.errors import UnsupportedError  # noqa: E402 - as above
 from tileattn.expressions.functions import score_expression  # noqa: E402 - as above
 from tileattn.expressions.nodes import to_text  # noqa: E402 - as above
@@ -26,7 +27,7 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 
 def as_tensors(given: dict[str, Any]) -> dict[str, Any]:
-    """Copy arrays as tensors, which have no negative strides."""
+    """Copy arrays to tensors, which cannot have negative strides."""
     return {
         name: tensor_of(x.copy(order="K")) if isinstance(x, np.ndarray) else x
         for name, x in given.items()
@@ -116,26 +117,6 @@ def with_two(s: Any, b: Any, h: Any, i: Any, j: Any, numbers: Any, table: Any) -
     return s + table[h, j] * numbers[i]
 
 
-def compiled(f: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
-    """Compile a function without a compiler of code; the list has an entry for each graph."""
-    graphs: list[int] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager
-
-        graphs.append(len(graphs))
-        return aot_eager(graph, inputs)
-
-    torch._dynamo.reset()
-    return torch.compile(f, backend=backend, fullgraph=True), graphs
-
-
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
-
-
 CALLS: dict[str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]] = {
     "plain": ({}, lambda _n: {}),
     "dropout": ({"dropout_p": 0.3}, lambda n: {"seed": n}),
@@ -147,13 +128,13 @@ CALLS: dict[str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]] = {
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_calls_are_one_graph_and_few_of_them(name: str) -> None:
-    """Sizes and integers that change make the second graph, which all later calls take."""
+    """Changing sizes and integers causes one more graph, which all later calls share."""
     fixed, changing = CALLS[name]
 
     def f(q: Any, k: Any, v: Any, **options: Any) -> Any:
         return attention(q, k, v, **fixed, **options) * 2
 
-    fast, graphs = compiled(f)
+    fast, graphs = graphs_of(f, fullgraph=True)
     for n in (20, 23, 31):
         q, k, v = drawn(n, (2, 4, n, 8), (2, 2, n, 8), (2, 2, n, 8), dtype=torch.float32)
         options = changing(n)
@@ -172,7 +153,7 @@ def test_compiled_calls_take_functions_and_block_masks() -> None:
         scores = attention(q, k, v, aux=(table,), **FUNCTIONS)
         return scores + attention(q, k, v, block_mask=blocks)
 
-    fast, graphs = compiled(f)
+    fast, graphs = graphs_of(f, fullgraph=True)
     tensors = drawn(0, (2, 20, 8), (2, 20, 8), (2, 20, 8), (2, 20))
     out, expected = fast(*tensors), f(*tensors)
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
@@ -190,7 +171,7 @@ def test_a_block_mask_lives_until_the_backward_pass(is_compiled: bool) -> None:
     def call(q: Any, mask: Any) -> Any:
         return attention(q, k, v, block_mask=mask)
 
-    run = compiled(call)[0] if is_compiled else call
+    run = graphs_of(call, fullgraph=True)[0] if is_compiled else call
     out = run(q, tileattn.BlockMask.from_mask(np.tri(8, dtype=bool), (2, 2)))
     gc.collect()
     (found,) = torch.autograd.grad(out.sum(), q)

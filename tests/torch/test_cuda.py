@@ -1,4 +1,4 @@
-"""Tensors on a GPU, as far as it goes without one: layouts, devices and what is missing."""
+"""Tensors on a GPU, tested without one: layouts, devices and missing libraries."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def test_the_extent_reaches_the_last_element() -> None:
 
 
 def elsewhere(where: str, x: Any) -> Any:
-    """Make a tensor that says it is on another device."""
+    """Make a tensor that claims to be on another device."""
     plain = {"__torch_function__": torch._C._disabled_torch_function_impl}
     kind = type("Elsewhere", (torch.Tensor,), {"device": torch.device(where), **plain})
     return x.as_subclass(kind)
@@ -43,7 +43,7 @@ def _cupy_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.bool]
 )
 def test_layouts_of_tensors_and_arrays_are_the_same(dtype: Any) -> None:
-    """Nothing is read, so the memory may be the host's."""
+    """No element is read, so the memory can be on the host."""
     x = (torch.arange(120.0) % 2).to(dtype).view(2, 3, 4, 5)
     for view in (x, x.transpose(1, 2)[1:], x[:, :, 1::2, 2:], x[:1].expand(3, 3, 4, 5), x[2:]):
         tensor = elsewhere("cuda:1", view)
@@ -68,7 +68,7 @@ def test_what_cupy_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(where: str, name: str) -> Callable[[], Any]:
-    """Call with one argument on another device."""
+    """Return a call with one argument on another device."""
     given = dict.fromkeys("qkv", torch.zeros(2, 5, 8))
     given |= {"mask": torch.ones(5, 5) > 0, "kv_lengths": torch.tensor([5])}
     given |= {"seed": torch.tensor(1), "sinks": torch.zeros(2), "dropout_p": 0.5}

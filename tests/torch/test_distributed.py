@@ -28,7 +28,7 @@ def learned(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:  # noqa:
 
 
 def drawn(dtype: Any) -> dict[str, Any]:
-    """Draw the tensors of the whole sequence."""
+    """Draw random tensors of the whole sequence."""
     generator = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]]
     shapes = {"q": (B, HQ, N, D), "k": (B, HKV, N, D), "v": (B, HKV, N, D)}
@@ -37,7 +37,7 @@ def drawn(dtype: Any) -> dict[str, Any]:
 
 
 def both(call: Callable[..., Any], given: dict[str, Any], dlse: Any, **more: Any) -> list[Any]:
-    """Give the results of a call and its gradients."""
+    """Return the results and gradients of a call."""
     leaves = [given[name].clone().requires_grad_() for name in INPUTS]
     q, k, v, bias, sinks, table = leaves
     options = {"bias": bias, "sinks": sinks, "aux": (table,), "score_mod": learned, "causal": True}
@@ -126,7 +126,7 @@ def test_backward_differentiates_the_function_that_forward_has_read() -> None:
     given = drawn(torch.float64)
 
     def gradient(comm: Any, factors: list[float]) -> Any:
-        """Let the function have the first factor forward, and the last one backward."""
+        """Call with the first factor, and change it to the last one before backward."""
         q, k, v = (given[name].clone().requires_grad_() for name in "qkv")
         factor = factors[0]
 
@@ -144,7 +144,7 @@ def test_backward_differentiates_the_function_that_forward_has_read() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_captured_arrays_are_read_once_and_have_gradients(ranks: int) -> None:
-    """Both passes have what forward has read; a tensor that is captured is as one of ``aux``."""
+    """Both passes use what forward has read; a captured tensor is the same as one in ``aux``."""
     given = drawn(torch.float64)
     numbers = np.linspace(-1, 1, HQ)
 
@@ -224,13 +224,13 @@ def test_ranks_need_the_same_gradients() -> None:
 
 
 class Elsewhere(torch.Tensor):  # type: ignore[misc,name-defined]  # untyped
-    """A tensor that says it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     device = torch.device("cuda:0")
 
 
 class Mine(torch.Tensor):  # type: ignore[misc,name-defined]  # as above
-    """A subclass whose elements might be more than its memory."""
+    """A subclass that may compute its elements."""
 
 
 def test_tensors_elsewhere_are_refused_on_all_ranks() -> None:

@@ -1,8 +1,7 @@
-"""Calls past the dispatcher: what they may not pass by, and what they share with those before."""
+"""Calls that bypass the dispatcher: what must still see them, and what earlier calls may share."""
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -34,7 +33,7 @@ def same(found: Any, expected: Any) -> None:
 
 
 class Seen(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is untyped here
-    """Takes down the operators of a block."""
+    """Records the operators that run inside a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class Seen(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is untyped here
         return f(*args, **(kwargs or {}))
 
 
-# --- what is not passed by ------------------------------------------------------------------------
+# --- what must see a call -------------------------------------------------------------------------
 
 MASK = torch.ones(5, 9, dtype=torch.bool).tril()
 OPTIONS: list[dict[str, Any]] = [{}, {"causal": True, "q_offset": 0}, {"mask": MASK}]
@@ -123,7 +122,7 @@ def test_batches_of_gradients_are_one_for_each() -> None:
 
 
 def test_other_tensors_than_the_saved_ones_may_come_back() -> None:
-    """As where they are kept elsewhere, without their strides."""
+    """Hooks may store tensors elsewhere, and return them with other strides."""
     q, k, v, dout = drawn()
     expected = both(q, k, v, dout)
     q, k, v = (x.detach().mT.contiguous().mT.requires_grad_() for x in (q, k, v))
@@ -207,14 +206,3 @@ def test_deterministic_algorithms_count(monkeypatch: pytest.MonkeyPatch) -> None
         finally:
             torch.use_deterministic_algorithms(mode=False)
     assert asked == [False, True, False]
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
-def test_layouts_are_those_of_dense_tensors() -> None:
-    x = torch.zeros(2, 3)
-    assert eager.layouts([x, None]) == (x.dtype, x.shape, x.stride(), x.device, None)
-    with torch.inference_mode():
-        assert eager.layouts([torch.zeros(2)]) is not None
-    others = (x.to_sparse(), x.to_mkldnn(), torch._neg_view(x), torch._efficientzerotensor((2,)))
-    for y in (*others, torch.nested.nested_tensor([x, x]), np.zeros(2), 3.0):
-        assert eager.layouts([x, y]) is None

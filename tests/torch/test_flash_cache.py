@@ -1,4 +1,4 @@
-"""flash_attn's call that writes to a cache: what autograd and the compilers know of it."""
+"""flash_attn's function that writes to a cache, under autograd and compilers."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - PyTor
 from torch.utils._pytree import tree_map  # noqa: E402 - as above
 
 import tileattn  # noqa: E402 - as above
+from tests.torch.graphs import graphs_of  # noqa: E402 - as above
 from tileattn.errors import UnsupportedError  # noqa: E402 - as above
 from tileattn.testing import assert_attention_close, error_bound  # noqa: E402 - as above
 from tileattn.torch import flash_attn  # noqa: E402 - as above
@@ -33,7 +34,7 @@ def new_caches() -> Any:
 
 
 class Ignored(TorchDispatchMode):  # type: ignore[misc]  # untyped
-    """Has calls go through PyTorch's dispatcher."""
+    """A mode that sends calls through PyTorch's dispatcher."""
 
     def __torch_dispatch__(self, f: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return f(*args, **(kwargs or {}))
@@ -90,25 +91,18 @@ def test_caches_made_in_inference_mode_are_written() -> None:
 # --- compilers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("lengths", ["tensor", "number"])
 @pytest.mark.parametrize("rotary", [False, True])
 def test_a_compiled_loop_of_calls_is_few_graphs(lengths: str, rotary: bool) -> None:
     tables = (TABLES.cos(), TABLES.sin()) if rotary else (None, None)
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager
-
-        graphs.append(graph)
-        return aot_eager(graph, inputs)
 
     def step(caches: Any, q: Any, k: Any, v: Any, n: Any) -> Any:
         options = {"causal": True, "window_size": (9, 0), "return_softmax_lse": True}
         return flash_attn_with_kvcache(q + 0, *caches, k, v, *tables, cache_seqlens=n, **options)
 
-    torch._dynamo.reset()
     call: Any = step
-    fast = torch.compile(step, backend=backend, fullgraph=True)
+    fast, graphs = graphs_of(step, fullgraph=True)
     ours, theirs = new_caches(), new_caches()
     for n in range(0, 20, 2):
         tokens = new_tokens(2, n)
@@ -196,7 +190,7 @@ def test_caches_that_are_computed_when_they_are_read_are_refused() -> None:
 
 
 class Wrapped(torch.Tensor):  # type: ignore[misc,name-defined]  # PyTorch is untyped here
-    """Has its elements in another tensor, and passes operators on to it."""
+    """Keeps its elements in another tensor, and forwards operators to it."""
 
     @staticmethod
     def __new__(cls: Any, whole: Any) -> Any:

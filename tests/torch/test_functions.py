@@ -1,4 +1,4 @@
-"""Functions of the caller's on tensors: read once, by the call, and under PyTorch's compilers."""
+"""``score_mod`` and ``mask_mod`` on tensors: read once, by the call, and under compilers."""
 
 import functools
 import gc
@@ -6,7 +6,7 @@ import io
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from tileattn.expressions.nodes import from_text
 
 torch = pytest.importorskip("torch")
 
+from tests.torch.graphs import graphs_of  # noqa: E402 - PyTorch may be absent
 from tileattn.torch import attention  # noqa: E402 - PyTorch may be absent
 
 Setter = Callable[[int], None]
@@ -51,7 +52,7 @@ def by_its_attribute(b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def masked(mask_mod: Any) -> Any:
-    """Make a call with a function that is made anew in each."""
+    """Return a call that creates its mask function each time."""
     return lambda q: attention(q, q, q, mask_mod=mask_mod())
 
 
@@ -68,7 +69,7 @@ def recursive(q: Any) -> Any:
 
 
 def of_python(q: Any) -> Any:
-    """Read numbers where only numbers do."""
+    """Read numbers in places that need Python numbers."""
 
     def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         from numpy import tanh
@@ -129,29 +130,9 @@ WAYS: dict[str, tuple[Any, Setter]] = {
 }
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def drawn(n: int = 8, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((1, 2, n, 8), generator=generator, dtype=torch.float64).requires_grad_()
-
-
-def graphs_of(f: Any, **options: Any) -> tuple[Any, list[int]]:
-    """Compile a function without a compiler of code; the list has an entry for each graph."""
-    graphs: list[int] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager
-
-        graphs.append(len(graphs))
-        return aot_eager(graph, inputs)
-
-    return torch.compile(f, backend=backend, **options), graphs
 
 
 def same(found: Any, expected: Any) -> None:
@@ -292,7 +273,7 @@ def of_both(q: Any, x: Any) -> Any:
     [pytest.param(of_number, marks=pytest.mark.slow), of_size, of_both],
 )
 def test_numbers_that_a_program_keeps_open_are_compiled_once(call: Any, is_dynamic: bool) -> None:
-    """Sizes, and arguments that are integers or floats."""
+    """The numbers are sizes, and integer or float arguments."""
     fast, graphs = graphs_of(call, fullgraph=True)
     for x in (3, 5, 2, 7, 0.5, 1.5, 4.5):
         q = drawn(2 * int(x) + 9)

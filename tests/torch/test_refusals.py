@@ -90,7 +90,7 @@ def test_what_is_not_accepted_is_named(call: Any, error: Any, message: str) -> N
 
 
 def test_slopes_as_aux_have_a_gradient() -> None:
-    """The remedy in the message of a call whose slopes require one."""
+    """The error message suggests this remedy."""
     q, k, v, slopes = drawn((2, 3, 4), (2, 5, 4), (2, 5, 4), (2,))
 
     def remedy(s: Any, _b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
@@ -138,7 +138,7 @@ def test_a_causal_bias_is_named(name: str) -> None:
 
 
 def test_a_distributed_tensor_is_named() -> None:
-    """Its local part is not the whole: the operators would be asked how to share it."""
+    """Its memory holds only the local part."""
     import torch.distributed as dist
     from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 

@@ -1,4 +1,4 @@
-"""PyTorch's own call, computed here, beside PyTorch's."""
+"""``scaled_dot_product_attention``, compared with PyTorch's."""
 
 import contextlib
 from typing import Any
@@ -27,7 +27,7 @@ def drawn(*shapes: tuple[int, ...]) -> list[Any]:
 
 
 def check(tensors: list[Any], **options: Any) -> None:
-    """Compare outputs and gradients, which PyTorch computes in float64, too."""
+    """Compare outputs and gradients with PyTorch's, in float64."""
     mask = options.get("attn_mask")
     needed = [*tensors, mask] if mask is not None and mask.requires_grad else tensors
     results = []
@@ -185,7 +185,7 @@ def test_a_compiled_call_takes_a_causal_bias() -> None:
 
 
 class Told(torch.Tensor):  # type: ignore[misc,name-defined]  # PyTorch is untyped here
-    """Writes down the functions that it meets; answers the one here if it is told to."""
+    """Records the functions that it sees; may answer a call itself."""
 
     seen: list[Any] = []  # noqa: RUF012 - of all instances
     answer: Any = None
@@ -219,7 +219,7 @@ def test_a_subclass_sees_the_call_and_may_answer_it(
 
 
 class Plain(torch.Tensor):  # type: ignore[misc,name-defined]  # as above
-    """Leaves all functions as they are."""
+    """A subclass that overrides nothing."""
 
 
 def test_a_subclass_without_an_answer_is_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Models of transformers, made at random, beside their eager attention and a plain one."""
+"""Randomly initialised transformers models, compared with eager attention."""
 
 import copy
 import importlib.metadata
@@ -93,7 +93,7 @@ def plain(
     s_aux: Any = None,
     **_others: Any,
 ) -> tuple[Any, None]:
-    """Attention by its formula; the one of eager models has sums in float32."""
+    """Compute attention by its formula in the dtype of q; eager attention sums in float32."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     s = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -122,7 +122,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Models are so small that more threads are far slower where several processes test."""
+    """The models are so small that more threads are slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -131,7 +131,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Options of each call of attention."""
+    """Record the options of each call of attention."""
     found: list[dict[str, Any]] = []
 
     def recorded(*qkv: Any, **options: Any) -> Any:
@@ -144,7 +144,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @cache
 def model(name: str, implementation: str, dtype: Any = torch.float32, **changes: Any) -> Any:
-    """Make a model; those of a name have the same parameters."""
+    """Make a model; models of one name have the same parameters."""
     if name == "T5" and VERSION < (5, 15):
         pytest.skip("T5 takes its attention from AttentionInterface since transformers 5.15")
     torch.manual_seed(0)
@@ -186,7 +186,7 @@ def inputs_of(name: str, side: str) -> dict[str, Any]:
 
 
 def agree(ours: Any, theirs: Any, tolerance: float, **inputs: Any) -> None:
-    """Compare losses, logits where there are labels, and the gradients of all parameters."""
+    """Compare losses, logits at labels, and the gradients of all parameters."""
     results = []
     for made in (ours, theirs):
         made.zero_grad()
@@ -216,7 +216,7 @@ GENERATORS = [*DECODERS, "T5", "Whisper"]
 @pytest.mark.parametrize("cached", ["dynamic", "static"])
 @pytest.mark.parametrize("name", GENERATORS)
 def test_models_generate_the_same_tokens(name: str, cached: str) -> None:
-    """With left padding, beyond the window, greedily."""
+    """Greedy, with left padding, and longer than the window."""
     if (name, cached) == ("Llama4", "static") and (5, 9) <= VERSION < (5, 20):
         pytest.skip("transformers 5.9 to 5.19 make no masks of chunks for generation")
     given = inputs_of(name, "left") | {"max_new_tokens": 8, "do_sample": False}
@@ -230,7 +230,7 @@ def test_models_generate_the_same_tokens(name: str, cached: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_steps_that_transformers_compiles_generate_the_same_tokens(side: str) -> None:
-    """As it does by itself with a static cache on a GPU."""
+    """transformers does so by default with a static cache on a GPU."""
     given = inputs_of("Gemma2", side) | {"max_new_tokens": 8, "do_sample": False}
     del given["labels"]
     expected = model("Gemma2", "eager").generate(**given)
@@ -285,7 +285,7 @@ def test_encoders_need_no_mask(calls: list[dict[str, Any]]) -> None:
 
 
 def test_a_static_cache_is_read_to_its_length(calls: list[dict[str, Any]]) -> None:
-    """Until it is nearly full: then the length is that of the cache, and the offset the default."""
+    """When the cache is full, the offset is the default and is left out."""
     given = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
     model("Llama", "tileattn").generate(inputs_of("Llama", "none")["input_ids"], **given)
     first, last = calls[:6], calls[-2:]
@@ -308,7 +308,7 @@ def test_packed_sequences(name: str, calls: list[dict[str, Any]]) -> None:
 
 
 def test_a_mask_of_the_users_own() -> None:
-    """Four axes; numbers are added."""
+    """The mask has four axes; numbers are added to scores."""
     inputs = inputs_of("Llama", "none")
     mask = (torch.rand(2, 1, LENGTH, LENGTH) < 0.5) | torch.eye(LENGTH, dtype=torch.bool)
     added = torch.where(mask, 0.0, torch.finfo(torch.float32).min)

@@ -110,7 +110,7 @@ OWN = {
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Models are so small that more threads are slower."""
+    """The models are so small that more threads are slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     register()
@@ -119,7 +119,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def made(name: str, implementation: str) -> Any:
-    """Make a model; those of a name have the same parameters."""
+    """Make a model; models of one name have the same parameters."""
     model = getattr(transformers, name)
     known, changes = model.config_class, CONFIGS[name]
     sizes = {} if {"text_config", "encoder"} & changes.keys() else SIZES
@@ -134,7 +134,7 @@ def made(name: str, implementation: str) -> Any:
 
 @cache
 def both(name: str) -> tuple[Any, Any]:
-    """Make a model for tileattn and for eager attention."""
+    """Make a model with tileattn and one with eager attention."""
     if name not in OWN:
         return made(name, "tileattn"), made(name, "eager")
     with pytest.warns(UserWarning, match="computes attention itself") as found:

@@ -62,7 +62,7 @@ def test_what_is_not_computed_is_refused(name: str) -> None:
 
 
 def test_layers_that_do_not_say_whether_they_are_causal_are_not() -> None:
-    """As cross attention may be; with eager attention no layer is causal without a mask."""
+    """Cross attention is such a layer; in eager attention no layer is causal without a mask."""
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 5)
     out, _ = bridge.attention_forward(torch.nn.Identity(), q, k, v, None)
     torch.testing.assert_close(out, attention(q, k, v).transpose(1, 2))
@@ -95,7 +95,7 @@ IGNORED = {
 
 
 def calls_of_attention(source: str) -> Iterator[ast.Call]:
-    """Find the calls of what a file takes from the interface, without parsing all of it."""
+    """Find the calls of attention functions in a file, without parsing all of it."""
     lines = [x for x in source.splitlines() if " = ALL_ATTENTION_FUNCTIONS" in x]
     taken = {re.split("[:=]", line)[0].strip() for line in lines}
     for match in re.finditer(rf"\b({'|'.join(taken)})\(", source) if taken else ():
@@ -109,7 +109,7 @@ def calls_of_attention(source: str) -> Iterator[ast.Call]:
 
 
 def test_arguments_that_models_of_transformers_pass_are_known() -> None:
-    """A release with another argument fails: support it, refuse it, or say that it is ignored."""
+    """If a new release passes another argument: support it, refuse it, or list it as ignored."""
     known = {*inspect.signature(bridge.attention_forward).parameters, *bridge._REFUSED, *IGNORED}
     known |= {"cu_seq_lens_q", "output_attentions"}
     files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")

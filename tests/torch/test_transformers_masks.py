@@ -1,4 +1,4 @@
-"""Masks that become options, beside the booleans of transformers."""
+"""Masks that become options, compared with transformers' boolean masks."""
 
 import inspect
 import itertools
@@ -27,7 +27,7 @@ CREATE = {"causal": "create_causal_mask", "window": "create_sliding_window_causa
 
 
 def attended(mask: Any) -> Any:
-    """Say which keys each query attends to: the weights of values that are 1 in one place."""
+    """Return which keys each query attends to, by attending to one-hot values."""
     batch, _, rows, keys = mask.shape
     q, k = torch.zeros(batch, 1, rows, 4), torch.zeros(batch, 1, keys, 4)
     v = torch.eye(keys).expand(batch, 1, keys, keys)
@@ -61,7 +61,7 @@ def test_structured_masks_are_those_of_sdpa(
 
 
 def test_causal_masks_hide_what_a_cache_has_not_taken_yet() -> None:
-    """No lengths are needed, though padding is said of fewer positions than the cache has."""
+    """No lengths are needed, though the padding mask is shorter than the cache."""
     options: dict[str, Any] = {"batch_size": 2, "q_length": 3, "kv_length": 9, "q_offset": 4}
     mask = bridge.make_mask(**options, attention_mask=torch.ones(2, 7, dtype=torch.bool))
     assert mask.options == {"window": (None, 0), "q_offset": 4}
@@ -115,12 +115,12 @@ def test_other_masks_are_booleans_for_attention() -> None:
 
 
 class AddingConfig:
-    """Config of models that add masks to scores."""
+    """Config of a model that adds masks to scores."""
 
 
 @pytest.fixture
 def adds(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Argument of a mask that is made of numbers."""
+    """Return the argument that makes a mask of numbers."""
     monkeypatch.setattr(transformers_masks, "ADDITIVE", {AddingConfig})
     return {"config": AddingConfig()}
 

@@ -1,4 +1,4 @@
-"""Models whose layers do not all take attention from transformers' interface."""
+"""Models with layers that do not use transformers' attention interface."""
 
 from collections.abc import Callable
 from typing import Any
@@ -76,7 +76,7 @@ def test_layers_that_select_keys_are_refused_by_the_argument_they_pass() -> None
 
 
 def test_other_parts_of_a_model_may_have_another_implementation() -> None:
-    """The vision tower of GIT takes its attention from the interface, its text decoder does not."""
+    """The vision tower of GIT uses the interface, its text decoder does not."""
     options, _ = REFUSED["GitForCausalLM"]
     model = transformers.GitForCausalLM(config_of("GitForCausalLM", **options))
     model.set_attn_implementation({"vision_config": "tileattn", "": "eager"})
@@ -95,14 +95,14 @@ def test_other_implementations_are_not_looked_at() -> None:
 
 
 class MixedConfig(transformers.PreTrainedConfig):  # type: ignore[name-defined,misc]  # untyped
-    """Config of a model of the user's own."""
+    """Config of a user's model."""
 
     model_type = "mixed"
     width = 16
 
 
 class InterfaceAttention(torch.nn.Module):  # type: ignore[name-defined,misc]  # untyped
-    """Takes its attention from the interface, with the mask that it is given."""
+    """A layer that uses the interface."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -116,14 +116,14 @@ class InterfaceAttention(torch.nn.Module):  # type: ignore[name-defined,misc]  #
 
 
 def added(_module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float) -> tuple[Any, None]:
-    """Attention that adds the mask to its scores."""
+    """Compute attention that adds the mask to scores."""
     s = q @ k.mT * scaling
     p = (s if mask is None else s + mask).softmax(-1)
     return (p @ v).transpose(1, 2), None
 
 
 class AddingAttention(InterfaceAttention):
-    """Adds the mask to its scores, whatever the implementation."""
+    """A layer that computes attention itself, and adds the mask to scores."""
 
     def forward(self, x: Any, mask: Any) -> Any:
         q, k, v = self.project(x).unflatten(-1, (2, -1)).transpose(1, 2).chunk(3, dim=-1)
@@ -172,7 +172,7 @@ class MixedModel(PreTrainedModel):  # type: ignore[misc]  # untyped
 
 
 class SelectingAttention(InterfaceAttention):
-    """Passes the keys that each query selects, as some implementations take them."""
+    """A layer that passes the keys each query selects."""
 
     def forward(self, x: Any, mask: Any) -> Any:
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, added)
@@ -203,7 +203,7 @@ COMPILED = ("nothing", "add", "cast like it")
     ("use", "compiled"), [*((use, False) for use in USES), *((use, True) for use in COMPILED)]
 )
 def test_masks_that_models_use_as_numbers(use: str, compiled: bool) -> None:
-    """Layers that add the mask, and what a model makes of it, agree with eager attention."""
+    """Layers that add the mask agree with eager attention, even if the model changes the mask."""
     model = mixed_model()
     tokens = torch.randint(20, (2, 9))
     padding = torch.ones_like(tokens)
@@ -229,11 +229,11 @@ def test_masks_that_models_use_as_numbers(use: str, compiled: bool) -> None:
 
 
 class BooleanConfig(MixedConfig):
-    """Config of a model that takes masks as those of ``"sdpa"``."""
+    """Config of a model that takes boolean masks, like ``"sdpa"``."""
 
 
 class BooleanModel(PreTrainedModel):  # type: ignore[misc]  # untyped
-    """A decoder whose layers take attention from the interface."""
+    """A decoder whose layers use the interface."""
 
     config_class = BooleanConfig
     _supports_sdpa = True
@@ -277,7 +277,7 @@ def test_masks_that_models_use_as_booleans(use: str) -> None:
 
 
 def test_models_that_compute_with_booleans_are_refused() -> None:
-    """As their attention with sdpa would be wrong, too."""
+    """With sdpa their attention would be wrong, too."""
     model = BooleanModel._from_config(BooleanConfig(), attn_implementation="tileattn")
     tokens = torch.randint(20, (2, 9))
     with pytest.raises(UnsupportedError, match="computes with the attention mask"):
