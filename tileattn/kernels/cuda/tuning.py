@@ -331,21 +331,15 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     # One warpgroup per 64 queries.
     ("backward_dbias_sm90", 2): {128: (TileSize(128, 128, 8),)},
     ("backward_daux_sm90", 2): {128: (TileSize(128, 128, 8),)},
-    ("backward_daux", 2): {
-        128: (TileSize(64, 64, 4),),
-        256: (TileSize(64, 64, 4), TileSize(64, 32, 4)),
-    },
+    ("backward_daux", 2): {256: (TileSize(64, 64, 4),)},
     ("backward_daux", 4): {
         128: (TileSize(64, 32, 4),),
         256: (TileSize(64, 32, 4), TileSize(64, 16, 4)),
     },
-    ("backward_daux", 8): {
-        128: (TileSize(32, 16, 2),),
-        256: (TileSize(32, 16, 2),),
-    },
+    ("backward_daux", 8): {256: (TileSize(32, 16, 2),)},
     ("backward_dbias", 4): {
-        128: (TileSize(128, 64, 4, 2, 2, tuned=True, spills=True), TileSize(64, 32, 4)),
-        256: (TileSize(64, 32, 4, 2, 2), TileSize(64, 32, 4)),
+        128: (TileSize(128, 64, 4, 2, 2, tuned=True, spills=True),),
+        256: (TileSize(64, 32, 4, 2, 2),),
     },
     ("backward_dbias", 8): {
         128: (TileSize(64, 32, 4, 2, 2, tuned=True), TileSize(32, 16, 2)),
