@@ -18,11 +18,11 @@ DECODE = asked("bfloat16", B=2, Hq=64, Hkv=1, Nq=1, Nk=9000, D=128, Dv=128)
 
 
 def test_sources_exist() -> None:
-    docs = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    docs = (ROOT / "docs/tuning-log.md").read_text(encoding="utf-8")
     for number in tuned_numbers():
         assert all((number.unit, number.condition, *number.source))
         file, _, words = number.source.text.partition(": ")
-        if file == "docs/performance.md":
+        if file == "docs/tuning-log.md":
             assert words in docs, number.name
         elif not file.startswith("measured "):
             assert (ROOT / file).exists(), number.name

@@ -33,8 +33,8 @@ _EITHER = "H100 SXM or H200 (not recorded which)"
 
 
 def _row(words: str, gpu: str = _EITHER) -> Source:
-    """Name a row of docs/performance.md by some of its words."""
-    return Source(f"docs/performance.md: {words}", gpu)
+    """Name a row of docs/tuning-log.md by some of its words."""
+    return Source(f"docs/tuning-log.md: {words}", gpu)
 
 
 def _commit(date: str, subject: str) -> Source:
@@ -42,32 +42,32 @@ def _commit(date: str, subject: str) -> Source:
     return Source(f'measured {date}, no file (commit "{subject}")', _EITHER)
 
 
-_TWO_GROUPS = _row("two groups in a CTA, each of two warpgroups")
+_TWO_GROUPS = _row("D and Dv up to 64 and a mean of at most 3,072 keys per query")
 _SMALL = _commit("2026-11-26", "Run two groups of warpgroups in a CTA")
-_TALL = _row("D above 64: tiles of 192 queries, from 4096 queries on", _H100)
+_TALL = _row("D above 64: tiles of 192 queries with 96 keys", _H100)
 _FAMILIES = _commit("2026-11-22", "Plan launches as pure values, by kernel families")
-_PADDED = _row("tiles of 80 queries where queries fill them")
-_TALL_WINDOW = _row("tiles of 80 queries also with a window of 2,048 keys or more", _H100)
+_PADDED = _row("D = 128: tiles of 80 queries if queries fill them")
+_TALL_WINDOW = _row("D above 64: tiles of 80 queries with windows from 2,048 keys", _H100)
 _MODIFIED = _row("tiles of 64 queries, not 128, with score modifiers, a mask or dropout")
-_HEAD_MAJOR = _row("query heads that share keys one after the other at a key block", _H100)
-_DELTA = _row("while delta is computed on a quarter of the SMs")
+_HEAD_MAJOR = _row("window with GQA: query heads of a KV head one after the other", _H100)
+_DELTA = _row("the main kernel starts while a quarter of the SMs compute delta")
 _SPLITS = _commit("2026-11-24", "Split the keys of few queries into pieces on the GPU")
 _LATENT = _commit("2026-11-25", "cut latent attention into longer pieces")
 _SPLIT_WGMMA = _commit("2026-11-25", "Take many rows that share keys on Hopper")
 _JOIN = _commit("2026-11-25", "Say why a warp joins up to 16 pieces")
-_SHORT = _row("groups of heads four times smaller")
-_DYNAMIC = _row("work tiles are claimed, head by head, as late as loads allow", _BOTH)
-_COST = _row("0.6 or 1.8 as a work tile's cost besides its key")
+_SHORT = _row("head groups four times smaller")
+_DYNAMIC = _row("dynamic scheduler, head by head, that claims as late as loads allow", _BOTH)
+_COST = _row("Other costs of a work tile 0.98 to 1.02")
 _WAVES = _commit("2026-11-22", "Count waves in the host's scheduler")
-_TEAMS = _row("up to D = 192 the two SMs of a TPC in step")
-_LATE = _row("the last sixteenth of the work by CTAs that begin as others end")
-_LOCKSTEP = _row("CTAs keep pace where a head's keys exceed the L2 cache", _H100)
+_TEAMS = _row("up to D = 192 the two SMs of a TPC run in lockstep")
+_LATE = _row("CTAs that start as others end take the last sixteenth of the work")
+_LOCKSTEP = _row("CTAs run in lockstep if a head's keys exceed the L2 cache", _H100)
 _WHOLE_WAVES = _row("as many heads at a time as fill whole waves of key blocks")
-_LONG_WINDOW = _row("if the window spans a quarter of the keys", _H100)
-_ALTERNATE = _row("every second wave of key blocks begins at the diagonal", _H100)
+_LONG_WINDOW = _row("from a window of a quarter of the keys: four waves of key blocks", _H100)
+_ALTERNATE = _row("every second wave of key blocks starts at the diagonal", _H100)
 _IN_FLIGHT = _row("key blocks of 1,024 keys of a head at a time")
-_STAGGER = _row("deterministic, D = 128, causal, up to 8192 keys: heads begin evenly apart")
-_STAGGER_AGAIN = _row("heads begin apart at 16384, too, and up to 512 keys in one wave", _BOTH)
+_STAGGER = _row("deterministic, D = 128, causal, up to 8192 keys: stagger heads evenly", _H100)
+_STAGGER_AGAIN = _row("stagger heads at 16384 too; one wave up to 512 keys", _BOTH)
 _HALF_WAVE = _row("half a wave of key blocks at a time", _H100)
 
 
@@ -234,7 +234,7 @@ class TileSize(NamedTuple):
 
 # Tile sizes by kernel and bytes of an element, then by the largest head dimension; the first that
 # fits in shared memory is taken. Rows with ``tuned`` were the fastest with ``bench gpu`` on an H100
-# or H200 (docs/performance.md, "How the kernels became fast"); the others fit where those do not.
+# or H200 (docs/tuning-log.md); the others fit where those do not.
 TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("forward", 2): {
         64: (TileSize(128, 48, 4, 1, 2, 3, tuned=True, spills=True), TileSize(128, 64, 4)),
