@@ -47,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> types.ModuleType:
-    """Load the oracle and the test helpers when they are first asked for."""
+    """Load the oracle and the test helpers at first use."""
     if name in ("reference", "testing"):
         return importlib.import_module(f"tileattn.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,21 +50,21 @@ def forward(
     v : array, shape (B, Hkv, Nk, Dv), (Hkv, Nk, Dv) or (Nk, Dv)
         Values.
     backend : str
-        ``"auto"``, ``"numpy"``, ``"llvm"``, ``"cupy"`` or a registered name. ``"auto"`` takes the
-        name in ``TILEATTN_BACKEND`` where it is set. Else the arrays decide: NumPy arrays run on
-        ``"llvm"`` where llvmlite is installed and the backend supports the call, and on
-        ``"numpy"`` otherwise; `explain` says why.
+        ``"auto"``, ``"numpy"``, ``"llvm"``, ``"cupy"`` or a registered name. ``"auto"`` uses the
+        name in ``TILEATTN_BACKEND`` if it is set. Otherwise CuPy arrays run on ``"cupy"``, and
+        NumPy arrays on ``"llvm"`` if llvmlite is installed and the backend supports the call, else
+        on ``"numpy"``; `explain` says why.
     out : array or None
-        Where the output is written: shape and dtype of the result, sharing no memory with an
-        input. It is written only after everything has succeeded.
+        Array for the output, of its shape and dtype; it must not share memory with an input. It is
+        written only after everything has succeeded.
     **options
         The options below, which ``backward`` takes too.
 
     Returns
     -------
     Attention
-        Named tuple ``(out, lse)``: the output, and the natural logarithm of the sum of the
-        exponentials of the scores of each query.
+        Named tuple ``(out, lse)``: the output, and the natural logsumexp of the scores of each
+        query.
 
     Other Parameters
     ----------------
@@ -91,27 +91,27 @@ def forward(
         Position p of query i is ``i + q_offset``; None is ``kv_length - Nq`` (aligned at the bottom
         right), 0 aligns at the top left.
     cu_seqlens_q, cu_seqlens_k : array or sequence of int, shape (S + 1,), or None
-        Where packed sequences start, from 0 to the number of tokens: q is (Hq, Tq, D), k and v have
-        Tk keys, and queries of sequence s attend to keys of sequence s only. One of the two means
-        both. What has a batch axis has S entries, b of the functions below is the sequence, and
-        indices count from its start. ``mask``, ``bias`` and ``block_mask`` do not go with it.
+        Offsets of packed sequences, from 0 to the number of tokens: q is (Hq, Tq, D), k and v have
+        Tk keys, and queries of sequence s attend only to keys of sequence s. One array holds for
+        both if the other is None. Options with a batch axis have S entries. In the functions below,
+        b is the sequence, and i and j count from its start. Not supported with ``mask``, ``bias``
+        and ``block_mask``.
     block_table : array or sequence of int, shape (B, pages of a sequence), or None
         Keys and values are in pages: k is (pages, Hkv, page, D), v (pages, Hkv, page, Dv), and key
-        j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. It needs
-        ``kv_lengths``, and goes with ``cu_seqlens_q``. Forward only.
+        j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. Requires
+        ``kv_lengths``; may be combined with ``cu_seqlens_q``. Forward only.
     tree_mask : array of bool, shape (B, Nq, Nq) or (1, Nq, Nq), or None
-        Which of the last Nq keys, which are those before ``kv_length``, each query attends to, as
-        the nodes of a tree in speculative decoding do: ``tree_mask[b, i, n]`` is of query i and key
-        ``kv_length - Nq + n``. The other masks still hold for these keys, and they alone for
-        earlier ones. It does not go with packed sequences.
+        Mask of the last Nq keys before ``kv_length``, such as the nodes of a tree in speculative
+        decoding: query i attends to key ``kv_length - Nq + n`` if ``tree_mask[b, i, n]``. Only the
+        other masks hold for earlier keys; all masks hold for these. Not supported with packed
+        sequences.
     prefix : int, array or sequence of int of shape (B,), or None
         With ``causal``: every query also attends to the keys ``j < prefix``, as in a prefix
-        language model. The other masks, and the left side of ``window``, still hold for them.
+        language model. Other masks, and the left side of ``window``, still hold for these keys.
     origin : sequence or array of int, shape (4,) or (B, 4), or None
-        Where the call starts in a larger one, by batch entry, query head, query and key: what is
-        added to the indices of dropout and of the functions below. With it the calls of a problem
-        that is cut into blocks drop the entries that the whole call drops. Masks and positions are
-        those of the arrays (``q_offset`` moves them).
+        Position of the call in a larger one: batch entry, query head, query and key. It is added to
+        the indices of dropout and of the functions below, so that calls on blocks of a problem drop
+        the same entries as one call. It does not shift masks and positions; ``q_offset`` does.
     sinks : array, floating, shape (Hq,), or None
         Logits that join the softmax denominator only; has a gradient.
     dropout_p : float
@@ -119,16 +119,16 @@ def forward(
     seed : int
         Seed of the dropout generator, from 0 to 2**64 - 1.
     score_mod : callable or None
-        ``score_mod(s, b, h, i, j, *aux)`` returns the new score, after ``bias``. It is written with
-        operators and NumPy's functions for numbers b (batch entry), h (query head), i (query) and j
-        (key), and traced: see the page "Your own score and mask functions".
+        ``score_mod(s, b, h, i, j, *aux)`` returns the new score, after ``bias``, for batch entry b,
+        query head h, query i and key j. It uses operators and NumPy's functions, and is traced: see
+        the page "Your own score and mask functions".
     mask_mod : callable or None
-        ``mask_mod(b, h, i, j, *aux)`` returns whether query i attends to key j; tiles without such
-        a pair are not computed.
+        ``mask_mod(b, h, i, j, *aux)`` returns True if query i attends to key j. Tiles without
+        visible pairs are not computed.
     aux : tuple of array
-        Arrays that these two index. Negative indices count from the end, as in NumPy; an index past
-        an end is moved to it. Floating arrays that ``score_mod`` reads have gradients. Arrays that
-        the functions capture join them.
+        Arrays that the functions index. Negative indices count from the end, as in NumPy; others
+        outside an axis are clamped. Floating arrays that ``score_mod`` reads have gradients. Arrays
+        that the functions capture are appended.
 
     Raises
     ------
@@ -150,8 +150,8 @@ def forward(
 
     and the output is the mean of the values of all visible keys, weighted by the softmax of s.
 
-    A query that attends to no key, or has only scores of -inf, has output 0 and lse -inf (its sink,
-    where there are sinks).
+    A query that attends to no key, or has only scores of -inf, has output 0 and lse -inf (with
+    sinks: the sink).
 
     References
     ----------
@@ -221,15 +221,14 @@ def backward(
     deterministic : bool
         Ask for bitwise reproducible gradients; on the CPU they always are.
     wrt : sequence of str or None
-        Names of the inputs whose gradients are asked for, among ``"q"``, ``"k"``, ``"v"``,
-        ``"bias"``, ``"sinks"`` and ``"aux"``; None is all that there are. The others are None.
+        Names of the inputs whose gradients are computed, among ``"q"``, ``"k"``, ``"v"``,
+        ``"bias"``, ``"sinks"`` and ``"aux"``; None for all. The other gradients are None.
     backend : str
         As for ``forward``.
     workspace : array of uint8, shape (n,), or None
-        Memory to use besides the results; None takes it from CuPy's pool, as the results.
-        At least ``explain(q, k, v, **options).workspace_bytes`` bytes, contiguous and writable, on
-        the device of q, from a multiple of 256 bytes on, and sharing none with an input. What it
-        holds is overwritten.
+        Memory for intermediate results; None allocates it from CuPy's pool. It must have at least
+        ``explain(q, k, v, **options).workspace_bytes`` bytes, be contiguous, writable, on the
+        device of q and aligned to 256 bytes, and share no memory with an input. It is overwritten.
     **options
         The same as ``forward`` was given.
 
@@ -247,7 +246,7 @@ def backward(
     BackendUnavailableError
         If the backend cannot run here.
     UnsupportedError
-        If the backend does not support this problem, or takes no workspace; for a ``block_table``.
+        If the backend does not support this problem or a workspace; with ``block_table``.
 
     Notes
     -----
@@ -259,15 +258,14 @@ def backward(
         dq = scale * ds @ k
         dk = scale * ds.T @ q
 
-    ``out`` and ``lse`` may be those of more keys than these, from ``merge``. If ``lse`` is so
-    large that its rounding shows, it is computed again from these keys, and the one given counts
-    only where it is larger by more than rounding explains.
+    ``out`` and ``lse`` may be results of ``merge`` over more keys. If ``lse`` is so large that its
+    rounding shows, it is computed again from these keys; the given one is used only where it is
+    larger by more than rounding explains.
 
-    One workspace is enough for calls that run one after the other on one stream; calls that may run
-    at the same time need one each. The bytes that ``explain`` gives are
-    enough with and without ``deterministic``, where lse and the rows of dout and out are
-    contiguous, as ``forward`` returns them; for copies of others more are needed, and the error
-    says how many. On the CPU none are, and a workspace is left as it is.
+    Calls that run one after the other on a stream may share a workspace; concurrent calls need one
+    each. The bytes that ``explain`` reports suffice with and without ``deterministic``, if lse and
+    the rows of dout and out are contiguous, as ``forward`` returns them. Copies of other arrays
+    need more; the error says how much. CPU backends need no workspace and do not write to it.
 
     References
     ----------
@@ -325,7 +323,7 @@ def backward(
 def explain(
     q: Any, k: Any, v: Any, *, backend: str = "auto", **options: Unpack[Options]
 ) -> Explanation:
-    """Say what would run for a call, without running it.
+    """Describe what would run for a call, without running it.
 
     Parameters
     ----------
@@ -340,8 +338,7 @@ def explain(
     -------
     Explanation
         Backend, kernel, tile sizes, fast memory, tiles by kind, a model of the bytes moved, and
-        the reasons: who asked for the backend, or why a preferred one does not run the call.
-        ``str()`` of it is a short report.
+        the reasons for the choice of the backend. ``str()`` of it is a short report.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Forward and backward from one set of options, which then cannot disagree."""
+"""Forward and backward with one set of options."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -42,14 +42,14 @@ def vjp(
     BackendUnavailableError
         If the backend cannot run here.
     UnsupportedError
-        If the backend does not support this problem; for a ``block_table``.
+        If the backend does not support this problem; with ``block_table``.
 
     Notes
     -----
     ``pullback`` maps the upstream gradients dout and dlse to their products with the Jacobian of
-    ``(out, lse)``. It copies lists, lengths and offsets. It keeps the other inputs, options and
-    results as they are: write to no array among them before its last call. ``score_mod`` and
-    ``mask_mod`` are read once, by ``vjp``: ``pullback`` differentiates what they were then.
+    ``(out, lse)``. It copies lists, lengths and offsets. It keeps references to the other inputs,
+    options and results: do not write to them before its last call. ``vjp`` reads ``score_mod`` and
+    ``mask_mod`` once; ``pullback`` differentiates what it read.
 
     Examples
     --------
@@ -74,7 +74,7 @@ def vjp(
         workspace: Any | None = None,
         wrt: Sequence[str] | None = None,
     ) -> Gradients:
-        """Gradients for the inputs, given those for ``out`` and ``lse``; see ``backward``."""
+        """Compute the gradients of the inputs from dout and dlse; see ``backward``."""
         return backward(
             *(dout, q, k, v, *attention),
             dlse=dlse,

@@ -1,4 +1,4 @@
-"""The element types of q, k, v, out and of floating options: one record each."""
+"""One record for each element type of q, k, v, out and floating options."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,11 +8,11 @@ import numpy as np
 
 
 class ElementType(NamedTuple):
-    """What the package knows of an element type."""
+    """What the package knows about an element type."""
 
-    dtype: np.dtype[Any]  # its name is the one that CUDA sources use
-    accum_dtype: np.dtype[Any]  # in which sums are accumulated and lse is given
-    tensor_map: int | None = None  # CUtensorMapDataType of cuda.h; None where no kernel uses one
+    dtype: np.dtype[Any]  # CUDA sources use its name
+    accum_dtype: np.dtype[Any]  # of sums and lse
+    tensor_map: int | None = None  # CUtensorMapDataType of cuda.h; None if no kernel uses it
 
 
 FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)

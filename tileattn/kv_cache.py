@@ -26,7 +26,7 @@ def append_kv(
     rotary: tuple[Any, Any] | None = None,
     interleaved: bool = False,
 ) -> Any:
-    """Write new keys and values behind those of a cache, in place.
+    """Append new keys and values to a cache, in place.
 
     Parameters
     ----------
@@ -39,11 +39,11 @@ def append_kv(
     v : array, shape (B, Hkv, N, Dv), or packed (Hkv, T, Dv)
         New values.
     kv_lengths : int, array or sequence of int of shape (B,)
-        Keys that each sequence has by now.
+        Number of keys in the cache for each sequence, without the new ones.
     block_table : array or sequence of int, shape (B, pages of a sequence), or None
         Key j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``.
     cu_seqlens : array or sequence of int, shape (B + 1,), or None
-        Where the new tokens of each sequence start, if they are packed.
+        Offsets of the new tokens of each sequence, if they are packed.
     rotary : (array, array) or None
         ``cos`` and ``sin`` of `rope`: each new key is rotated at its position in its sequence.
     interleaved : bool
@@ -131,7 +131,7 @@ def _append(
         N = positions.reshape(len(k), -1) if k.ndim == 4 else positions
         k = rope(k, *rotary, positions=N, interleaved=interleaved)
     entry, row = (np.asarray(n, like=k_cache) for n in _places(sequence, positions, pages))
-    # All that may fail for want of memory, and then the writing.
+    # Allocate before writing: a failure must leave the caches as they are.
     rows = [x.swapaxes(-3, -2).reshape(T, x.shape[-3], x.shape[-1]) for x in (k, v)]
     for cache, x in zip((k_cache, v_cache), rows, strict=True):
         cache.swapaxes(1, 2)[entry, row] = x
@@ -139,7 +139,7 @@ def _append(
 
 
 def _tables(k: Any, rotary: Any, interleaved: Any) -> dict[str, Any]:
-    """Check the tables by which keys are rotated; none where they are not."""
+    """Check the tables of a rotation; return none without rotation."""
     check_flags(interleaved=interleaved)
     if rotary is None:
         return {}
@@ -155,7 +155,7 @@ def _tables(k: Any, rotary: Any, interleaved: Any) -> dict[str, Any]:
 def _checked_lengths(
     old: Any, starts: Any, k_cache: Any, pages: Paging | None, tables: Mapping[str, Any]
 ) -> Any:
-    """Check what the host knows; give the new lengths, None where it does not know them."""
+    """Check values on the host; return the new lengths, None if they are on a device."""
     if pages is not None:
         pages.check(old)
     if not isinstance(old, np.ndarray) or not isinstance(starts, np.ndarray):
@@ -180,7 +180,7 @@ def _checked_lengths(
 
 
 def _check_arrays(k_cache: Any, v_cache: Any, k: Any, v: Any, *, packed: bool) -> None:
-    """Check dtypes and shapes against those of the cache of keys."""
+    """Check dtypes and shapes against the cache of keys."""
     axes = 3 if packed else 4
     arrays = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     for name, x in arrays.items():
@@ -211,7 +211,7 @@ def _check_arrays(k_cache: Any, v_cache: Any, k: Any, v: Any, *, packed: bool) -
 
 
 def _check_writers(old: Any, new: Any, pages: Paging) -> None:
-    """Raise ValueError if a page is written to at two places; the host looks at its own."""
+    """Raise ValueError if two sequences write to a page; a table on a device is not checked."""
     table = pages.block_table
     if not isinstance(table, np.ndarray) or not isinstance(new, np.ndarray):
         return
@@ -228,7 +228,7 @@ def _check_writers(old: Any, new: Any, pages: Paging) -> None:
 
 
 def _starts(k: Any, cu_seqlens: Any, B: int, whose: str) -> Any:
-    """Say how many new tokens lie before each sequence, and how many there are."""
+    """Return the offsets of the new tokens of each sequence, and their number."""
     if cu_seqlens is None:
         if len(k) != B:
             raise ValueError(f"k must have the batch size of {called(whose)}, {B}; got {len(k)}")
@@ -246,21 +246,21 @@ def _starts(k: Any, cu_seqlens: Any, B: int, whose: str) -> Any:
 
 
 def _together(*integers: Any) -> list[Any]:
-    """Copy what is on the host to the device, if some of it is there."""
+    """Copy arrays of the host to the device, if some are there."""
     there = (x for x in integers if not isinstance(x, np.ndarray))
     like = next(there, integers[0])
     return [np.asarray(x, like=like) for x in integers]
 
 
 def _positions(old: Any, starts: Any, T: int) -> tuple[Any, Any]:
-    """Say of each new token which sequence it is of, and its position there."""
+    """Return the sequence of each new token, and its position there."""
     token = np.arange(T, like=starts)
     sequence = np.searchsorted(starts[1:], token, side="right")
     return sequence, old[sequence] + token - starts[:-1][sequence]
 
 
 def _places(sequence: Any, j: Any, pages: Paging | None) -> tuple[Any, Any]:
-    """Say where each new token goes: batch entry or page, and row."""
+    """Return the batch entry or page of each new token, and its row there."""
     if pages is None:
         return sequence, j
     table, sequence, j = _together(pages.block_table, sequence, j)

@@ -1,4 +1,4 @@
-"""What the two calls return."""
+"""Results of ``forward`` and ``backward``."""
 
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class _Gradients(NamedTuple):
 class Gradients(_Gradients):
     """Result of ``backward``: the gradient for each input, of that input's shape and dtype.
 
-    Those that ``wrt`` leaves out are None.
+    Gradients that ``wrt`` leaves out are None.
 
     Parameters
     ----------

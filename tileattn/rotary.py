@@ -31,9 +31,10 @@ def rope(
         Cosine and sine of the angle of each pair, for positions 0 to M - 1, of any of these dtypes.
         The first R columns of x are rotated, the others stay.
     positions : int, array or sequence of int of shape (N,) or (B, N), or None
-        Position of each row; an integer is that of the first one, and None is 0.
+        Position of each row; an integer is the position of the first row, and None is 0.
     interleaved : bool
-        Whether columns 2c and 2c + 1 are a pair (GPT-J), and not c and c + R / 2 (GPT-NeoX, Llama).
+        True if columns 2c and 2c + 1 are a pair (GPT-J); False for c and c + R / 2 (GPT-NeoX,
+        Llama).
     inverse : bool
         Rotate back: the gradient of ``rope`` is ``rope`` of the upstream gradient with
         ``inverse=True``.
@@ -48,7 +49,7 @@ def rope(
     ------
     TypeError, ValueError
         If an argument is not as described; the message names it. Positions on a device are not
-        looked at: those that the tables do not have take the nearest row.
+        checked: positions outside the tables use the nearest row.
 
     References
     ----------
@@ -80,7 +81,7 @@ def rope(
     sums = accum_dtype(x.dtype)
     rows = _rows(x, p)
     c, s = (table[rows].astype(sums, copy=False) for table in (cos, sin))
-    if c.ndim == 3:  # of each batch entry, for all of its heads
+    if c.ndim == 3:  # one for each batch entry, shared by its heads
         c, s = c[:, np.newaxis], s[:, np.newaxis]
     half = cos.shape[1]
     first, second = slice(0, half), slice(half, 2 * half)
@@ -132,7 +133,7 @@ def _positions(x: Any, positions: Any, M: int) -> Any:
 
 
 def _rows(x: Any, p: Any) -> Any:
-    """Say which rows of the tables the rows of x have."""
+    """Return the rows of the tables for the rows of x."""
     N = x.shape[-2]
     if p.shape == () and isinstance(p, np.ndarray):
         return slice(int(p), int(p) + N)

@@ -11,7 +11,7 @@ from tileattn.messages import called, must_be
 
 
 def require_array(name: str, x: Any) -> None:
-    """Raise TypeError if an argument is no array, or one whose mask would be lost."""
+    """Raise TypeError if an argument is not an array, or is a masked array."""
     if isinstance(x, type) or not hasattr(x, "dtype") or not hasattr(x, "strides"):
         raise TypeError(
             must_be(name, "a NumPy or CuPy array", x, f"numpy.asarray({called(name)}) makes one")
@@ -20,7 +20,7 @@ def require_array(name: str, x: Any) -> None:
 
 
 def require_numpy(name: str, x: Any) -> None:
-    """Raise TypeError if an argument is no NumPy array, or a matrix."""
+    """Raise TypeError if an argument is not a NumPy array, or is a matrix or a masked array."""
     refuse_masked(name, x)
     if not isinstance(x, np.ndarray) or isinstance(x, np.matrix):
         raise TypeError(
@@ -29,7 +29,7 @@ def require_numpy(name: str, x: Any) -> None:
 
 
 def refuse_masked(name: str, x: Any) -> None:
-    """Raise TypeError if an argument is a masked array: what it masks would be used."""
+    """Raise TypeError for a masked array, whose mask would be lost."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
             f"{called(name)} is numpy.ma.MaskedArray, whose mask would be lost; its filled() makes "
@@ -38,14 +38,14 @@ def refuse_masked(name: str, x: Any) -> None:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise TypeError if a flag is no truth value."""
+    """Raise TypeError if a flag is not True or False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(must_be(name, "True or False", flag))
 
 
 def real(name: str, x: Any, what: str) -> float:
-    """Make a finite float of a number; raise an error that says ``what`` it must be."""
+    """Convert a number to a finite float; the error says ``what`` it must be."""
     number = scalar(x)
     plain = isinstance(number, numbers.Real | BFLOAT16.type)
     if not plain or isinstance(number, bool | np.timedelta64):
@@ -62,7 +62,7 @@ def real(name: str, x: Any, what: str) -> float:
 def integer(
     name: str, x: Any, what: str, low: int = 0, end: int | None = None, whole: Any = None
 ) -> int:
-    """Make an int of an integer from ``low`` to ``end - 1``, which may be a part of an argument."""
+    """Convert an integer from ``low`` to ``end - 1``; ``whole`` is the argument it is a part of."""
     number, given = scalar(x), x if whole is None else whole
     if isinstance(number, bool | np.timedelta64) or not isinstance(number, int | np.integer):
         raise TypeError(must_be(name, what, given))
@@ -73,7 +73,7 @@ def integer(
 
 
 def integers_of(name: str, x: Any, what: str, count: int, low: int = 0) -> tuple[int, ...]:
-    """Make ints of a tuple of so many integers."""
+    """Convert a tuple of ``count`` integers."""
     if not isinstance(x, tuple | list):
         raise TypeError(must_be(name, what, x))
     if len(x) != count:
@@ -87,6 +87,6 @@ def scalar(x: Any) -> Any:
 
 
 def lengths_of(name: str, x: Any) -> tuple[int, int, int, int]:
-    """Make ints of the four lengths of a shape."""
+    """Convert the four lengths of a shape."""
     B, Hq, Nq, Nk = integers_of(name, x, "four non-negative integers (B, Hq, Nq, Nk)", 4)
     return B, Hq, Nq, Nk

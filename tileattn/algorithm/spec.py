@@ -440,7 +440,7 @@ def _row_blocks(P: Problem) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _keys_in_reach(block: tuple[HeadGroup, int, int]) -> int:
-    """How many keys a query block reaches: the length of its loop."""
+    """Return the number of keys that a query block reaches: the length of its loop."""
     heads, q0, q1 = block
     lo, hi = heads.mask.window.key_range(q0, q1)
     return hi - lo

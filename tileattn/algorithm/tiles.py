@@ -25,7 +25,7 @@ class Tile(NamedTuple):
 
 
 def cut(length: int, block: int) -> Iterator[tuple[int, int]]:
-    """Cut an axis into blocks, of which the last may be shorter."""
+    """Cut an axis into blocks; the last may be shorter."""
     return cut_between(0, length, block)
 
 

@@ -1,1 +1,1 @@
-"""What a call is: its options, its arrays, and what they mean."""
+"""A call: its options and arrays, validated."""

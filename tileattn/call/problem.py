@@ -20,7 +20,7 @@ ARRAY_OPTIONS = options_with(value="array", lowered=False)
 
 
 class Kind(NamedTuple):
-    """What decides which kernels run and how their parameters are filled: hashable.
+    """The facts that decide which kernels run and how parameters are filled.
 
     Calls of one kind differ only in their `Numbers`. The other fields are as in `Problem`.
 
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What may differ between calls of one kind. The fields are as in `Problem`."""
+    """The facts that may differ between calls of one kind. The fields are as in `Problem`."""
 
     B: int
     Hq: int

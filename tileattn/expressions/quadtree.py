@@ -22,7 +22,7 @@ _FLOAT = np.dtype(np.float64)  # masks are evaluated in it, whatever the dtype o
 
 
 class BlockRuns(NamedTuple):
-    """Runs of blocks of one kind along the keys, sorted; kinds are those of ``BlockMask``."""
+    """Runs of blocks of one kind along the keys, sorted; kinds as in ``BlockMask``."""
 
     row: Ints  # query block
     first: Ints  # key block

@@ -138,7 +138,7 @@ class Source:
             name = variable or "array"
             raise TypeError(
                 f"{self.name} indexes {given} of dtype {x.dtype} that is no parameter; pass "
-                f"aux=({name},) and add the parameter {name} behind j"
+                f"aux=({name},) and add the parameter {name} after j"
             )
         return array_or_element(self.arrays.number(x), kind, len(x.shape), self)
 

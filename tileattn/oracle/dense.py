@@ -86,7 +86,7 @@ class Forward:
 
     @property
     def results(self) -> Attention:
-        """What the call returns, packed again where it was."""
+        """The results of the call; packed if the call is."""
         return Attention(*(packed(x, self.options.cu_seqlens_q) for x in (self.out, self.lse)))
 
 

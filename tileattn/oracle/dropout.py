@@ -1,4 +1,4 @@
-"""How the oracle drops elements: Philox in the words of its paper, once for each element."""
+"""Dropout of the oracle: Philox as its paper writes it, once for each element."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def keep(
 ) -> NDArray[np.bool_]:
     """Return the elements that dropout keeps, by one call of Philox for each element.
 
-    An origin, of (B or 1, 4) indices, is added to those of the elements.
+    An origin, of shape (B or 1, 4), is added to the indices.
     """
     if dropout_p == 0:
         return np.ones(shape, np.bool_)
@@ -33,7 +33,7 @@ def keep(
 
 
 def philox(counter: Sequence[Array], seed: int) -> tuple[Array, Array, Array, Array]:
-    """Philox-4x32-10 in the words of its paper: ten times a Feistel-like step, then a new key."""
+    """Philox-4x32-10 as its paper writes it: ten rounds of a Feistel-like step and a new key."""
     W = np.uint64(2**32)
     c0, c1, c2, c3 = counter
     k0, k1 = seed % 2**32, seed // 2**32

@@ -59,7 +59,7 @@ class Dual(ArrayFunctions, NDArrayOperatorsMixin):
         return self.named("absolute", self)
 
     def __getitem__(self, _: tuple[()]) -> "Dual":
-        """Give an array without axes, of which there are all indices."""
+        """Return the element of an array without axes."""
         return self
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *given: Any) -> Any:
