@@ -53,7 +53,9 @@ COMBINED = {
         for n, x in COMBINED.items()
     ],
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (n % 2)) for n, x in enumerate(NAMES)]
+)
 def test_the_gallery(runner: Runner, name: str, more: dict[str, Any]) -> None:
     options = calls(B, HQ, NQ, NK)[name] | more
     able(runner, options)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tileattn
+from tests.arrays import paged
 from tests.on_gpu import bits, captured, host, needs_gpu, poisoned, sent, sent_options
 from tileattn import reference
 from tileattn.backends.cupy import describe
@@ -330,16 +331,6 @@ def test_the_room_of_a_cache_does_not_matter(dtype: Any, options: dict[str, Any]
 # --- pages ----------------------------------------------------------------------------------------
 
 
-def in_pages(x: Any, page: int, table: Any, pages: int) -> Any:
-    """Lay out keys in pages; unused rows are NaN."""
-    made = np.full((pages, x.shape[1], page, x.shape[3]), np.nan, x.dtype)
-    for b, n in np.ndindex(table.shape):
-        rows = x[b, :, n * page : (n + 1) * page]
-        kept = max(0, min(page, int(LENGTHS[b]) - n * page))
-        made[table[b, n], :, :kept] = rows[:, :kept]
-    return made
-
-
 PAGED = [
     *((SPLIT._replace(dims=(128, 64), dtype=x), n)
       for x in (BF16, np.float32) for n in (1, 8, 16, 50, 120, 2400)),
@@ -354,15 +345,10 @@ PAGED = [
 def test_pages_have_the_bits_of_a_contiguous_cache(kernel: Kernel, page: int, kind: Any) -> None:
     """Lengths and the table on the host, or on the GPU as integers of either kind."""
     q, k, v = arrays = kernel.drawn()
-    width = -(-CAPACITY // page)
-    rng = np.random.default_rng(page)
-    table = rng.permutation(B * width + 2)[: B * width].reshape(B, width)
-    pages = in_pages(k, page, table, B * width + 2)
-    latent = np.shares_memory(k, v)
-    values = pages[..., : v.shape[-1]] if latent else in_pages(v, page, table, B * width + 2)
     far = 2**30 if kind is np.int32 else 2**40
-    for b in range(B):  # entries past the length are never read
-        table[b, -(-int(LENGTHS[b]) // page) :] = rng.choice([-1, far])
+    (pages, table), (values, _) = (paged(x, LENGTHS, page, far=far) for x in (k, v))
+    if np.shares_memory(k, v):
+        values = pages[..., : v.shape[-1]]
 
     def sent_as(x: Any) -> Any:
         return x if kind is None else sent(x.astype(kind))

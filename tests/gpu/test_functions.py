@@ -1,6 +1,5 @@
 """The caller's own functions on the GPU, in both passes, against the oracle."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 
 import tileattn
+from tests.arrays import normal
 from tests.gallery import calls
 from tests.more_functions import FROM_THE_END, OPERATIONS, options_of
 from tests.on_gpu import bits, check, needs_gpu, poisoned, sent, sent_options
@@ -20,31 +20,23 @@ SIZES = [(2, 4, 2, 67, 93, 32, 48), (1, 2, 1, 270, 517, 64, 64)]
 ALL = ("q", "k", "v")
 
 
-def arrays(sizes: Sequence[int], dtype: Any) -> list[Any]:
-    """Draw q, k, v and dout."""
-    B, Hq, Hkv, Nq, Nk, D, Dv = sizes
-    rng = np.random.default_rng(1)
-    shapes = ((B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv), (B, Hq, Nq, Dv))
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gallery(name: str, sizes: Any, dtype: Any) -> None:
     B, Hq, _, Nq, Nk, *_ = sizes
     floats = np.float64 if dtype == np.float64 else np.float32
-    check(arrays(sizes, dtype), calls(B, Hq, Nq, Nk, floats)[name])
+    check(normal(sizes, dtype), calls(B, Hq, Nq, Nk, floats)[name])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("name", [*OPERATIONS, *FROM_THE_END])
 def test_functions_beyond_the_gallery(name: str, dtype: Any) -> None:
-    check(arrays(SIZES[0], dtype), options_of(name, dtype))
+    check(normal(SIZES[0], dtype), options_of(name, dtype))
 
 
 def test_captured_arrays_are_parameters() -> None:
-    q, k, v, dout = map(sent, arrays(SIZES[0], np.float32))
+    q, k, v, dout = map(sent, normal(SIZES[0], np.float32))
     table = sent(np.random.default_rng(0).normal(size=(4, 160)).astype(np.float32))
 
     def with_aux(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
@@ -71,7 +63,7 @@ MORE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["soft_cap", "gaussian", "masked_score", "tree", "scattered"])
 def test_with_other_options(name: str, more: dict[str, Any], deterministic: bool) -> None:
     options = calls(2, 4, 67, 93, np.float32)[name] | more
-    check(arrays(SIZES[0], np.float32), options, deterministic=deterministic)
+    check(normal(SIZES[0], np.float32), options, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=lambda x: x.__name__)
@@ -80,7 +72,7 @@ def test_the_naive_kernels(name: str, dtype: Any) -> None:
     """They compute no gradient of ``aux``."""
     sizes = (2, 4, 2, 67, 93, 300, 264)
     options = calls(2, 4, 67, 93, np.float32)[name]
-    check(arrays(sizes, dtype), options, without=("daux",), wrt=ALL)
+    check(normal(sizes, dtype), options, without=("daux",), wrt=ALL)
 
 
 WITH_HOPPER = [
@@ -101,7 +93,7 @@ def test_a_block_mask_and_both_functions(sizes: Any, dtype: Any) -> None:
             lambda b, h, i, j: (i // 16 + j // 16) % 3 > 0, (B, Hq, Nq, Nk), block_size=size
         )
         options = own["soft_cap"] | own[name] | {"block_mask": block_mask}
-        check(arrays(sizes, dtype), options)
+        check(normal(sizes, dtype), options)
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), WITH_HOPPER, ids=str)
@@ -114,7 +106,7 @@ def test_what_a_function_hides_reaches_nothing(sizes: Any, dtype: Any) -> None:
     def sees(b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
         return j % 4 != 0
 
-    q, k, v, dout = arrays(sizes, dtype)
+    q, k, v, dout = normal(sizes, dtype)
     keys = np.arange(sizes[4])
     hidden = keys % 3 * (keys % 4) == 0
     table = np.linspace(1, 2, sizes[4]).astype(np.float32)
@@ -123,7 +115,7 @@ def test_what_a_function_hides_reaches_nothing(sizes: Any, dtype: Any) -> None:
 
 
 def test_visible_nan_shows() -> None:
-    q, k, v, dout = arrays(SIZES[0], np.float32)
+    q, k, v, dout = normal(SIZES[0], np.float32)
     q[0, 1, 5, 0] = k[1, 0, 7, 3] = v[0, 1, 11, 2] = np.nan
     own = calls(2, 4, 67, 93, np.float32)
     for name in ("soft_cap", "masked_score", "sliding_window"):
@@ -143,11 +135,11 @@ def test_aux_of_any_dtype_and_strides() -> None:
             "score_mod": score,
             "aux": (x, np.arange(93, dtype=np.uint8), np.array(3, np.int16)),
         }
-        check(arrays(SIZES[0], np.float32), options)
+        check(normal(SIZES[0], np.float32), options)
 
 
 def test_the_same_bits_again() -> None:
-    q, k, v, dout = (sent(x) for x in arrays(SIZES[1], np.float16))
+    q, k, v, dout = (sent(x) for x in normal(SIZES[1], np.float16))
     options = sent_options(calls(1, 2, 270, 517, np.float32)["gaussian"])
     found = []
     for _ in range(3):
@@ -159,7 +151,7 @@ def test_the_same_bits_again() -> None:
 
 def test_gradients_of_aux_are_refused_by_naive_kernels() -> None:
     options = sent_options(calls(2, 4, 67, 93, np.float32)["relative_bias"])
-    q, k, v, dout = map(sent, arrays((2, 4, 2, 67, 93, 300, 264), np.float32))
+    q, k, v, dout = map(sent, normal((2, 4, 2, 67, 93, 300, 264), np.float32))
     attention = tileattn.forward(q, k, v, **options)
     with pytest.raises(UnsupportedError, match="gradients of aux with head dimensions above 256"):
         tileattn.backward(dout, q, k, v, *attention, **options)
@@ -176,13 +168,13 @@ def test_gradients_of_aux_at_several_places(sizes: Any, dtype: Any) -> None:
     _, Hq, _, Nq, Nk, *_ = sizes
     rng = np.random.default_rng(5)
     aux = rng.normal(size=(Hq, 50)).astype(np.float32), rng.normal(size=(Nq, Nk))
-    check(arrays(sizes, dtype), {"score_mod": twice, "aux": aux, "causal": True})
+    check(normal(sizes, dtype), {"score_mod": twice, "aux": aux, "causal": True})
 
 
 @pytest.mark.parametrize("name", ["relative_bias", "transformer_xl", "temperature", "t5_bias"])
 def test_gradients_of_aux_have_the_same_bits_again(name: str) -> None:
     sizes = (3, 4, 2, 900, 1100, 64, 64)
-    q, k, v, dout = map(sent, arrays(sizes, np.float16))
+    q, k, v, dout = map(sent, normal(sizes, np.float16))
     options = sent_options(calls(3, 4, 900, 1100, np.float32)[name])
     attention = tileattn.forward(q, k, v, **options)
     found = set()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tileattn
+from tests.arrays import Given, normal
 from tests.on_gpu import check, host, needs_gpu, sent, sent_options
 from tileattn import reference
 from tileattn.testing import assert_attention_close, error_bound
@@ -35,11 +36,8 @@ BIAS: dict[str, Any] = {
 }
 
 
-def arrays(dtype: Any, D: int, Nq: int = NQ, Nk: int = NK) -> list[Any]:
-    """Draw q, k, v and dout."""
-    rng = np.random.default_rng(1)
-    shapes = (B, HQ, Nq, D), (B, HKV, Nk, D), (B, HKV, Nk, D), (B, HQ, Nq, D)
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+def arrays(dtype: Any, D: int, Nq: int = NQ, Nk: int = NK) -> Given:
+    return normal((B, HQ, HKV, Nq, Nk, D, D), dtype)
 
 
 @pytest.mark.parametrize("origin", [ALIGNED, ANY], ids=["aligned", "any"])

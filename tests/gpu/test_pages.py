@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tileattn
+from tests.arrays import paged
 from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
 from tileattn import reference
 from tileattn.testing import assert_attention_close, error_bound
@@ -17,23 +18,7 @@ pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
 HQ, HKV = 8, 2
 LENGTHS = np.array([700, 0, 333, 1008, 500])
 CAPACITY = 1008
-FAR = (1 << 40) + (1 << 30)  # beyond all pages, also of its lower 32 bits
 PACKED = np.array([0, 300, 303, 320, 749, 752])  # of queries; 32 and fewer have few rows
-
-
-def paged(x: Any, lengths: Any, page: int, spare: Any = np.nan, seed: int = 0) -> tuple[Any, Any]:
-    """Lay out keys (B, H, N, D) in pages; unused rows are spare, unused entries out of range."""
-    rng = np.random.default_rng(seed)
-    width = CAPACITY // page
-    table = rng.permutation(len(x) * width + 2)[: len(x) * width].reshape(len(x), width)
-    made = np.full((len(x) * width + 2, x.shape[1], page, x.shape[3]), spare, x.dtype)
-    for b, n in np.ndindex(table.shape):
-        kept = max(0, min(page, int(lengths[b]) - n * page))
-        made[table[b, n], :, :kept] = x[b, :, n * page : n * page + kept]
-    table = table.astype(np.int64)
-    for b, n in enumerate(lengths):
-        table[b, -(-int(n) // page) :] = rng.choice([-1, FAR])
-    return made, table
 
 
 def drawn(B: int, Nq: int, D: int, Dv: int, dtype: Any) -> list[Any]:

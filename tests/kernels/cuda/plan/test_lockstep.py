@@ -76,3 +76,24 @@ def test_key_blocks_have_a_counter_for_every_step(changed: dict[str, Any], windo
 def test_counters_do_not_grow_with_the_square_of_a_length(pass_of: Any) -> None:
     steps = [pass_of(problem_of(n=1 << n), H200).fields["lockstep_steps"] for n in (20, 24, 26)]
     assert steps[0] < steps[1] == steps[2] == MAX_STEPS
+
+
+@pytest.mark.parametrize("pass_of", [forward, backward])
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"n": 1 << 14}, {"window": (1024, 0)}, {"window": (None, None)}, {"Hq": 4}],
+    ids=str,
+)
+def test_there_are_counters_exactly_where_there_are_steps(
+    changed: dict[str, Any], pass_of: Any
+) -> None:
+    """Kernels that count steps have room to; the others take none."""
+    plan = pass_of(problem_of(**changed), H200)
+    assert ("lockstep_counters" in plan.workspace.starts) == (plan.fields["lockstep_steps"] > 0)
+
+
+def test_key_blocks_that_add_in_a_fixed_order_keep_no_pace() -> None:
+    """They wait for each other already, to add to dq in order."""
+    plan = backward(problem_of(), H200, deterministic=True)
+    assert plan.fields["lockstep_steps"] == 0
+    assert "lockstep_counters" not in plan.workspace.starts

@@ -18,7 +18,11 @@ from tileattn.kernels.llvm.tiles.gemv import dots_of_rows, sums_of_rows
 
 Array = NDArray[Any]
 ROWS, N, COLUMNS = (1, 2, 3, 4, 7), (1, 5, 16, 37), (1, 3, 16, 40, 200)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+dtypes = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x.itemsize != 4)) for x in DTYPES],
+    ids=str,
+)
 
 
 def integers(shape: tuple[int, int], width: int, dtype: Any, seed: int) -> Array:
