@@ -207,7 +207,7 @@ __device__ inline KeyTile k_of_dq(const Smem& smem, bool masked) {
     return NAN_SAFE && masked ? smem.clean_k() : smem.k();
 }
 
-// Zero values that are not finite in a tile of q and of dO, and record those of dO in the table. Returns
+// Zero the non-finite values of a tile of q and of dO, and record dO's in the table. Returns
 // true if dO had any. The fence orders these stores before the next TMA loads into the stages.
 __device__ inline bool clean_q_and_dout(const Smem& smem, int q_stage, int dout_stage,
                                         const NonFiniteDout& table) {

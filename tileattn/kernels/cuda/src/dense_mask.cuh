@@ -66,7 +66,7 @@ struct DenseMask {
         make_ones();
 #pragma unroll
         for (int k = 0; k < LOADS; k += 4) {
-            // `low` gets the bytes of the first four of eight keys, `high` those of the last four: two bits
+            // `low` gets the bytes of the first four of eight keys, `high` of the last four: two bits
             // of each load.
             u32 low = 0, high = 0;
 #pragma unroll

@@ -42,7 +42,7 @@ constexpr bool CHUNKED = CHUNK < NT;
 // The number of columns of atoms to compute, as a type: the whole tile, or its first half. Most tiles have
 // twice as many keys as a warpgroup has rows. So with a causal mask the second half of the last tile is
 // masked out for every second warpgroup, which then computes QK, softmax and PV of the first half only.
-// Masked-out keys have P = 0, so the bits are those of the whole tile.
+// Masked-out keys have P = 0, so the whole tile would give the same bits.
 template <int N>
 struct Columns {
     static constexpr int COUNT = N;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         entry = next_entry, next_entry = list.entry(tile + 1);
         return entry.is_partial() || work.tiles.is_partial(entry.tile());
     };
-    // Start to load the mask and bias of a tile. Those of the previous tile have been read.
+    // Start to load the mask and bias of a tile. The previous tile's have been read.
     auto load_mask_and_bias = [&](int column) {
         const int row = work.q0 + row0;
         if constexpr (HAS_MASK) dense.load(AttentionMask(p, work.sequence(p), work.h), row, column);

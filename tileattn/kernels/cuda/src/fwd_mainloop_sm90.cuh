@@ -11,7 +11,7 @@
 constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 
 // A NaN-safe pass divides P by this power of two, so that P is at most 1: a shift may be below the maximum
-// by RESCALE_THRESHOLD, and sums of large values could overflow. The bits are those of the first pass,
+// by RESCALE_THRESHOLD, and sums of large values could overflow. The first pass gives the same bits,
 // unless a probability below 2**-118 shows in them, whose quotient is subnormal.
 constexpr Accum P_DIVISOR = HAS_FINITE_SUMS<Element> ? Accum(1) : Accum(1 << RESCALE_THRESHOLD);
 
@@ -209,8 +209,8 @@ __device__ inline Accum* lse_of(const Params& p, const WorkTile& work) {
     return static_cast<Accum*>(p.lse) + (i64(work.entry()) * p.Hq + work.h) * p.Nq + work.q_start;
 }
 
-// Normalise and store 16 rows of each warp from row0 on, and their lse. A lane stores those of its two rows
-// whose bit is set in `halves`. Two lanes share two rows, and each divides for one of them.
+// Normalise and store 16 rows of each warp from row0 on, and their lse. `halves` has a bit for each of a
+// lane's two rows that is to be stored. Two lanes share two rows, and each divides for one of them.
 template <bool NAN_SAFE>
 __device__ inline void store_normalised(const Params& p, const Smem& smem, const WorkTile& work,
                                         int row0, u32 halves, const RowState<1>& state,

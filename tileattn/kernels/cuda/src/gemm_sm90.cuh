@@ -37,7 +37,7 @@ __device__ inline void gemm_async_k(Fragment<float, 1, NT>& c, const typename At
     wgmma_commit();
 }
 
-// Issue C += A Y for all rows of y, or for those of some steps of 16: A is in registers, Y is
+// Issue C += A Y for all rows of y, or for steps begin to end - 1 of 16 rows: A is in registers, Y is
 // MN-major.
 template <class T, int K, int R, int C, int NT>
 __device__ inline void gemm_async(Fragment<float, 1, NT>& c, const typename Atom<T>::A (&a)[K],
@@ -166,7 +166,7 @@ __device__ inline void store_rows_staged(u32 staged, T* target, i64 stride,
 }
 
 // Store 16 rows of each warp transposed: to columns of the tile from `row` on. All rows of the tile, or
-// those of steps begin to end - 1 of 16.
+// steps begin to end - 1 of 16 rows.
 template <class T, int R, int C, int K>
 __device__ inline void store_transposed(const SmemTile<R, C>& tile,
                                         const typename Atom<T>::A (&a)[K], int row, int begin = 0,

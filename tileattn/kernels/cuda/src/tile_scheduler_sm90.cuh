@@ -52,7 +52,7 @@ struct TileList {
     }
 };
 
-// The sequence of a work tile, and its rows: all rows of a batch entry, or those of a packed sequence,
+// The sequence of a work tile, and its rows: all rows of a batch entry, or the rows of a packed sequence,
 // which are kept here so that they are looked up only once.
 template <bool>
 struct WorkSequence {

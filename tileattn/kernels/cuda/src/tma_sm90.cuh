@@ -164,7 +164,7 @@ __device__ inline void bulk_wait_read() {
 }
 __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// A semaphore in global memory orders the bulk stores of different CTAs. Those go through the async proxy,
+// A semaphore in global memory orders the bulk stores of different CTAs. They go through the async proxy,
 // so both sides need a proxy fence. Publish: bulk stores that this thread has waited for become visible
 // before the value does. The wait alone makes them visible only to the waiting thread: with a relaxed store
 // an H100 gave wrong sums (docs/performance.md).
@@ -173,7 +173,7 @@ __device__ inline void publish_semaphore(u32* place, u32 value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
 // Wait: bulk stores after a read that returns the value, and after `fence_async_global`, are ordered after
-// those of the publisher.
+// the publisher's bulk stores.
 __device__ inline u32 read_semaphore(const u32* place) {
     u32 value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
