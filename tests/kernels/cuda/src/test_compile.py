@@ -1,4 +1,4 @@
-"""Every kernel compiles for every generation of GPU without a word; tuned ones do not spill."""
+"""Every kernel compiles without complaints for every GPU generation; tuned ones do not spill."""
 
 import re
 from dataclasses import replace
@@ -17,13 +17,11 @@ from tileattn.kernels.cuda.families.hopper import (
     HOPPER_DQ_CONVERT,
     HOPPER_DS,
     HOPPER_HALVES,
-    HOPPER_WIDE,
     HOPPER_WIDE_DQ,
 )
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.latent import LATENT
 from tileattn.kernels.cuda.families.tile_lists import LISTS
-from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS
 from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
 from tileattn.kernels.cuda.plan.catalog import common_keys
 
@@ -32,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("nvrtc")
 Case = tuple[str, KernelKey]
 
 ARCHS = ("sm_89", "sm_86", "sm_75", "sm_80", "sm_90a", "sm_120", "sm_100")
-# The preprocessor makes the same text for both GPUs of a pair: they take turns.
+# Both GPUs of a pair get the same text from the preprocessor, so each compiles half of the kernels.
 PAIRS = (("sm_86", "sm_89"), ("sm_100", "sm_120"))
 NAMES = sorted(source.stem for source in SOURCES.glob("*.cu"))
 
@@ -49,8 +47,8 @@ MIXED = [
     for key in representative_keys(arch, n)
     if has_turn(arch, key)
 ]
-# What calls without options need, where tiles were measured, and some of it on the oldest GPU with
-# the same instructions.
+# Kernels of calls without options, on the GPU for which tiles were tuned, and some of them on the
+# oldest GPU with the same instructions.
 WITHOUT_OPTIONS = {
     "sm_80": [("bfloat16", 128), ("float32", 64), ("float64", 128)],
     "sm_90a": list(product(("bfloat16", "float32", "float64"), (64, 128))),
@@ -62,7 +60,7 @@ PLAIN = [
     for key in common_keys(arch, (dtype,), (dim,))
     if key.kernel in {"forward", HOPPER} or key.add_dq or is_tuned(key, arch)
 ]
-# Clusters of two thread blocks: float64 of wide heads, where there are clusters and the tiles fit.
+# Clusters of two CTAs: wide heads in float64, on GPUs with clusters and enough shared memory.
 CLUSTERS = [
     (arch, key)
     for arch in ("sm_90a", "sm_100")
@@ -71,8 +69,8 @@ CLUSTERS = [
 ]
 CASES = list(dict.fromkeys(MIXED + PLAIN + CLUSTERS))
 
-# ptxas says "info" of what costs a kernel its speed, too: wgmma that it had to run one by one, and
-# registers that it could not hand over. Those notes have numbers of 7500 and above.
+# ptxas only says "info" when it serialises wgmma or ignores setmaxnreg, which makes a kernel slow.
+# These notes have numbers from 7500 on.
 COMPLAINT = re.compile(r"warning|error|performance loss|\(C75\d\d\)", re.IGNORECASE)
 
 
@@ -104,7 +102,7 @@ def test_a_kernel_compiles(case: Case) -> None:
     assert made.registers is not None, f"the log names no kernel {key.kernel}:\n{made.log}"
     assert COMPLAINT.search(made.log) is None, made.log
     if key.kernel == LATENT or is_tuned(key, arch):
-        # The safe sweeps of Hopper's forward kernel, which rarely run, may lack a few registers.
+        # The NaN-safe passes of Hopper's forward kernel rarely run. They may spill a little.
         assert made.spill_bytes in range(129 if key.kernel == HOPPER else 1), made.log
 
 
@@ -115,7 +113,7 @@ def test_shared_memory_that_differs_from_the_launch(kernel: str) -> None:
         compiled(replace(key, smem_bytes=key.smem_bytes + 1024), "sm_90a")
 
 
-# --- what is among them -------------------------------------------------------------------------
+# --- which keys are compiled ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("archs", [("sm_75",), ("sm_80",), ("sm_90a",), *PAIRS], ids="-".join)
@@ -165,52 +163,22 @@ def test_every_dtype_and_gradient_of_the_other_kernels() -> None:
         assert {getattr(key, gradient) for key in keys} == {False, True}
 
 
-@pytest.mark.parametrize("arch", WITHOUT_OPTIONS)
-@pytest.mark.parametrize("kernel", ["forward", "backward_dkdv"])
-def test_calls_without_options(arch: str, kernel: str) -> None:
-    kernels = {kernel, HOPPER if kernel == "forward" else HOPPER_BACKWARD}
-    keys = [key for a, key in PLAIN if a == arch and key.kernel in kernels and not key.head_flags]
-    assert {(key.dtype, key.head_dim) for key in keys} == set(WITHOUT_OPTIONS[arch])
-
-
-@pytest.mark.parametrize(
-    ("kernel", "dims", "rows"),
-    [
-        (HOPPER, {*HEAD_DIM_BUCKETS, 48, 80}, {128, 192}),
-        (HOPPER_BACKWARD, {32, 48, 64, 80, 96, 128}, {64, 80, 128}),
-        (HOPPER_HALVES, {192}, {64}),
-        (HOPPER_WIDE, {192, 256}, {64}),
-        (HOPPER_WIDE_DQ, {192, 256}, {128}),
-    ],
-)
-def test_the_kernels_for_hopper(kernel: str, dims: set[int], rows: set[int]) -> None:
+@pytest.mark.parametrize("kernel", [HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ])
+def test_every_option_of_a_hopper_kernel(kernel: str) -> None:
     keys = [key for _, key in CASES if key.kernel == kernel]
     assert {arch for arch, key in CASES if key.kernel == kernel} == {"sm_90a"}
     assert {key.dtype for key in keys} == {"float16", "bfloat16"}
-    assert {key.head_dim for key in keys} == dims
-    assert {key.block_q for key in keys} == rows
-    apart = kernel in HOPPER_BACKWARDS
-    assert {key.head_major for key in keys} == ({False, True} if apart else {False})
+    assert len({key.head_dim for key in keys}) >= (1 if kernel == HOPPER_HALVES else 2)
+    assert {key.head_major for key in keys} == {False, kernel in HOPPER_BACKWARDS}
     for option in ("softcap", "alibi", "fold_scale"):
         used = {False} if kernel == HOPPER_HALVES and option != "fold_scale" else {False, True}
         assert {getattr(key, option) for key in keys} == used, option
 
 
-def test_what_other_kernels_do_on_hopper() -> None:
-    forward = [key for arch, key in PLAIN if key.kernel == "forward" and arch == "sm_90a"]
-    assert "bfloat16" not in {key.dtype for key in forward}
+def test_kernels_of_flagged_heads_on_hopper() -> None:
     repairs = {key.kernel for arch, key in CASES if key.head_flags and arch == "sm_90a"}
     generic = {"backward_large_scores", "backward_dkdv", "backward_dq"}
     assert repairs == generic | {HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_DQ_CONVERT}
-
-
-def test_what_is_tuned_is_the_plain_call_on_one_gpu() -> None:
-    tuned = [key for arch, key in PLAIN if is_tuned(key, arch)]
-    assert tuned
-    for key in tuned:
-        assert not is_tuned(key, "sm_80")
-        assert not is_tuned(replace(key, mask=True), "sm_90a")
-        assert not is_tuned(replace(key, kernel="backward_preprocess"), "sm_90a")
 
 
 @pytest.mark.parametrize(

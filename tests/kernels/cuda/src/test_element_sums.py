@@ -1,4 +1,4 @@
-"""Gradients of elements of arrays as a GPU sums them, on the CPU: to which element a pair adds."""
+"""Gradients of arrays that score_mod reads, summed as on a GPU but run on the CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def planned(options: Any, dtype: Any, sizes: Sizes) -> LaunchPlan:
 
 
 def hold(folder: Path, plan: LaunchPlan, aux: Any, seed: int, window: int) -> None:
-    """Each kernel sums, for every element, what the pairs that read it add."""
+    """Compare the sums of each kernel with sums over the pairs that read an element."""
     P = plan.problem
     assert P.score_mod is not None
     sizes = P.B, P.Hq, P.Nq, P.Nk
@@ -103,7 +103,7 @@ def test_elements_of_moved_indices(name: str, origin: Any, tmp_path: Path) -> No
 
 
 def test_ranges_hold_what_float32_rounds(tmp_path: Path) -> None:
-    """Ten times 0.7 is below 7, and is rounded to 7."""
+    """In float32, 10 * 0.7 rounds to 7, although the exact product is below 7."""
 
     def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any, y: Any) -> Any:
         return s + x[(10.0 * y[i // 64]).astype(int)]
@@ -126,6 +126,7 @@ def test_negative_indices_count_from_the_end(window: int, tmp_path: Path) -> Non
     hold(tmp_path, planned(options, np.float32, (2, 4, 270, 150)), aux, 0, window)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=12,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -140,13 +141,13 @@ def test_random_functions(tmp_path: Path, data: Any) -> None:
     except ValueError:
         return  # an index is out of range for all pairs
     if why_not_learned(problem, tuple(a.shape for a in x.aux)) is not None:
-        return  # an index goes by the score
+        return  # an index depends on the score
     plan = planned({"score_mod": score, "aux": AUX}, dtype, sizes)
     hold(tmp_path, plan, AUX, data.draw(st.integers(0, 9)), data.draw(st.sampled_from([1, 5, 99])))
 
 
 def test_indices_of_floats_stay_in_their_box(tmp_path: Path) -> None:
-    """In float32 bounds are wider by what its operations round."""
+    """In float32 the bounds allow for the rounding of each operation."""
     table = np.ones((2, 300), np.float32)
 
     def score(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
@@ -159,7 +160,7 @@ def test_indices_of_floats_stay_in_their_box(tmp_path: Path) -> None:
 
 
 def test_copies_of_the_sums() -> None:
-    """Thread blocks that share elements have one each: as many as run at once and memory allows."""
+    """CTAs that share elements have a copy each: as many as run at once and as memory allows."""
 
     def by_head(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
         return s * t[h]

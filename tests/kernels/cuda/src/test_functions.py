@@ -1,4 +1,4 @@
-"""The caller's own functions in CUDA: against NumPy on the CPU, and compiled for GPUs."""
+"""score_mod and mask_mod in CUDA: run on the CPU and compared with NumPy, and compiled for GPUs."""
 
 import ctypes
 import ctypes.util
@@ -45,7 +45,7 @@ _LIBM = {"power": "pow", "arctan": "atan"} | {
 
 @contextmanager
 def functions_of_the_c_library() -> Iterator[None]:
-    """Have NumPy evaluate with them, so that results are the same to the bit."""
+    """Let the evaluator call functions of the C library, so that results are bitwise identical."""
     libm = ctypes.CDLL(ctypes.util.find_library("m"))
 
     def chosen(name: str, count: int) -> Any:
@@ -68,7 +68,7 @@ def functions_of_the_c_library() -> Iterator[None]:
 
 
 def compare(folder: Path, score: Any, mask: Any, aux: Any, dtype: Any, s: Any) -> None:
-    """Compare scores, derivatives and what is visible with the evaluator, to the bit."""
+    """Compare scores, derivatives and visibility with the evaluator, bit by bit."""
     score_mod = None if score is None else score_expression(score, aux)
     mask_mod = None if mask is None else mask_expression(mask, aux)
     scores, grads, visible = run(folder, score_mod, mask_mod, aux, s.astype(dtype), PLACES)
@@ -82,7 +82,13 @@ def compare(folder: Path, score: Any, mask: Any, aux: Any, dtype: Any, s: Any) -
         np.testing.assert_array_equal(found, np.broadcast_to(whole, SHAPE))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(np.float32, id="float32"),
+        pytest.param(np.float64, id="float64", marks=pytest.mark.slow),
+    ],
+)
 @settings(
     max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -95,13 +101,14 @@ def test_random_functions_are_those_of_the_evaluator(tmp_path: Path, dtype: Any,
     compare(tmp_path, score, mask, AUX, dtype, s)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_random_functions_count_from_an_origin(tmp_path: Path, data: Any) -> None:
-    """In 32 bits from a near one, in 64 from any: as the evaluator does at the moved indices."""
+    """Near origins use 32 bits, others 64. The evaluator gets the moved indices."""
     score = as_function(drawn(data.draw, "f", data.draw(st.integers(1, 6))))
     mask = as_function(drawn(data.draw, "b", data.draw(st.integers(1, 6)), False), False)
     near = data.draw(st.booleans())
@@ -131,7 +138,7 @@ def test_the_gallery_on_the_cpu(name: str, tmp_path: Path) -> None:
     compare(tmp_path, *functions, options.get("aux", ()), np.float32, s)
 
 
-# --- what rarely happens ------------------------------------------------------------------------
+# --- rare values --------------------------------------------------------------------------------
 
 LEAST, MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 INTEGERS = np.array([LEAST, -64, -7, -1, 0, 1, 3, 64, MOST])
@@ -153,20 +160,29 @@ OF_FLOATS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("function", OF_INTEGERS)
-def test_integers_that_overflow_and_divisors_of_zero(function: Any, tmp_path: Path) -> None:
+def by_head(h: Any, values: list[Any]) -> Any:
+    """Select one value for each head, so that several functions are compiled at once."""
+    chosen = values[0]
+    for n, value in enumerate(values[1:], 1):
+        chosen = np.where(h == n, value, chosen)
+    return chosen
+
+
+@pytest.mark.parametrize("first", range(0, len(OF_INTEGERS), HQ))
+def test_integers_that_overflow_and_divisors_of_zero(first: int, tmp_path: Path) -> None:
     def halves(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any, y: Any) -> Any:
-        value = function(x[i], y[j])
+        value = by_head(h, [f(x[i], y[j]) for f in OF_INTEGERS[first : first + HQ]])
         return np.where(b == 0, value >> 32, value & 0xFFFFFFFF)
 
     compare(tmp_path, halves, None, (INTEGERS, INTEGERS), np.float64, np.zeros(SHAPE))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("function", OF_FLOATS)
-def test_floats_that_are_not_finite(function: Any, dtype: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", range(0, len(OF_FLOATS), HQ))
+def test_floats_that_are_not_finite(first: int, dtype: Any, tmp_path: Path) -> None:
     def score(s: Any, b: Any, h: Any, i: Any, j: Any, x: Any) -> Any:
-        return 1.0 * function(x[i + 2 * b], x[j])
+        some = OF_FLOATS[first : first + HQ]
+        return by_head(h, [1.0 * f(x[i + 2 * b], x[j]) for f in some])
 
     compare(tmp_path, score, None, (FLOATS.astype(dtype),), dtype, np.zeros(SHAPE))
 
@@ -294,7 +310,7 @@ def test_no_length_is_part_of_a_kernel() -> None:
 
 
 def test_without_pairs_no_function_is_computed() -> None:
-    """Arrays may have no element then, and what depends on the head alone would read one."""
+    """Arrays may be empty then, and a value that depends only on the head would read an element."""
     for lengths in ((0, 9), (9, 0)):
         plans = planned("temperature", "sm_90a", np.float32, 64, *lengths)
         assert not any(launch.key.functions for plan in plans for launch in plan.launches)
