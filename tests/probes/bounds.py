@@ -12,27 +12,27 @@ Array = NDArray[Any]
 
 
 def dtype_of(key: KernelKey) -> np.dtype[Any]:
-    """Element type of a key."""
+    """Return the element type of a key."""
     return np.dtype(getattr(ml_dtypes, key.dtype, key.dtype))
 
 
 def sums_of(key: KernelKey) -> np.dtype[Any]:
-    """Type of the sums of a key."""
+    """Return the accumulator type of a key."""
     return np.dtype(np.float64 if key.dtype == "float64" else np.float32)
 
 
 def truth_of(key: KernelKey) -> np.dtype[Any]:
-    """Choose a type precise enough for results of the type of the sums to be judged by."""
+    """Return a type for exact results, more precise than the accumulator type."""
     return np.dtype(np.longdouble if key.dtype == "float64" else np.float64)
 
 
 def unit_of(key: KernelKey) -> float:
-    """Give u, the relative error of one rounding: half the distance from 1 to the next number."""
+    """Return u, the relative error of one rounding: half the distance from 1 to the next number."""
     return float(np.finfo(sums_of(key)).eps) / 2
 
 
 def assert_near(got: Array, want: Array, bound: Any) -> None:
-    """Hold the error to the bound where the truth is finite; elsewhere both are the same."""
+    """Assert that errors are within the bound, and that non-finite values are the same."""
     with np.errstate(invalid="ignore"):
         error = np.abs(got.astype(want.dtype) - want)
     same = (got == want) | (np.isnan(got) & np.isnan(want))
@@ -42,7 +42,7 @@ def assert_near(got: Array, want: Array, bound: Any) -> None:
 
 
 def assert_same_bits(got: Array, want: Array) -> None:
-    """Compare every bit; but one NaN is as good as another."""
+    """Assert that all bits are equal; all NaNs are equivalent."""
     assert got.dtype == want.dtype
     assert got.shape == want.shape
     nan, bits = np.isnan(want), f"u{got.itemsize}"

@@ -8,7 +8,7 @@ from tileattn.kernels.cuda.tuning import TileSize
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
-# Shares of two warps whose rows take 64 bytes, 96, 128 or more, copied 4 bytes at a time, 8 or 16.
+# The bias of two warps, with rows of 64 bytes, 96, 128 or more, copied 4, 8 or 16 bytes at a time.
 _BIAS = KernelKey("bias", "float32", warps_m=2)
 BIAS = tuple(
     replace(
@@ -28,7 +28,7 @@ BIAS = tuple(
     )
 )
 
-# Rows of 64 elements are copied thread by thread down a column, those of 80 are not: they leave a
+# With 64 elements a thread copies a column of chunks. With 80 it does not: such rows leave a
 # run of 128 bytes half empty.
 COPIES = tuple(
     KernelKey("copies", dtype, head_dim, block_q=48, warps_m=4, alignment_bytes=vector)
@@ -139,7 +139,7 @@ KEYS = (
 
 
 def name_of(key: KernelKey) -> str:
-    """Name a key by what tells it from the others of its probe: the id of a test."""
+    """Return the id of a test: what distinguishes a key from the others of its probe."""
     options = ("softcap", "alibi", "mask", "block_mask", "dropout", "fold_scale")
     used = [name for name in options if getattr(key, name)]
     bias = [f"bias_{key.bias}x{key.bias_alignment_bytes}"] if key.bias else []

@@ -1,4 +1,4 @@
-"""One disk cache for all tests of the sources: what several look at is compiled once."""
+"""One disk cache for all tests of the sources, so that they share compiled kernels."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have the tests of one run share a cache, those in other processes included."""
+    """Let the tests of one run share a cache, also between processes."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent

@@ -33,7 +33,7 @@ extern "C" void visible(const Params* p, int rows, int columns, bool* by_functio
 def visible(
     folder: Path, plan: LaunchPlan, aux: Sequence[Array], rows: int, columns: int
 ) -> tuple[Array, Array]:
-    """Return the pairs that the mask_mod of a plan makes visible, and those of its whole mask.
+    """Return the pairs that the mask_mod of a plan makes visible, and that its whole mask does.
 
     There may be more rows and columns than queries and keys.
     """

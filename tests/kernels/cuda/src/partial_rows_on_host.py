@@ -29,7 +29,7 @@ _ARGUMENTS = {  # types of the arrays, and how many numbers follow
 
 
 class KernelOnHost:
-    """A kernel for ``tileattn.backends.cupy.partial_rows``, whose arrays are those of NumPy."""
+    """A kernel for ``tileattn.backends.cupy.partial_rows`` that takes NumPy arrays."""
 
     def __init__(self, folder: Path, key: KernelKey) -> None:
         types, numbers = _ARGUMENTS[key.kernel]

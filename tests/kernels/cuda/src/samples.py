@@ -1,4 +1,4 @@
-"""A few kernels that stand for all of them, and those whose tiles were chosen by measurement."""
+"""Representative kernels for the tests that compile, and the kernels with tuned tiles."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,8 +31,8 @@ from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, contiguous, contigu
 from tileattn.kernels.cuda.plan.plan import plans_of
 from tileattn.kernels.cuda.plan.token_rows import plan_append, plan_rope
 
-# Options that a kernel is compiled for; all others are parameters of every kernel, though a right
-# limit may decide about tiles.
+# Options that are part of a key. All others are parameters of every kernel, though the right window
+# bound may decide about tiles.
 _OPTIONS = ({"softcap", "mask"}, {"alibi_slopes", "bias"}, {"block_mask", "dropout_p"})
 
 _HEAD_DIMS = (20, 64, 128, 256)
@@ -43,7 +43,7 @@ _MEASURED = "sm_90a"  # an H200
 TILED = ("forward", "backward_dkdv", "backward_dq", "backward_dbias")
 """The generic kernels with tiles of their own."""
 
-# Every kernel once: those of a set are compiled for the same problem.
+# Every kernel once. The kernels of a set are compiled for the same problem.
 _SETS = (
     {"forward", "naive_forward"},
     {"backward_preprocess", "backward_dkdv", "backward_dq_convert", "naive_dkdv"},
@@ -56,7 +56,7 @@ _OF_HOPPER = (*_HOPPERS, HOPPER_DQ_CONVERT, *HOPPER_DS)
 _ORDERS = ORDERS_QUERIES, ORDERS_KEYS, *COUNTS.values()
 _OF_AUX = (*TILE_LISTS, "backward_daux", "backward_daux_sm90", "backward_daux_sum")
 
-# For the Hopper kernels: the head dimensions that calls without options leave out, and options.
+# For the Hopper kernels: options, and head dimensions that the calls without options do not have.
 _HOPPER_CASES = (
     ("float16", (32, 32), {"softcap"}),
     ("bfloat16", (96, 96), {"alibi_slopes"}),
@@ -108,12 +108,11 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
             context = context._replace(mask_block_k=_MASK_BLOCK)
         if "mask" in enabled_options:
             context = context._replace(mask_vector_width=(1, 2, 16)[combination % 3])
-        # No tile fits 512 columns: the naive kernels take them.
+        # No tile fits 512 columns, so naive kernels run.
         for dim in (_HEAD_DIMS[combination % len(_HEAD_DIMS)], 512):
             keys = _keys(problem_of(dtype.name, dim, enabled_options), context)
             found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
-    # What takes over some heads of such calls: of a few of them on each GPU, and of all in four
-    # combinations in a row.
+    # Kernels of flagged heads: for a few calls on each GPU, for all in four combinations in a row.
     for n, (name, (dim, value), options) in enumerate(_HOPPER_CASES):
         takes_over = n % 3 == 1 if arch == _MEASURED else n % 4 == combination % 4
         for window in WINDOWS if takes_over or arch == _MEASURED else ():
@@ -150,9 +149,9 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
 
 
 def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
-    """List what is launched for arrays alone, and the kernels that hold functions of wide heads.
+    """List kernels that only calls with arrays launch, and wide Hopper kernels with functions.
 
-    A mask reads one of the arrays, and the other has a gradient.
+    The mask reads one of the arrays, and the other has a gradient.
     """
     ids, table = np.zeros((1, 4), np.int32), np.ones((1, 9), np.float32)
     aux = ids, table
@@ -171,7 +170,7 @@ def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
 
 
 def _packed_keys(arch: str, combination: int) -> Iterator[KernelKey]:
-    """List kernels of packed sequences: of one dtype, and those of Hopper."""
+    """List kernels of packed sequences: of one dtype, and the Hopper kernels."""
     asked = [(DTYPES[combination % len(DTYPES)].name, (64, 512)[combination % 2])]
     for dtype, dim in [*asked, ("float16", 64), ("bfloat16", 128), ("bfloat16", 256)]:
         for key in _keys(problem_of(dtype, dim, {"cu_seqlens_q", "sinks"}), context_of(arch)):
@@ -181,7 +180,7 @@ def _packed_keys(arch: str, combination: int) -> Iterator[KernelKey]:
 
 
 def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
-    """List kernels of few queries: of a few rows and of many, with pages and without."""
+    """List split-KV kernels: for few and many rows, with pages and without."""
     dtype, dim = DTYPES[combination % len(DTYPES)].name, (64, 20, 128)[combination % 3]
     options = ({"softcap", "mask"}, {"alibi_slopes"}, set[str]())[combination % 3]
 
@@ -204,9 +203,9 @@ def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
 
 
 def _row_keys(combination: int) -> Iterator[KernelKey]:
-    """List the kernels that write rows of tokens, of one dtype."""
+    """List the kernels that write rows of tokens, for one dtype."""
     dtype = DTYPES[combination % len(DTYPES)].name
-    columns = (128, 15)[combination % 2]  # in vectors of 16 bytes, and one by one
+    columns = (128, 15)[combination % 2]  # in vectors of 16 bytes, and element by element
     x = contiguous((2, 3, 4, columns), dtype)
     table = contiguous((9, columns // 4), "float32")
     arrays = {"k": x, "v": x, "k_cache": x, "v_cache": x, "cos": table, "sin": table}
@@ -216,23 +215,22 @@ def _row_keys(combination: int) -> Iterator[KernelKey]:
 
 
 def is_tuned(key: KernelKey, arch: str) -> bool:
-    """Whether measurements chose the tiles of a kernel, and its registers suffice for them.
+    """True if the tiles of a kernel are tuned and must not spill.
 
-    Not on other GPUs than the one that was measured, nor with options: what was measured is the
-    plain call.
+    Tiles are tuned on one GPU, for calls without options.
     """
     masks = (key.mask, key.block_mask, key.mask_mod)
     options = (key.bias, key.softcap, key.alibi, key.score_mod, *masks, key.dropout, key.packed)
     if key.kernel not in {*TILED, *_HOPPERS} or arch != _MEASURED or any(options):
         return False
     rows = tuned_tiles(key.kernel, NAMED[key.dtype].itemsize, max(key.head_dim, key.value_dim))
-    # To repair a kernel has other stages than its row.
+    # A kernel of flagged heads has another number of stages than its row.
     own = (x for x in rows if x[:2] == key.tile and (key.head_flags or x.stages == key.stages))
     return any(row.tuned and not row.spills for row in own)
 
 
 def _keys(problem: Problem, context: LaunchContext) -> Iterator[KernelKey]:
-    """List the kernels of both passes, of the backward one in either order of its sums."""
+    """List the kernels of both passes, with and without deterministic sums."""
     sinks = "sinks" in problem.enabled_options
     for launch in forward_launches(problem, context):
         yield launch.key
@@ -242,7 +240,7 @@ def _keys(problem: Problem, context: LaunchContext) -> Iterator[KernelKey]:
 
 
 def _latent_keys(arch: str) -> Iterator[KernelKey]:
-    """List the kernels of latent attention: in pages and without, in one piece and in several."""
+    """List the kernels of latent attention: with pages and without, with one split and several."""
     context = context_of(arch)._replace(v_is_k=True)
     for dtype, options, page, Nk in (
         ("bfloat16", set[str](), None, 1 << 16),

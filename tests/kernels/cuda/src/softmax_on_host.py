@@ -1,6 +1,6 @@
-"""Run ``softmax.cuh``, ``gradient.cuh`` and ``forward_combine.cu`` on the CPU, as C++ takes them.
+"""Run ``softmax.cuh``, ``gradient.cuh`` and ``forward_combine.cu`` on the CPU.
 
-Warps have one lane: a lane has two rows, of each the columns of some atoms.
+Warps have one lane, which has two rows and the columns of some atoms.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from tileattn.kernels.cuda.plan.plan import LaunchPlan
 
 Array = NDArray[Any]
 
-# In place of fragment.cuh: what needs no tensor cores.
+# In place of fragment.cuh, without tensor cores.
 _FRAGMENT = """\
 #pragma once
 #include "types.cuh"
@@ -38,7 +38,7 @@ struct Fragment {
 };
 """
 
-# In place of score_tile.cuh and nonfinite.cuh: what templates name that nothing here uses.
+# In place of score_tile.cuh and nonfinite.cuh: names in templates that are never instantiated here.
 _SCORE_TILE = """\
 #pragma once
 #include "mask.cuh"
@@ -138,7 +138,7 @@ def key_texts(key: KernelKey) -> dict[str, str]:
 def attended(
     folder: Path, way: str, dtype: str, scores: Array, v: Array, scale: float, sink: float
 ) -> tuple[Array, Array, Array]:
-    """Attend as kernels of a dtype do: P is rounded to it; give out, lse and the largest P.
+    """Attend like the kernels of a dtype, which round P to it. Returns out, lse and the largest P.
 
     Parameters
     ----------
@@ -191,9 +191,9 @@ def gradients(
     *,
     rounds: bool,
 ) -> dict[str, Array]:
-    """Compute dq, dk and dv of a head as kernels of a dtype do, whose GEMMs take P and dS in it.
+    """Compute dq, dk and dv of a head like the kernels of a dtype, which round P and dS to it.
 
-    ``given`` has q, k, v and dout. ``rounds`` says whether dS, too, is made of P as rounded.
+    ``given`` has q, k, v and dout. With ``rounds`` dS is computed from the rounded P, too.
     """
     key = KernelKey("pairs", dtype, fold_scale=True)
     library = built(folder, key_texts(key) | {"pairs.cpp": _PAIRS}, "pairs.cpp")

@@ -1,4 +1,4 @@
-"""``forward_combine`` on the CPU: sums of all splits of a row are joined, whichever is largest."""
+"""``forward_combine`` on the CPU: it combines the splits of a row, whichever is largest."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "Nq": 3, "D": 32, "Dv": 32}
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("splits", [2, 9])
-def test_each_piece_may_be_the_largest(splits: int, dtype: str, tmp_path: Path) -> None:
-    """Its sums are far above those of others, which would overflow if it were left out."""
+def test_each_split_may_be_the_largest(splits: int, dtype: str, tmp_path: Path) -> None:
+    """Its shift is so large that the result would overflow without it."""
     problem = asked(dtype, {"kv_lengths"}, **SIZES, Nk=1 << 20)
     problem = asked(
         dtype, {"kv_lengths"}, **SIZES, Nk=forward(problem, H200).fields["split_keys"] * splits

@@ -1,6 +1,6 @@
-"""float16: P of the keys beside an attention sink keeps its digits, and never overflows.
+"""float16: with an attention sink P of the other keys keeps its digits, and P never overflows.
 
-The headers of the kernels run on the CPU, with P and dS rounded as tensor cores take them.
+The headers of the kernels run on the CPU, with P and dS rounded as on tensor cores.
 """
 
 import re
@@ -41,7 +41,7 @@ def bounds_of(x: Arrays) -> dict[str, Bound]:
 
 
 def ratios(bounds: dict[str, Bound], exact: Arrays, found: Arrays) -> dict[str, float]:
-    """Give errors as parts of what `error_bound` allows; nothing else is allowed to be off."""
+    """Return errors divided by `error_bound`."""
     return {
         n: float(np.linalg.norm(y.astype(bounds[n].dtype).astype(float) - exact[n]))
         / bounds[n].error
@@ -59,7 +59,7 @@ def products(x: Arrays) -> Any:
     return x["q"].astype(np.float32) @ x["k"].astype(np.float32).T
 
 
-# Of many queries with scores alike, what is rounded alike adds up in the gradient of the sink.
+# If many queries have similar scores, similar rounding errors add up in the gradient of the sink.
 CASES = [(8, 2048, 12.0), (8, 2048, 24.5), (8, 2048, 27.0), (2, 1 << 14, 25.3), (512, 2048, 25.3)]
 
 
@@ -112,7 +112,7 @@ def test_with_smaller_powers_of_two_digits_are_lost(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [0.01, 0.03, 1.0])
 def test_logsumexp_of_one_key(way: str, size: float, tmp_path: Path) -> None:
-    """Of which the power of two of P leaves nothing."""
+    """The power of two of P must not show in a logsumexp near 0."""
     rng = np.random.default_rng(1)
     q = (rng.standard_normal((8192, D)) * size).astype(np.float16)
     k, v = (rng.standard_normal((1, D)).astype(np.float16) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Dropout as kernels draw it, run on the CPU: it keeps what NumPy keeps, from any origin."""
+"""Dropout of the kernels, run on the CPU: it keeps the same pairs as NumPy, from any origin."""
 
 from pathlib import Path
 from typing import Any

@@ -49,7 +49,7 @@ def test_a_stage_is_given_back_after_it_has_been_read(key: KernelKey, program: s
 
 
 def test_every_kernel_of_hopper_is_looked_at() -> None:
-    # In those that sum dS, GEMMs alone read what TMA fills.
+    # In kernels that sum dS only GEMMs read the stages.
     others = {"backward_dq_convert_sm90", *HOPPER_DS}
     own = {path.stem for path in SOURCES.glob("*_sm90.cu")} - others
     assert {key.kernel for key in KEYS} == own
@@ -137,7 +137,7 @@ def step(text: str, scoreboard: int | None = None, waits: tuple[int, ...] = ()) 
 
 
 def lasting(*steps: tuple[str, int] | str) -> list[int]:
-    """Give the numbers of the loads that last until an arrival; a word alone is a label."""
+    """Return the numbers of the loads in flight at an arrive; a single word is a label."""
     code: list[Instruction] = []
     labels = {}
     for one in steps:
@@ -174,7 +174,7 @@ def test_a_load_lasts_if_it_does_on_one_path() -> None:
     skip, use = step("@P0 BRA `(join)"), step(USE, waits=(1,))
     assert lasting(step(LOAD, 1), skip, use, "join", step(ARRIVE), END) == [0]
     assert lasting(step(LOAD, 1), skip, END, "join", use, step(ARRIVE), END) == []
-    # Behind one of two paths, not behind the other.
+    # Complete on one of two paths, but not on the other.
     behind = (step(LOAD), step("@P0 BRA `(join)"), step(LOAD, 1), "join", use)
     assert lasting(*behind, step(ARRIVE), END) == [0]
 

@@ -40,7 +40,7 @@ def found(
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 @pytest.mark.parametrize("block", [1, 16, 64, 128, 192])
 def test_every_block_has_one_number(block: int, kinds: Any, tmp_path: Path) -> None:
-    """Nothing else has any, but for what lies past the end of a sequence."""
+    """Other numbers are blocks past the end of a sequence."""
     rng = np.random.default_rng(block)
     for _ in range(5):
         lengths = rng.integers(0, 300, (2, rng.integers(1, 9))) * rng.integers(0, 2, 1)
@@ -105,9 +105,9 @@ def test_nothing_beyond_the_arrays_whatever_offsets_say(tmp_path: Path) -> None:
 def test_the_longest_sequences_go_first(
     D: int, l2_bytes: int, count: int, window: Window, tmp_path: Path
 ) -> None:
-    """Each block is there once; those that share the L2 cache take turns.
+    """Each block is listed once. Blocks of sequences that share the L2 cache are interleaved.
 
-    Of many blocks each chunk has an order of its own.
+    If there are many blocks, each chunk is ordered by itself.
     """
     rng = np.random.default_rng(D)
     lengths = rng.integers(0, 700, (2, count)) * rng.integers(0, 2, (2, count))
@@ -152,8 +152,8 @@ def test_the_longest_sequences_go_first(
 
 
 @pytest.mark.parametrize(("rows", "heads"), [(255, 1), (256, 1), (3 * 256, 3), (7 * 256, 4)])
-def test_heads_that_take_turns(rows: int, heads: int, tmp_path: Path) -> None:
-    """As many as half of the L2 cache holds; sequences do where it holds all heads."""
+def test_interleaved_heads(rows: int, heads: int, tmp_path: Path) -> None:
+    """As many heads are interleaved as half of the L2 cache holds; then sequences are, too."""
     ends = np.arange(0, 7 * 256, 256)
     sizes: dict[str, Any] = {"B": 1, "Hq": 4, "Hkv": 4, "Nq": ends[-1], "Nk": ends[-1]}
     problem = asked("float16", {"cu_seqlens_q"}, **sizes, D=64, Dv=64, sequences=6)

@@ -1,4 +1,4 @@
-"""Tiles that are classified and listed by kernels, which run on the CPU here, as NumPy does it."""
+"""Kernels that classify and list tiles, run on the CPU and compared with NumPy."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ DEVICES = [device_of_arch("sm_90a"), device_of_arch("sm_80")]
 
 
 def by_head(b: Any, h: Any, i: Any, j: Any, first: Any, last: Any) -> Any:
-    """Hide what comes before or after two limits of each head, or batch entry and head."""
+    """Attend to keys between two limits: one of each head, and one of each batch entry and head."""
     return (j >= first[h] + i) & (j < last[b, h])
 
 
@@ -46,7 +46,7 @@ LIMITS = (
 
 
 def reading(Nq: int, Nk: int) -> dict[str, dict[str, Any]]:
-    """Give masks that read arrays."""
+    """Return masks that read arrays."""
     own = {n: x for n, x in calls(2, 4, Nq, Nk).items() if "mask_mod" in x and "aux" in x}
     return own | {"by_head": {"mask_mod": by_head, "aux": LIMITS}}
 
@@ -86,7 +86,7 @@ def expected_lists(plan: LaunchPlan, kinds: Any) -> Any:
     least, most = grouped.min(axis=2), grouped.max(axis=2)
     one = np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, 1))
     lists = query_tile_lists(one)
-    lists[..., 1::2][lists[..., ::2] >= END - lists.shape[-1]] = 0  # where nobody reads
+    lists[..., 1::2][lists[..., ::2] >= END - lists.shape[-1]] = 0  # unused entries
     return lists
 
 
@@ -194,7 +194,7 @@ def test_kinds_from_an_origin(device: Any, near: bool, tmp_path: Path) -> None:
 )
 @given(data=st.data())
 def test_random_functions_are_bounded(tmp_path: Path, data: Any) -> None:
-    """What is empty or full is so, pair by pair, and what NumPy knows the kernel knows."""
+    """Empty and full tiles are so pair by pair, and the kernel finds the same kinds as NumPy."""
     mask = as_function(drawn(data.draw, "b", data.draw(st.integers(1, 6)), False), False)
     node = mask_expression(mask, AUX)
     if not elements(node):

@@ -1,4 +1,4 @@
-"""The products of wgmma_sm90.cuh are those that the tool writes, and each is what was asked for."""
+"""wgmma_sm90.cuh is up to date, and each of its products is the right instruction."""
 
 import re
 from itertools import product
@@ -18,7 +18,7 @@ def test_the_header_is_up_to_date() -> None:
     assert wgmma_header.main(["--check"]) == 0
 
 
-def test_a_stale_header_is_found_and_mended(
+def test_a_stale_header_is_found_and_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     header = tmp_path / wgmma_header.HEADER.name

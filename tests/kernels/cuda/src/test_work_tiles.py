@@ -1,4 +1,4 @@
-"""In what order key blocks of the Hopper backward pass add to dq, run on the CPU."""
+"""The order in which key blocks of the Hopper backward pass add to dq, run on the CPU."""
 
 import ctypes
 from collections import Counter, defaultdict
@@ -145,11 +145,11 @@ def test_a_key_block_waits_for_those_that_were_claimed_before(
     sm_count: int,
     tmp_path: Path,
 ) -> None:
-    """For all of them at each dq tile, and for no other: so none waits for a later claim.
+    """At each dq tile it waits for all earlier claims, and for no later one.
 
-    Of the work tiles that are not done the first claimed runs then, and all get done, however few
-    thread blocks there are. The order of keys, and so that of the sums, is the same for each
-    number of SMs. Where heads begin apart, so do the claims of their blocks.
+    So the first claimed of all unfinished work tiles never waits, and there is no deadlock, however
+    few CTAs are resident. The order of keys, and so of the sums, does not depend on the number of
+    SMs. Staggered heads have staggered claims.
     """
     problem = asked(D=D, Dv=D, Hq=Hq, Hkv=3, Nq=Nq, Nk=Nk, window=window)
     plan = backward(problem, replace(H200, sm_count=sm_count), deterministic=True)
@@ -177,7 +177,7 @@ def test_a_key_block_waits_for_those_that_were_claimed_before(
     }
     assert len(found) == len(expected)
     assert {(x.b, x.kv, x.tile, x.block) for x in found} == expected
-    # Those of a work tile begin at the last query, or else at the first.
+    # A work tile visits its query tiles from the last one down, or from the first one up.
     for x, y in pairwise(found):
         assert x.claim < y.claim or (x.claim == y.claim and (x.tile < y.tile) == last_first)
     if apart := plan.fields["stagger"]:
@@ -187,7 +187,7 @@ def test_a_key_block_waits_for_those_that_were_claimed_before(
 
 @pytest.mark.parametrize("D", [64, 128, 192, 256])
 def test_every_second_run_of_key_blocks_begins_at_the_diagonal(D: int, tmp_path: Path) -> None:
-    """All others begin at the last query."""
+    """All others start at the last query."""
     problem = asked(D=D, Dv=D, Hq=12, Hkv=3, Nq=3000, Nk=5000, window=CAUSAL)
     plan = backward(problem, H200)
     key = next(x.key for x in plan.launches if x.key.kernel in HOPPER_BACKWARDS)
@@ -206,7 +206,7 @@ def test_every_second_run_of_key_blocks_begins_at_the_diagonal(D: int, tmp_path:
 )
 @pytest.mark.parametrize("D", [64, 128, 192, 256])
 def test_query_heads_of_a_key_block(D: int, window: Any, apart: bool, tmp_path: Path) -> None:
-    """In a window one after the other, else all at each tile; each tile of each once."""
+    """In a window heads are the outer loop, otherwise tiles are. Each tile of a head comes once."""
     problem = asked(D=D, Dv=D, Hq=12, Hkv=3, Nq=900, Nk=1000, window=window)
     plan = backward(problem, H200)
     key = next(x.key for x in plan.launches if x.key.kernel in HOPPER_BACKWARDS)
@@ -237,9 +237,9 @@ def test_query_heads_of_a_key_block(D: int, window: Any, apart: bool, tmp_path: 
 def test_heads_whose_dq_is_complete_are_converted_first(
     B: int, D: int, Hq: int, window: Any, Nq: int, Nk: int, tmp_path: Path
 ) -> None:
-    """Each tile once, those of the last group of heads behind the others.
+    """Each tile is converted once; the tiles of the last group of heads come last.
 
-    A head is complete when all its key blocks have counted, also those without queries.
+    A head is complete when all its key blocks have counted, also key blocks without queries.
     """
     plan = backward(asked(B=B, D=D, Dv=D, Hq=Hq, Hkv=3, Nq=Nq, Nk=Nk, window=window), H200)
     convert = next(x for x in plan.launches if x.key.kernel == HOPPER_DQ_CONVERT)

@@ -1,4 +1,4 @@
-"""Which work tiles of the Hopper forward pass each group of each thread block takes, on the CPU."""
+"""The work tiles of each group of each CTA in the Hopper forward pass, found on the CPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ _WORKERS = """\
 #include <vector>
 #include "tile_scheduler_sm90.cuh"
 
-// Two passes of all workers, side by side: each takes a work tile in turn.
+// Two passes of all workers. The workers alternate: each takes one work tile at a time.
 extern "C" int take_all(const Params* p, int grid, int* found) {
     const int* const begin = found;
     gridDim.x = grid;
@@ -101,7 +101,7 @@ def test_every_work_tile_goes_to_one_worker(
 def test_late_thread_blocks_take_the_last_work_tiles(
     window: Any, assigned: bool, tmp_path: Path
 ) -> None:
-    """Without an assignment, as in a call that is first made in a capture, there are none."""
+    """Without an assignment (the first call is captured) there are no late CTAs."""
     problem = asked(D=64, Dv=64, Hq=6, Hkv=3, Nq=7000, Nk=7000, window=window)
     plan = forward(problem, replace(H200, sm_count=20))
     if not assigned:
@@ -117,13 +117,13 @@ def test_late_thread_blocks_take_the_last_work_tiles(
 
 
 @pytest.mark.parametrize(("heads", "single"), [(6, 5), (1, 0)])
-def test_claims_are_of_one_head_after_the_other(heads: int, single: int, tmp_path: Path) -> None:
-    """The last ones take turns, the longest blocks first."""
+def test_heads_are_claimed_one_after_another(heads: int, single: int, tmp_path: Path) -> None:
+    """The last heads are interleaved, the longest blocks first."""
     problem = asked(B=1, D=128, Dv=128, Hq=heads, Hkv=heads, Nq=640, Nk=640, window=CAUSAL)
     plan = forward(problem, replace(H200, sm_count=4))
     assert plan.fields["single_heads"] == single
     found = taken(tmp_path, plan)
-    found = found[found[:, 0] == 0, 2:]  # as all take one in turn, they come in order
+    found = found[found[:, 0] == 0, 2:]  # workers alternate, so claims are in order
     blocks = [512, 384, 256, 128, 0]
     expected = [(h, q0) for h in range(single) for q0 in blocks]
     expected += [(h, q0) for q0 in blocks for h in range(single, heads)]
