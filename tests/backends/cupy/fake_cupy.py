@@ -68,8 +68,8 @@ class Machine:
         Kernels that were let have dynamic shared memory.
     encoded : list of Encoded
         Tensor maps that were made.
-    behind : int
-        How many cells of eight bytes of each launch's parameters lie behind the block.
+    cells_after : int
+        How many cells of eight bytes follow the parameter block of each launch.
     tails : list of list of int
         Those cells of each launch.
     maps : list of tuple of Encoded
@@ -89,9 +89,9 @@ class Machine:
     no_memory : set of str
         Functions by which a graph is made that find no memory.
     mode : int
-        How far the thread minds captures of others: 0 is those of all threads, 2 none.
+        The thread's capture mode: 0 is global, 2 relaxed.
     bound : list of int
-        Devices that have been made those of the thread.
+        Devices that the thread has made current.
     capturing : bool
         Whether the current stream is being captured into a graph: nothing can be copied then.
     device : int
@@ -108,7 +108,7 @@ class Machine:
         self.refusals: list[int] = []
         self.allowed: list[tuple[KernelKey, int]] = []
         self.encoded: list[Encoded] = []
-        self.behind = 0
+        self.cells_after = 0
         self.tails: list[list[int]] = []
         self.maps: list[tuple[Encoded, ...]] = []
         self.uploads: list[Any] = []
@@ -235,7 +235,7 @@ class Machine:
         has_maps = key.kernel in (HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ, *HOPPER_DS)
         cells, *maps = (ctypes.c_uint64 * (1 + has_maps)).from_address(parameters)
         params = np.frombuffer(ctypes.string_at(cells, PARAMS.itemsize), PARAMS)[0]
-        behind = [*(ctypes.c_int64 * self.behind).from_address(cells + PARAMS.itemsize)]
+        tail = [*(ctypes.c_int64 * self.cells_after).from_address(cells + PARAMS.itemsize)]
         given = []
         for start in maps:
             names = ("q", "k", "v", "dout")[: 3 if key.kernel == HOPPER else 4]
@@ -245,7 +245,7 @@ class Machine:
             given.append(made)
 
         def launch(stream: int, told: list[tuple[int, int]]) -> None:
-            self.tails.append(behind)
+            self.tails.append(tail)
             self.maps.extend(given)
             self.streams.append(stream)
             self.attributes.append(told)

@@ -112,7 +112,7 @@ class Graphs:
 
     def _add_edge(self, made: Any, before: Any, node: Any, edge: Any, count: Any) -> None:
         assert (made.value, count.value) == (GRAPH, 1)
-        # Each behind the one that was made before it.
+        # Each depends on the node before it.
         assert (before._obj.value, node._obj.value) == (len(self._nodes) - 1, len(self._nodes))
         self._nodes[-1].told = _EDGES[tuple(edge)]
 

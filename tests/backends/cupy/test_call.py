@@ -231,7 +231,7 @@ def test_an_out_that_overlaps_in_a_second_call(gpu: Machine, name: str) -> None:
             tileattn.forward(**given, out=pair[n])
         assert tileattn.forward(**given, out=pair[1 - n]).lse.shape == shape[:3]
     flat, size = pair.reshape(-1), pair[0].size
-    given[name] = flat[size // 2 :][:size].reshape(shape)[back]  # its address lies behind out
+    given[name] = flat[size // 2 :][:size].reshape(shape)[back]  # it starts after out
     with pytest.raises(ValueError, match=f"out must not overlap {name}"):
         tileattn.forward(**given, out=pair[0])
     assert len(gpu.launches) == 3

@@ -63,7 +63,7 @@ def explain_a_million_tokens(D: int, options: dict[str, Any]) -> None:
     assert sum(found.tiles.values()) == 8 * 32 * -(-(1 << 20) // q) * -(-(1 << 20) // k)
 
 
-def test_few_queries_share_tiles_and_are_cut_into_pieces() -> None:
+def test_few_queries_share_tiles_and_split_the_keys() -> None:
     problem, operands = asked((16, 32, 8, 1, 8192, 128))
     found = explain_on(H200, problem, contiguous_inputs(problem), operands)
     rows, keys = found.forward_tile

@@ -40,9 +40,9 @@ def window(b: Any, h: Any, i: Any, j: Any) -> Any:
 BOTH: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod}
 
 
-def test_arrays_lie_behind_the_parameters(gpu: Machine) -> None:
+def test_arrays_follow_the_parameters(gpu: Machine) -> None:
     q, k = arrays(gpu)
-    gpu.behind = (1 + 2 * 2) + (1 + 2 * 1)
+    gpu.cells_after = (1 + 2 * 2) + (1 + 2 * 1)
     number = gpu.array((1,), np.int32)
     for n in range(3):
         table = gpu.array((9, 8), np.float32)[:, :: 2 - n % 2]
@@ -75,7 +75,7 @@ def test_a_tree_is_a_function_of_its_mask_and_of_lengths(gpu: Machine) -> None:
     """Lengths on the host are copied once for each set of them; those on the GPU bring an array."""
     q, k = arrays(gpu)
     tree = gpu.array((1, 150, 150), np.bool_)
-    gpu.behind = (1 + 2 * 3) + (1 + 2 * 1)
+    gpu.cells_after = (1 + 2 * 3) + (1 + 2 * 1)
     for lengths in ([300, 200], [300, 200], [180, 300]):
         tileattn.forward(q, k, k, tree_mask=tree, kv_lengths=lengths)
         address, *of_tree = gpu.tails[-1][:7]
@@ -92,7 +92,7 @@ def test_a_tree_is_a_function_of_its_mask_and_of_lengths(gpu: Machine) -> None:
 def test_an_origin_is_an_array_of_functions_and_of_dropout(gpu: Machine) -> None:
     """It is copied once for each set of values: of functions in 32 bits, where it is near."""
     q, k = arrays(gpu)
-    gpu.behind = (1 + 2 * 2) + (1 + 2 * 1) + (1 + 2 * 2)
+    gpu.cells_after = (1 + 2 * 2) + (1 + 2 * 1) + (1 + 2 * 2)
     table, number = gpu.array((9, 8), np.float32), gpu.array((1,), np.int32)
     for origin in ((1, 2, 16, 5), (1, 2, 16, 5), (1, 2, 0, 2**30)):
         options = BOTH | {"aux": (table, number), "dropout_p": 0.5, "origin": origin}

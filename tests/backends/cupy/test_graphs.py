@@ -34,7 +34,7 @@ def test_a_graph_starts_what_single_launches_do(
 ) -> None:
     given = inputs(h200, dtype, Nq=60, Nk=70)
     call = h200.reusing(lambda: tileattn.backward(**given, deterministic=deterministic))
-    call()  # the first one of all takes its memory in other pieces
+    call()  # the first call allocates its memory differently
     expected = started(h200, call)
     assert h200.graphs == []
     for _ in range(3):

@@ -30,7 +30,7 @@ def rows(gpu: Machine, *lead: int) -> Any:
 
 
 def kinds() -> Iterator[Any]:
-    """Take both dtypes in turn, so that those of one call differ."""
+    """Yield both dtypes alternately, so that the dtypes of one call differ."""
     while True:
         yield from (np.int32, np.int64)
 
@@ -73,7 +73,7 @@ CASES: dict[str, Callable[[Machine], Made]] = {
 
 
 def addresses(gpu: Machine, names: tuple[str, ...]) -> list[dict[str, int]]:
-    """Give those of some arrays at each launch."""
+    """Return the addresses of some arrays at each launch."""
     return [{name: int(params[name]) for name in names} for *_, params in gpu.launches]
 
 

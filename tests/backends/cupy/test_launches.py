@@ -34,7 +34,7 @@ def forward(gpu: Machine, Nk: int = 530) -> None:
 def test_every_kernel_of_a_plan_but_the_first_overlaps(
     gpu: Machine, arch: str, deterministic: bool
 ) -> None:
-    """In each call, also those of packed sequences and of few queries."""
+    """In each call, also with packed sequences and with few queries."""
     gpu.arch = arch
     given = inputs(gpu)
     packed = {name: x[0] for name, x in given.items()}

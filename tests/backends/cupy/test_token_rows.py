@@ -139,7 +139,7 @@ def test_any_strides_and_alignments(gpu: Machine, kernels: list[KernelKey], dtyp
 def test_what_a_device_says_is_not_trusted(
     gpu: Machine, kernels: list[KernelKey], paged: bool
 ) -> None:
-    """Rows that a cache does not have are not written, nor those of pages that there are not."""
+    """Rows outside of a cache, and of pages that do not exist, are not written."""
     new = [sent(gpu, np.ones((3, HKV, 4, n), np.float32)) for n in (D, DV)]
     found = [sent(gpu, x) for x in caches(np.float32, paged)]
     table = np.array([[0, 4, 2], [3, 9, 5], [7, -1, 6]])

@@ -53,7 +53,7 @@ def test_lengths_that_differ_are_copied_once(gpu: Machine) -> None:
     tileattn.forward(x, y, y, kv_lengths=np.array([50, 8]), q_offset=[0, 3])
     assert len(gpu.uploads) == 6
     gpu.device = 0
-    # Addresses that each call brings lie before and behind those that stay.
+    # Addresses of each call stand before and after addresses that stay.
     mask = BlockMask(np.ones((3, 4), bool), (16, 16))
     tileattn.forward(q, k, k, kv_lengths=[9, 8], q_offset=[2, 1], block_mask=mask)
     names = ("kv_lengths", "q_offset", "block_kinds", "block_bits", "tile_list")
@@ -148,7 +148,7 @@ def test_what_is_brought_goes_with_its_owner_unless_it_may_be_read_yet(
 ) -> None:
     """A graph and another stream may read it: what a plan owns, or what is made of a mask.
 
-    The latter also where a plan that nobody can find again is still remembered.
+    The latter also if a plan that no call can find again is still remembered.
     """
     monkeypatch.setattr(streams, "_kept", {})
     q = gpu.array((1, 2, 300, 64), np.float16)

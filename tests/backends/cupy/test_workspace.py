@@ -214,7 +214,7 @@ def test_small_results_of_a_second_call_lie_in_one_piece(
 ) -> None:
     """The workspace, too, unless it is the larger part; and large ones each in their own.
 
-    So do those of another library.
+    Results of another library also have memory of their own.
     """
     import cupy
 

@@ -14,7 +14,7 @@ def loads_of(table: Array, costs: Array) -> Array:
     tiles = len(costs)
     assigned = table[table < tiles]
     assert np.array_equal(np.sort(assigned), np.arange(tiles))  # each of them once
-    # Behind its tiles a column has the end only, and at least once.
+    # After its tiles a column has only the end, at least once.
     assert ((table >= 0) & (table <= tiles)).all()
     assert (np.diff((table == tiles).astype(int), axis=0) >= 0).all()
     assert (table[-1] == tiles).all()

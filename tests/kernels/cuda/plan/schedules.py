@@ -29,12 +29,12 @@ def launch_of(problem: Problem, sm_count: int = 132) -> KernelLaunch:
 
 
 def layout_of(problem: Problem, lengths: Any = None, offsets: Any = None) -> CallLayout:
-    """Lengths and offsets on the host; ``"gpu"`` stands for those that are not."""
+    """Describe a call with lengths and offsets on the host, or `ON_GPU`."""
     layout = contiguous_inputs(problem)
     if lengths is not None:
         there = None if lengths is ON_GPU else tuple(lengths.tolist())
-        behind = None if there is None else tuple(n - problem.Nq for n in there)
-        layout = replace(layout, kv_lengths=there, q_offset=behind)
+        aligned = None if there is None else tuple(n - problem.Nq for n in there)
+        layout = replace(layout, kv_lengths=there, q_offset=aligned)
     if offsets is not None:
         layout = replace(layout, q_offset=None if offsets is ON_GPU else tuple(offsets.tolist()))
     return layout

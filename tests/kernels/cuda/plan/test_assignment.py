@@ -69,7 +69,7 @@ def test_the_longest_worker_exchanges_tiles(times: list[int], workers: int, long
 
 @given(COSTS, st.integers(1, 5), st.integers(2, 3), st.data())
 def test_teams_go_in_step(times: list[int], teams: int, team: int, data: st.DataObject) -> None:
-    """Where as many successive tiles are alike, those of a team always have equal ones."""
+    """If successive tiles are equal in groups of a team, its workers always have equal tiles."""
     costs = np.repeat(times, team)
     late = team * data.draw(st.integers(0, len(times) - 1))
     table = assign(np.arange(len(costs)), costs, teams * team, team, late)

@@ -1,4 +1,4 @@
-"""Which forward calls claim their work tiles, and in what order; no GPU."""
+"""The dynamic scheduler of the forward pass; no GPU."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def test_the_last_heads_have_a_work_tile_for_each_worker(dim: int, B: int) -> No
 
 
 def test_lengths_that_differ_are_assigned() -> None:
-    """Those that the host knows: on the GPU they are guessed to be equal."""
+    """If the host knows the lengths: on the GPU they are assumed to be equal."""
     equal, different = (np.array([600] * 4 + [n]) for n in (600, 500))
     assert schedule(SMALL, equal).dynamic_tiles
     assert schedule(SMALL, ON_GPU).dynamic_tiles

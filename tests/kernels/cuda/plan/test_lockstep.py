@@ -1,4 +1,4 @@
-"""Where thread blocks of the Hopper kernels keep pace; no GPU."""
+"""Lockstep of the Hopper kernels' thread blocks: counters for every step; no GPU."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Plans of packed sequences, whose offsets nobody has looked at; no GPU."""
+"""Plans of packed sequences, whose offsets are known only on the device; no GPU."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -119,7 +119,7 @@ def test_many_work_tiles_are_scheduled_as_if_none_were_empty() -> None:
 
 @pytest.mark.parametrize("device", [A100, H200])
 def test_a_block_mask_of_a_predicate_is_evaluated(device: Device) -> None:
-    """Its blocks are those that were classified by pairs, which intervals would leave undecided."""
+    """Its blocks were classified pair by pair; intervals would leave them undecided."""
     problem = asked(enabled_options=("block_mask",), Nq=600, Nk=800, D=64, Dv=64)
     mask = BlockMask.from_predicate(
         lambda _b, _h, i, j: (i // 128 * 7 + j // 128 * 3) % 5 < 2, (1, 1, 600, 800), (128, 128)

@@ -16,7 +16,20 @@ from tileattn.kernels.cuda.plan.tile_kinds import TileKinds, tile_kinds_of
 
 END = np.iinfo(np.int32).max  # minus the number of entries: stands after the last entry
 
+
 _Make = Callable[["TileLists", BlockMask | None], NDArray[Any]]
+
+
+def _once(make: _Make) -> _Make:
+    """Compute the result of a method of `TileLists` once for each block mask, or without one."""
+
+    def found(lists: "TileLists", mask: BlockMask | None) -> NDArray[Any]:
+        if mask is None:
+            return _without_block_mask(lists, make)
+        made: NDArray[Any] = once(mask, (lists, make), lambda: make(lists, mask))
+        return made
+
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +57,21 @@ class TileLists:
         ranks = {"tile_ranks": math.prod(shape[:2]) * rows * columns * 8} if self.backward else {}
         return ranks | {"tile_list": math.prod(shape) * 4}
 
+    @_once
     def kinds(self, mask: BlockMask | None) -> NDArray[Any]:
         """Classify each tile as empty, partial or full.
 
         An array of shape (B or 1, heads or 1, query tiles, key tiles).
         """
-        kinds: NDArray[Any] = self._once(mask, TileLists.make_kinds)
-        return kinds
+        kinds = self.of.kinds(mask)
+        if kinds.shape[1] > 1 and self.group > 1:
+            b, _, rows, columns = kinds.shape
+            heads = kinds.reshape(b, -1, self.group, rows, columns)
+            least, most = heads.min(axis=2), heads.max(axis=2)
+            kinds = np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, PARTIAL))
+        return np.asarray(kinds)
 
+    @_once
     def lists(self, mask: BlockMask | None) -> NDArray[np.int32]:
         """List the key tiles of each query tile, or backward the query tiles of each key tile.
 
@@ -60,8 +80,17 @@ class TileLists:
         number. Backward each entry is followed by its rank: how many earlier key blocks attend to
         the same query tile.
         """
-        lists: NDArray[np.int32] = self._once(mask, TileLists.make_lists)
-        return lists
+        return (query_tile_lists if self.backward else key_tile_lists)(self.kinds(mask))
+
+    @_once
+    def tiles_before(self, mask: BlockMask | None) -> NDArray[Any]:
+        """Count the key tiles that each query tile attends to before each of them.
+
+        An array of shape (B or 1, heads or 1, query tiles, key tiles + 1); the last entry counts
+        all.
+        """
+        attended = self.kinds(mask) != EMPTY
+        return np.pad(np.cumsum(attended, axis=-1), [(0, 0)] * 3 + [(1, 0)])
 
     def shape(self, mask: BlockMask | None) -> tuple[int, ...]:
         """Return the shape of the lists."""
@@ -72,37 +101,6 @@ class TileLists:
             b, heads, rows, columns = self.kinds(mask).shape
         last = (columns, 2 * (rows + 1)) if self.backward else (rows, columns + 1)
         return (b, heads, *last)
-
-    def tiles_before(self, mask: BlockMask | None) -> NDArray[Any]:
-        """Count the key tiles that each query tile attends to before each of them.
-
-        An array of shape (B or 1, heads or 1, query tiles, key tiles + 1); the last entry counts
-        all.
-        """
-        counts: NDArray[Any] = self._once(mask, TileLists.make_tiles_before)
-        return counts
-
-    def _once(self, mask: BlockMask | None, make: _Make) -> Any:
-        """Return a result that is computed once for each mask."""
-        if mask is None:
-            return _without_block_mask(self, make)
-        return once(mask, (self, make), lambda: make(self, mask))
-
-    def make_lists(self, mask: BlockMask | None) -> NDArray[np.int32]:
-        return (query_tile_lists if self.backward else key_tile_lists)(self.kinds(mask))
-
-    def make_tiles_before(self, mask: BlockMask | None) -> NDArray[Any]:
-        attended = self.kinds(mask) != EMPTY
-        return np.pad(np.cumsum(attended, axis=-1), [(0, 0)] * 3 + [(1, 0)])
-
-    def make_kinds(self, mask: BlockMask | None) -> NDArray[Any]:
-        kinds = self.of.kinds(mask)
-        if kinds.shape[1] > 1 and self.group > 1:
-            b, _, rows, columns = kinds.shape
-            heads = kinds.reshape(b, -1, self.group, rows, columns)
-            least, most = heads.min(axis=2), heads.max(axis=2)
-            kinds = np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, PARTIAL))
-        return np.asarray(kinds)
 
 
 def tile_lists(
