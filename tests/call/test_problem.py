@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import tileattn
-from tileattn.call.options import Options
+from tileattn.call.options import OPTIONS, Options
 from tileattn.call.parse import check_array, parse
 from tileattn.call.problem import Problem
 
@@ -45,16 +45,12 @@ DTYPE = f"must have dtype {FLOATS}"
     [
         ("q", [[1.0]], TypeError, ARRAY.format("q", "[[1.0]]")),
         ("q", Q.astype(int), TypeError, f"{DTYPE}; got int64"),
-        ("q", Q.astype(object), TypeError, f"{DTYPE}; got object"),
-        ("q", Q.astype(complex), TypeError, f"{DTYPE}; got complex128"),
-        ("q", Q.astype(bool), TypeError, f"{DTYPE}; got bool"),
         ("k", K.astype(int), TypeError, f"{DTYPE}; got int64"),
         ("k", K.astype("f8"), TypeError, "must have the dtype of q, float32; got float64"),
         ("v", V.astype(BF16), TypeError, "must have the dtype of q, float32; got bfloat16"),
         ("q", Q[0, 0, 0], ValueError, f"{RANKS}; got ({D},)"),
         ("q", Q[None], ValueError, f"{RANKS}; got (1, {B}, {HQ}, {NQ}, {D})"),
         ("k", K[0], ValueError, "must have as many axes as q, 4; got shape (3, 5, 4)"),
-        ("v", V[0, 0], ValueError, "must have as many axes as q, 4; got shape (5, 8)"),
         ("k", K[:1], ValueError, "must have the batch size of q, 2; got 1"),
         ("v", V[:1], ValueError, "must have the batch size of q, 2; got 1"),
         ("k", K[..., :3], ValueError, "must have the head dimension of q, 4; got 3"),
@@ -88,7 +84,6 @@ def blocks(*shape: int) -> tileattn.BlockMask:
         ("bias", 1.5, TypeError, ARRAY.format("bias", "1.5")),
         ("bias", np.zeros(NK, int), TypeError, f"{DTYPE}; got int64"),
         ("bias", np.zeros((NQ, NK - 1)), ValueError, f"{BROADCAST}; got shape (7, 4)"),
-        ("bias", np.zeros((HKV, NQ, NK)), ValueError, f"{BROADCAST}; got shape (3, 7, 5)"),
         ("bias", np.zeros((1, 1, 1, 1, NK)), ValueError, f"{BROADCAST}; got shape (1, 1, 1, 1, 5)"),
         ("mask", np.ones(NK, int), TypeError, "must have dtype bool; got int64"),
         ("mask", np.ones((NQ, 2), bool), ValueError, f"{BROADCAST}; got shape (7, 2)"),
@@ -131,14 +126,12 @@ LIMIT = "must hold integers up to 2**60 in size"
     [
         (1.0, TypeError, f"{INTEGERS}; got 1.0"),
         (True, TypeError, f"{INTEGERS}; got True"),
-        ("3", TypeError, f"{INTEGERS}; got '3'"),
         ([1, [2]], TypeError, f"{INTEGERS}; got [1, [2]]"),
         ([1.0, 2.0], TypeError, f"{INTEGERS}; got [1.0, 2.0]"),
         (np.ones(2, bool), TypeError, f"{INTEGERS}; got {NDARRAY} bool and shape (2,)"),
         (1 << 80, TypeError, f"{INTEGERS}; got {1 << 80}"),
         ([1, 2, 3], ValueError, f"{INTEGERS}; got shape (3,)"),
         ([], ValueError, f"{INTEGERS}; got shape (0,)"),
-        (np.ones((B, 1), int), ValueError, f"{INTEGERS}; got shape (2, 1)"),
         (1 << 61, ValueError, f"{LIMIT}; got 2305843009213693952"),
         (np.array([0, 2**64 - 1], "u8"), ValueError, f"{LIMIT}; got 18446744073709551615"),
         (-(1 << 63), ValueError, f"{LIMIT}; got -9223372036854775808"),
@@ -185,18 +178,13 @@ FLAG = "True or False"
         ("scale", np.zeros(1), TypeError, f"{FINITE}; got {NDARRAY} float64 and shape (1,)"),
         ("scale", -(10**400), ValueError, f"{FINITE}; got an integer of 1329 bits"),
         ("scale", math.nan, ValueError, f"{FINITE}; got nan"),
-        ("scale", -math.inf, ValueError, f"{FINITE}; got -inf"),
         ("softcap", [1.0], TypeError, f"{CAP}; got [1.0]"),
         ("softcap", 0, ValueError, f"{CAP}; got 0"),
-        ("softcap", -2.5, ValueError, f"{CAP}; got -2.5"),
-        ("softcap", math.inf, ValueError, f"{CAP}; got inf"),
         ("dropout_p", None, TypeError, f"{PROBABILITY}; got None"),
         ("dropout_p", 1.0, ValueError, f"{PROBABILITY}; got 1.0"),
         ("dropout_p", -0.1, ValueError, f"{PROBABILITY}; got -0.1"),
-        ("dropout_p", math.nan, ValueError, f"{PROBABILITY}; got nan"),
         ("seed", None, TypeError, f"{SEED}; got None"),
         ("seed", 1.0, TypeError, f"{SEED}; got 1.0"),
-        ("seed", False, TypeError, f"{SEED}; got False"),
         ("seed", -1, ValueError, f"{SEED}; got -1"),
         ("seed", 1 << 64, ValueError, f"{SEED}; got 18446744073709551616"),
         ("causal", 1, TypeError, f"{FLAG}; got 1"),
@@ -204,7 +192,6 @@ FLAG = "True or False"
         ("window", 3, TypeError, f"{PAIR}; got 3"),
         ("window", (3,), TypeError, f"{PAIR}; got (3,)"),
         ("window", (1.0, None), TypeError, f"{PAIR}; got (1.0, None)"),
-        ("window", (None, True), TypeError, f"{PAIR}; got (None, True)"),
         ("window", (-1, 2), ValueError, f"{PAIR}, with None, {NOT_ONE}; got (-1, 2)"),
         ("window", [2, -3], ValueError, f"{PAIR}; got [2, -3]"),
     ],
@@ -226,6 +213,10 @@ def test_numbers_refused(name: str, value: Any, error: type[Exception], message:
 def test_unknown_options(name: str, hint: str) -> None:
     accepted = ", ".join(Options.__annotations__)
     refused(TypeError, f"unknown option {name!r}{hint}; the options are {accepted}", **{name: 1})
+
+
+def test_each_option_has_a_record_and_a_type() -> None:
+    assert list(OPTIONS) == list(Options.__annotations__)
 
 
 # --- what is accepted ---------------------------------------------------------------------------
