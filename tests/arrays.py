@@ -44,5 +44,5 @@ def paged(
 
 
 def relative_error(actual: Array, expected: Array) -> float:
-    """Give the norm of the difference over that of what is expected."""
+    """Return the norm of the difference divided by the norm of the expected array."""
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))

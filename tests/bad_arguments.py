@@ -93,7 +93,7 @@ ARRAYS: dict[str, Break] = {
     "forty axes": lambda x: np.zeros((1,) * 40, x.dtype),
     "no axes": lambda x: np.zeros((), x.dtype),
 }
-"""What an array of floats may not be."""
+"""Values that are refused for an array of floats."""
 
 INTEGERS: dict[str, Break] = {
     **THINGS,
@@ -113,7 +113,7 @@ INTEGERS: dict[str, Break] = {
     "masked": np.ma.array,
     "deep": lambda _: [[[[1]]]],
 }
-"""What lengths, offsets and tables may not be."""
+"""Values that are refused for lengths, offsets and tables."""
 
 NUMBERS: dict[str, Break] = {
     **THINGS,

@@ -166,7 +166,7 @@ def cpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(autouse=True)
 def no_call_is_known() -> None:
-    """Have each test validate its calls anew, for it may change what is valid."""
+    """Clear the cache of validated calls: a test may change what is valid."""
     CALLS.clear()
 
 

@@ -22,7 +22,7 @@ DTYPE = np.dtype(np.float32)
 
 
 class Value(NamedTuple):
-    """What is given to show that an option counts, and what the result is compared with.
+    """Options that show that one option counts, and those that the result is compared with.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def call_with(options: Mapping[str, Any]) -> Call:
 
 
 class Results(NamedTuple):
-    """What an entry computes; gradients are None for a call that has none."""
+    """Results of an entry; gradients are None for a call that has none."""
 
     attention: Attention
     grads: Gradients | None

@@ -1,4 +1,4 @@
-"""What tests of NaN and infinity share: masks of every kind, what is written where, what holds."""
+"""Helpers of the tests of NaN and infinity: masks of every kind, where to write, what must hold."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""What tests on a GPU share."""
+"""Helpers of the tests on a GPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,7 +47,7 @@ def busy(milliseconds: float, sms: int = 1) -> Callable[[], None]:
 
 @contextmanager
 def captured(call: Callable[[], Any]) -> Iterator[tuple[Any, Callable[[], None]]]:
-    """Capture a call in a graph; give its results, and what replays it and waits."""
+    """Capture a call in a graph; yield its results, and a function that replays it and waits."""
     import cupy
 
     cupy.cuda.Device().synchronize()  # what the call reads may be written on another stream
@@ -74,7 +74,7 @@ def sent(x: Any) -> Any:
 
 
 def bits(results: Any) -> list[bytes]:
-    """Give the bytes of what a call returned, wherever the arrays are."""
+    """Return the bytes of the arrays of a result, on the host or on the GPU."""
     return [getattr(x, "get", lambda x=x: x)().tobytes() for x in results if x is not None]
 
 

@@ -1,4 +1,4 @@
-"""Fill memory that nobody has written with NaN, so that a result shows who has read it.
+"""Fill memory that was never written with NaN, so that a result shows if it was read.
 
 ``pytest --poison`` does it for every test, the fixture ``poison`` for one. Bytes 0xFF are NaN in
 every floating dtype, and -1 in integers. Buffers that are used again are filled each time.
@@ -63,7 +63,7 @@ class LlvmScratch(execute._Scratch):
 
     @property
     def address(self) -> int:
-        """Where it starts."""
+        """Address of its first byte."""
         self.check()
         self._memory[:-_BEYOND] = BYTE
         return self._address

@@ -7,9 +7,9 @@ Initcheck does not see what TMA adds up in memory: it complains where ``backward
 reads that, and must complain of nothing else. Racecheck at times misses a named barrier of the
 NaN-safe pass of ``forward_sm90``: what it may complain of is the table of what was not finite,
 written by ``clean`` and read by ``add_non_finite``. Clocks read by each warp around the barrier, in
-calls that it complained of, have every read behind all writes. In ``forward_latent_sm90`` it misses
+calls that it complained of, have every read after all writes. In ``forward_latent_sm90`` it misses
 the barriers of both warpgroups: what it may complain of there is ``rescale``, which a lane releases
-for its warp behind ``__syncwarp``, and ``row_sums`` and ``bad``, written before and read behind one
+for its warp after ``__syncwarp``, and ``row_sums`` and ``bad``, written before and read after one
 ``named_barrier_sync`` of all that touch them.
 
 Results are not compared here; the sanitizer watches what kernels read and write. Without CuPy's
@@ -196,7 +196,7 @@ def run(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
         )
         for x in (out, lse, *grads, *(grads.daux or ())):
             if x is not None:
-                x.get()  # copying tells initcheck of bytes that nobody wrote
+                x.get()  # copying tells initcheck of bytes that were never written
 
 
 def main() -> int:

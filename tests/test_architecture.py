@@ -22,7 +22,7 @@ SOURCES = sorted(
     for path in (ROOT / folder).rglob("*.py")
 )
 
-# Libraries that may be absent, or that are too heavy to load before somebody asks for them.
+# Libraries that may be absent, or that are too heavy to load before a caller asks for them.
 LAZY = {
     "cuda",
     "cupy",

@@ -1,4 +1,4 @@
-"""What `import tileattn` does: it loads no heavy library, writes nothing, and starts nothing."""
+"""`import tileattn` loads no heavy library, writes nothing, and starts nothing."""
 
 import subprocess
 import sys

@@ -222,7 +222,7 @@ def test_sums_do_not_depend_on_the_threads(names: str, monkeypatch: pytest.Monke
 
 
 def test_what_a_function_hides_reaches_nothing(cpu_backend: str) -> None:
-    """NaN in keys that nobody sees, and in scores and derivatives of hidden pairs."""
+    """NaN in keys that no query sees, and in scores and derivatives of hidden pairs."""
 
     def hides(s: Any, b: Any, h: Any, i: Any, j: Any, t: Any) -> Any:
         return np.where(j % 3 == 0, -np.inf, s * t[j])

@@ -57,7 +57,7 @@ OPTIONS: dict[str, tuple[Any, tuple[int, ...]]] = {
 @pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_that_is_an_array(name: str) -> None:
-    """Of another dtype than ``out``, in the same bytes; beside it, it is no hindrance."""
+    """Arrays of another dtype than ``out`` must not share its bytes; next to it they may lie."""
     dtype, shape = OPTIONS[name]
     memory = np.zeros(2 * 4 * B * HQ * N * D, np.uint8)
     out = memory[: memory.size // 2].view(np.float32).reshape(SHAPE)

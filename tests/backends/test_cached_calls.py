@@ -44,7 +44,7 @@ def both(request: pytest.FixtureRequest) -> Call:
 
 
 def outcome(call: Call, *arrays: Any, **options: Any) -> Any:
-    """What a call returns, or the error that it raises."""
+    """Return the result of a call, or the error that it raises."""
     try:
         return [x.tobytes() for x in call(*arrays, **options)]
     except (TypeError, ValueError) as error:
@@ -75,7 +75,7 @@ def read_only(x: Array) -> Array:
 
 LAYOUTS: dict[str, Callable[[Array], Any]] = {
     "plain": np.copy,
-    "heads behind rows": lambda x: x.swapaxes(1, 2).copy().swapaxes(1, 2),
+    "heads after rows": lambda x: x.swapaxes(1, 2).copy().swapaxes(1, 2),
     "columns first": lambda x: x.swapaxes(2, 3).copy().swapaxes(2, 3),
     "every other column": lambda x: np.repeat(x, 2, axis=-1)[..., ::2],
     "backwards": lambda x: x[:, :, ::-1].copy()[:, :, ::-1],

@@ -23,7 +23,7 @@ K = np.ones((2, 2, 5, 3), np.float32)
 
 
 class FakeArray:
-    """What tileattn may look at in a CuPy array before it knows that it can use one."""
+    """The attributes of a CuPy array that tileattn may read before it knows that CuPy works."""
 
     dtype = Q.dtype
     shape = Q.shape

@@ -85,7 +85,7 @@ def test_the_first_error_is_raised_and_stops_the_rest(workers: int) -> None:
 
 @pytest.mark.parametrize("skipped", [0, 2])
 def test_sums_of_parallel_tasks_are_ordered(workers: int, skipped: int) -> None:
-    """Where tasks have nothing to add to some block, too."""
+    """Some tasks add nothing to some block."""
     order: list[list[int]] = [[], [], []]
     sums = OrderedSums(30)
 

@@ -167,7 +167,7 @@ def made_for(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """Give options by the name of what they make the call take."""
+    """Return options by the name of the arrays that they add to a call."""
     if name == "sinks":
         (sinks,) = random_arrays((4,), dtype=ml_dtypes.bfloat16, seed=1)
         return {"sinks": sinks, "causal": True}
@@ -178,7 +178,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def given_of(name: str, dtype: Any) -> tuple[Any, ...]:
-    """Give q, k, v, dout and options by the name of what they make the call take."""
+    """Return q, k, v, dout and options by the name of the case."""
     import cupy
 
     q, k, v, dout = random_arrays(*SHAPES, dtype=dtype)

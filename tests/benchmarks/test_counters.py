@@ -1,4 +1,4 @@
-"""What ncu writes is read right: units, separators, many kernels, and what goes wrong."""
+"""The output of ncu is read right: units, separators, many kernels, and errors."""
 
 import pytest
 

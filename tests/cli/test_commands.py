@@ -1,4 +1,4 @@
-"""What the command line says to arguments and surroundings that are not as they should be."""
+"""Messages of the command line about wrong arguments and a wrong environment."""
 
 import pytest
 

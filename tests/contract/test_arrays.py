@@ -34,7 +34,7 @@ def read_only(x: Array) -> Array:
 
 
 def backwards(x: Array) -> Array:
-    """Give the same numbers in memory of another order, with gaps."""
+    """Return the same numbers in memory of another order, with gaps."""
     memory = np.zeros([2 * n for n in x.shape], x.dtype)
     found = memory[(np.s_[::-2],) * x.ndim]
     found[...] = x

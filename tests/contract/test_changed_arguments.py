@@ -1,4 +1,4 @@
-"""What a call was given may change after it: an equal call later reads the new values."""
+"""Arguments may change after a call: an equal call later reads the new values."""
 
 from collections.abc import Callable
 from typing import Any

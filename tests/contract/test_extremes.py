@@ -33,7 +33,7 @@ def sums_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def vacuous(bound: Bound) -> bool:
-    """Whether all finite numbers of the dtype are within the bound, and then infinities too."""
+    """True if all finite numbers of the dtype are within the bound; then infinities are too."""
     return bound.error > largest(bound.dtype)
 
 

@@ -120,7 +120,7 @@ def test_negative_indices_count_from_the_end(runner: Runner, name: str, dtype: A
 
 @pytest.mark.parametrize("name", FROM_THE_END)
 def test_the_oracle_indexes_as_numpy_does(name: str) -> None:
-    """What it reads is a bias and a mask, and the gradient lands where it reads."""
+    """The elements read are a bias and a mask, and their gradient is added at the same places."""
     options = options_of(name, np.float64)
     table, seen, steps = options["aux"]
     q, k, v, dout = normal(SIZES, np.float64)

@@ -1,4 +1,4 @@
-"""What masked-out entries hold does not matter, and what empty blocks hold is not even read."""
+"""Values of masked-out entries do not matter, and those of empty blocks are never read."""
 
 import math
 from typing import Any

@@ -127,7 +127,7 @@ def test_packed_queries_over_pages(runner: Runner, data: Any) -> None:
 
 
 def alone(x: Array, length: int) -> Array:
-    """Give the rows of one sequence."""
+    """Return the rows of one sequence."""
     return x[:, :length]
 
 

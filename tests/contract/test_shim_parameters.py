@@ -51,7 +51,7 @@ def drawn_seed() -> int:
 
 
 class Row(NamedTuple):
-    """What a shim is given, and what that means to the library.
+    """A value of a shim's parameter, and the library's options that it means.
 
     Parameters
     ----------

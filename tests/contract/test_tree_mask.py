@@ -41,7 +41,7 @@ def ancestors(parents: list[int]) -> Array:
 
 
 def trees(Nq: int, seed: int = 0, count: int = B) -> Array:
-    """Draw trees of so many nodes, each behind its parent."""
+    """Draw trees of this many nodes, each after its parent."""
     rng = np.random.default_rng(seed)
     drawn = [ancestors([int(rng.integers(-1, n)) for n in range(Nq)]) for _ in range(count)]
     return np.array(drawn).reshape(count, Nq, Nq)
@@ -142,7 +142,7 @@ def test_a_chain_is_causal(runner: Runner, Nq: int) -> None:
 
 
 def test_a_leaf_has_the_result_of_its_branch_alone(runner: Runner) -> None:
-    """What verification of drafts relies on."""
+    """Verification of drafts relies on this."""
     able(runner)
     parents = [-1, 0, 0, 1, 1, 2, 3]
     tree = ancestors(parents)

@@ -1,4 +1,4 @@
-"""What the pages say is run: blocks marked ``python``, and ``pycon`` with what it prints."""
+"""The code of the pages is run: blocks marked ``python``, and ``pycon`` with what it prints."""
 
 import doctest
 import json

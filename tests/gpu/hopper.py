@@ -1,4 +1,4 @@
-"""What tests of the Hopper kernels share."""
+"""Helpers of the tests of the Hopper kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -107,13 +107,13 @@ def described(
 
 
 def runs_forward(q: Any, k: Any, v: Any, **options: Any) -> bool:
-    """Whether the Hopper kernel runs a forward pass whose arrays are on the GPU."""
+    """True if the Hopper kernel runs a forward pass whose arrays are on the GPU."""
     plan = plan_forward(*described("forward", q, k, v, **options), describe.device_of(0))
     return any(launch.key.kernel == HOPPER for launch in plan.launches)
 
 
 def runs_backward(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> bool:
-    """Whether a Hopper kernel runs a backward pass whose arrays are on the GPU."""
+    """True if a Hopper kernel runs a backward pass whose arrays are on the GPU."""
     call = described("backward", q, k, v, dout=dout, **options)
     launches = plan_backward(*call, describe.device_of(0)).launches
     return any(launch.key.kernel in HOPPER_BACKWARDS for launch in launches)

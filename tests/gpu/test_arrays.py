@@ -191,7 +191,7 @@ def test_lengths_and_offsets_may_be_on_the_gpu() -> None:
         lengths, offsets = cupy.asarray([50, 7], dtype), cupy.asarray([3, -2], dtype)
         check((q, k, v, dout), {"causal": True, "kv_lengths": lengths})
         check((q, k, v, dout), {"causal": True, "kv_lengths": lengths, "q_offset": offsets})
-    # Nobody can look at them without waiting; what is past the end is taken for the end.
+    # Reading them would wait for the GPU, so lengths past the end count as the end.
     far = tileattn.forward(q, k, v, kv_lengths=cupy.asarray([1000, -5]), q_offset=0)
     near = tileattn.forward(q, k, v, kv_lengths=[50, 0], q_offset=0)
     assert bits(far) == bits(near)

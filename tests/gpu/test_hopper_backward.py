@@ -95,7 +95,7 @@ def test_heads_that_share_keys_come_one_after_the_other(
 @pytest.mark.usefixtures("few_sms")
 @pytest.mark.parametrize(("D", "Dv"), [*SQUARE, *WIDE[:3]])
 def test_key_blocks_that_begin_at_the_diagonal(D: int, Dv: int) -> None:
-    """Those of every second run; some queries see nothing."""
+    """Every second run of key blocks begins there; some queries see nothing."""
     made = normal((2, 4, 1, 515, 1037, D, Dv), DTYPES[1])
     check(made, window=(None, 0), kv_lengths=[1037, 450], q_offset=[522, -60])
 

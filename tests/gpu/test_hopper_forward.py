@@ -71,7 +71,7 @@ def test_masked_out_values_do_not_matter(D: int, Dv: int, mask: str, wrong: floa
 def test_half_tiles(
     D: int, Nq: int, Nk: int, most: int, options: dict[str, Any], dtype: Any
 ) -> None:
-    """Where the last tile is masked out by half: from a list, it is taken whole.
+    """The last tile is masked out by half; a call with a list of tiles takes it whole.
 
     At D = 64 tiles have halves where queries attend to many keys.
     """

@@ -77,7 +77,7 @@ def hold(
     options: dict[str, Any],
     of_lse: bool = False,
 ) -> None:
-    """Allow results twice the error of the formula, and to what nobody escapes.
+    """Allow results twice the error of the formula, and the roundings that no kernel avoids.
 
     A result is the sum of what is found, each of which was stored.
     """
@@ -251,7 +251,7 @@ def test_a_logsumexp_of_more_keys_than_these(dtype: Any, deterministic: bool) ->
         "dk": (np.concatenate([first.dk, second.dk], axis=2),),
         "dv": (np.concatenate([first.dv, second.dv], axis=2),),
     }
-    # Of these keys alone nobody knows the weight but by the logsumexp, which was rounded.
+    # The weight of these keys is known only from the logsumexp, which was rounded.
     hold(given, found, {}, of_lse=True)
 
 

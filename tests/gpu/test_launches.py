@@ -1,6 +1,6 @@
 """Kernels of a call that overlap have the bits of those one after the other.
 
-Whatever comes before the call, or behind it.
+Whatever comes before the call, or after it.
 """
 
 import threading
@@ -82,7 +82,7 @@ def forward(*shapes: tuple[int, ...], dtype: Any = BF16, **options: Any) -> Case
 
 
 def flagged(q: Any, k: Any, v: Any) -> None:
-    """Give heads something for each of the kernels that mostly return at once."""
+    """Give each kernel that mostly returns at once a head to compute."""
     v[0, 0, 5, 3] = np.inf
     q[:, -1] *= 3000
     k[-1, 0, 7] = np.nan
@@ -182,7 +182,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def expected_of(case: Case) -> list[Any]:
-    """Give the results of kernels one after the other."""
+    """Return the results of kernels that run one after the other."""
     import cupy
 
     with one_after_the_other(), poisoned():
@@ -192,7 +192,7 @@ def expected_of(case: Case) -> list[Any]:
 
 
 class Repeated:
-    """Calls that follow each other: what one reads is written before it, and spoilt behind it."""
+    """Calls that follow each other: inputs are written before each, and spoilt after it."""
 
     def __init__(self, case: Case, expected: Sequence[Any]) -> None:
         import cupy
@@ -213,7 +213,7 @@ class Repeated:
             self.wrong[n] |= (x.view(np.uint8) != y.view(np.uint8)).any()
 
 
-def test_calls_one_behind_the_other(case: Case) -> None:
+def test_calls_one_after_the_other(case: Case) -> None:
     """The queue is full, so that a kernel starts as soon as it may."""
     repeated, wait = Repeated(case, expected_of(case)), busy(10)
     repeated.once()
@@ -344,7 +344,9 @@ def test_graphs_are_made_beside_a_capture_of_another_thread(made: list[Graph]) -
         return found
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(calls).result()  # takes memory, which nobody may while another captures
+        pool.submit(
+            calls
+        ).result()  # takes memory, which is not allowed during another thread's capture
         made.clear()
         passes._met.clear()
         with streams[0]:

@@ -108,7 +108,7 @@ def call_of(kernels: Kernels, kind: str) -> tuple[Given, dict[str, Any]]:
 
 
 def is_repaired(call: Given, options: dict[str, Any]) -> bool:
-    """Whether kernels that sum in another order compute heads again in the backward pass."""
+    """True if kernels that sum in another order compute heads again in the backward pass."""
     q, k, v, dout = map(sent, call)
     there = {name: sent(x) for name, x in options.items()}
     device = describe.device_of(0)

@@ -36,7 +36,7 @@ def seconds(call: Any) -> float:
 
 @pytest.fixture(scope="module")
 def attended(given: list[Any]) -> tuple[Any, ...]:
-    """What the backward pass takes, of a causal call."""
+    """Arguments of the backward pass of a causal call."""
     return given[0], *given, *tileattn.forward(*given, causal=True)
 
 
@@ -56,7 +56,7 @@ def test_rows_of_a_long_call(given: list[Any], causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_of_a_long_call(given: list[Any], causal: bool) -> None:
-    """Those of some keys against the oracle's formulas, and bits against the same call again.
+    """Compare some keys with the oracle's formulas, and all bits with the same call again.
 
     P, dS, what delta is made of and the results are rounded to bfloat16, by up to 2^-9 each.
     """

@@ -46,13 +46,13 @@ def arrays(queries: Sequence[int], keys: Sequence[int], dtype: Any, D: int, Dv: 
 
 
 def offsets(queries: Sequence[int], keys: Sequence[int]) -> dict[str, Any]:
-    """Give where sequences start."""
+    """Return where sequences start."""
     ends = (np.cumsum([0, *lengths]) for lengths in (queries, keys))
     return dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
 
 
 def there(queries: Sequence[int], keys: Sequence[int]) -> dict[str, Any]:
-    """Give the same, on the device."""
+    """Return the same on the device."""
     return {name: sent(x) for name, x in offsets(queries, keys).items()}
 
 
@@ -88,7 +88,7 @@ KINDS: list[tuple[Any, int, int]] = [
 @pytest.mark.parametrize("shift", range(1, len(KINDS), 2))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_results(name: str, shift: int) -> None:
-    """Of each kind with some of the options: naive kernels compute no gradients of aux."""
+    """Each kind runs some of the options: naive kernels compute no gradients of aux."""
     number = list(OPTIONS).index(name) + shift
     dtype, D, Dv = KINDS[number % len(KINDS)]
     given = arrays(QUERIES, KEYS, dtype, D, Dv)
@@ -140,7 +140,7 @@ def test_what_others_hold_does_not_matter(dtype: Any, D: int, causal: bool) -> N
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=lambda x: x.__name__)
 def test_offsets_that_change_on_the_device(dtype: Any) -> None:
-    """Calls of one signature read them anew, from other arrays or from the same."""
+    """Calls of one signature read them again, from other arrays or from the same."""
     total = sum(MANY)
     given = arrays([total], [total], dtype, 64, 64)
     shared = sent(np.zeros(len(MANY) + 1, np.int64))
@@ -157,7 +157,7 @@ def test_offsets_that_change_on_the_device(dtype: Any) -> None:
     "kinds", [("i4", "i4"), ("i4", "i8"), ("i8", "i4"), ("i2", "u4"), ("i8", "i8")], ids=str
 )
 def test_integers_of_any_size(kinds: tuple[str, str], dtype: Any) -> None:
-    """Each array has its own; calls of one signature read them anew."""
+    """Each array has its own; calls of one signature read them again."""
     given = arrays(QUERIES, KEYS, dtype, 64, 64)
     for turn in (1, -1, 1):
         queries, keys = QUERIES[::turn], KEYS[::turn]
@@ -172,7 +172,7 @@ def test_integers_of_any_size(kinds: tuple[str, str], dtype: Any) -> None:
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64], ids=lambda x: x.__name__)
 def test_a_graph_replays_other_offsets(kind: Any) -> None:
-    """Of a repeated call, which looks at nothing but addresses."""
+    """A repeated call looks at nothing but addresses."""
     total = sum(MANY)
     q, k, v, _ = arrays([total], [total], np.float16, 64, 64)
     ends = sent(np.cumsum([0, *MANY]).astype(kind))

@@ -105,7 +105,7 @@ SKIPPED = {(3, 0), (6, 0), (6, 1)}  # rows before the lengths: of page 0, and of
 
 
 def test_append_in_a_graph() -> None:
-    """A captured call appends behind the lengths that it finds at its replay."""
+    """A captured call appends after the lengths that it finds at its replay."""
     import cupy
 
     cache = [cupy.zeros((2, H, 9, n), np.float32) for n in (D, DV)]

@@ -33,7 +33,7 @@ pytestmark = [*needs_gpu, pytest.mark.usefixtures("on_hopper")]
     ],
 )
 def test_kinds_and_lists(name: str, Nq: int, Nk: int, D: int, Hkv: int, dtype: Any) -> None:
-    """Of both passes, from a workspace that begins poisoned; the same bits each time."""
+    """Both passes begin with a poisoned workspace, and repeat the same bits."""
     import cupy
 
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What tests of kernels share: a compiler, and a disk cache of their own."""
+"""Fixtures of the tests of kernels: a compiler, and a disk cache of their own."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tools.sass import nvdisasm
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give a test a cache of its own, and every warning anew."""
+    """Give a test a cache of its own, and every warning again."""
     monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
     cache._warn_once.cache_clear()
     return tmp_path / "cache"
@@ -19,7 +19,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def nvrtc(place: Path) -> Path:
-    """Skip without a compiler; compile anew, not into the user's cache."""
+    """Skip without a compiler; compile again, not into the user's cache."""
     tiny_kernel.need_compiler()
     return place
 

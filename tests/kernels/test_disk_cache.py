@@ -21,7 +21,7 @@ posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes are thos
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give each test a folder that is not there yet, and every warning anew."""
+    """Give each test a folder that is not there yet, and every warning again."""
     monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "outmost" / "outer" / "cache"))
     cache._warn_once.cache_clear()
     return tmp_path / "outmost" / "outer" / "cache"
@@ -229,7 +229,7 @@ def test_a_file_where_the_folder_should_be(place: Path) -> None:
     place.write_text("not a folder")
     with pytest.warns(RuntimeWarning, match="without the disk cache"):
         cache.write(INPUTS, BODY)
-    with cache.alone(INPUTS), cache.alone(INPUTS):  # nobody waits where nothing can be kept
+    with cache.alone(INPUTS), cache.alone(INPUTS):  # no process waits where nothing can be kept
         assert place.read_text() == "not a folder"
 
 

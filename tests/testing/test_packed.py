@@ -181,13 +181,13 @@ def has_ends(kind: str, case: AttentionCase) -> bool:
 
 
 def masked_out_nan(case: AttentionCase) -> bool:
-    """Whether a key holds NaN and the result none."""
+    """True if a key holds NaN and the result none."""
     out = reference.forward(case.q, case.k, case.v, **case.options).out
     return bool(np.isnan(case.k.astype(float)).any() and np.isfinite(out).all() and out.any())
 
 
 def attended_nan(case: AttentionCase) -> bool:
-    """Whether some rows of the result are NaN, and some are not."""
+    """True if some rows of the result are NaN, and some are not."""
     rows = np.isnan(reference.forward(case.q, case.k, case.v, **case.options).out)
     return bool(rows.any() and not rows.all())
 

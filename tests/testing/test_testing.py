@@ -320,7 +320,7 @@ def has_dtype(dtype: Any, case: AttentionCase) -> bool:
 
 
 def masked_out_nan(case: AttentionCase) -> bool:
-    """Whether a key holds NaN and the result none."""
+    """True if a key holds NaN and the result none."""
     out = reference.forward(case.q, case.k, case.v, **case.options).out
     return bool(np.isnan(case.k.astype(float)).any() and np.isfinite(out).all() and out.any())
 

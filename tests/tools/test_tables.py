@@ -48,7 +48,7 @@ def test_a_new_result_makes_pages_stale_and_writing_repairs_them(
     machine = MACHINE | {"processor": "A CPU", "threads": 2, "numpy": "2", "llvm": "20"}
     del machine["gpu"]
     text = json.dumps({"machine": machine, "rows": rows})
-    (results / "cpu_of_somebody.json").write_text(text, encoding="utf-8")
+    (results / "cpu_of_another.json").write_text(text, encoding="utf-8")
     monkeypatch.setattr(performance_tables, "RESULTS", results)
     for page in performance_tables.PAGES:
         shutil.copy(pages.DOCS / page, tmp_path)

@@ -1,4 +1,4 @@
-"""What the NumPy backend really loads and stores is what is counted and modelled."""
+"""The NumPy backend loads and stores what is counted and modelled."""
 
 import threading
 from functools import partial

@@ -16,11 +16,11 @@ PAGE = mmap.PAGESIZE
 
 @pytest.fixture
 def guarded() -> Iterator[Callable[[Array, bool], Array]]:
-    """Copy arrays to memory whose next page, behind or before it, may not be touched."""
+    """Copy arrays to memory whose next page, after or before it, may not be touched."""
     library = ctypes.CDLL(None, use_errno=True)
     held: list[mmap.mmap] = []
 
-    def copied(x: Array, behind: bool) -> Array:
+    def copied(x: Array, at_end: bool) -> Array:
         pages = max(1, -(-x.nbytes // PAGE))
         memory = mmap.mmap(-1, (pages + 2) * PAGE)
         held.append(memory)
@@ -28,7 +28,7 @@ def guarded() -> Iterator[Callable[[Array, bool], Array]]:
         start = whole.ctypes.data
         for page in (start, start + (pages + 1) * PAGE):
             assert not library.mprotect(ctypes.c_void_p(page), PAGE, 0)
-        first = (pages + 1) * PAGE - x.nbytes if behind else PAGE
+        first = (pages + 1) * PAGE - x.nbytes if at_end else PAGE
         found = whole[first : first + x.nbytes].view(x.dtype).reshape(x.shape)
         found[...] = x
         return found

@@ -245,7 +245,7 @@ def test_gradient_of_a_bias_that_usual_and_other_heads_share(shape: tuple[int, .
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
-@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -259,21 +259,21 @@ def test_nothing_beside_an_array_is_touched(
     sizes: Sizes,
     chosen: dict[str, Any],
     dtype: Any,
-    behind: bool,
+    at_end: bool,
 ) -> None:
     """A read or write past either end of an operand ends the process."""
     given = normal(sizes, dtype)
     expected = both("llvm", given, **chosen)
-    placed = tuple(guarded(x, behind) for x in given)
+    placed = tuple(guarded(x, at_end) for x in given)
     there: dict[str, Any] = {
-        n: guarded(x, behind) if isinstance(x, np.ndarray) else x for n, x in chosen.items()
+        n: guarded(x, at_end) if isinstance(x, np.ndarray) else x for n, x in chosen.items()
     }
     if "aux" in chosen:
-        there["aux"] = tuple(guarded(x, behind) for x in chosen["aux"])
+        there["aux"] = tuple(guarded(x, at_end) for x in chosen["aux"])
     q, k, v, dout = placed
-    out = guarded(np.empty_like(expected[0].out), behind)
+    out = guarded(np.empty_like(expected[0].out), at_end)
     attention = tileattn.forward(q, k, v, backend="llvm", out=out, **there)
-    lse = guarded(attention.lse, behind)
+    lse = guarded(attention.lse, at_end)
     grads = tileattn.backward(dout, q, k, v, out, lse, backend="llvm", **there)
     assert bits((attention, grads)) == bits(expected)
 

@@ -62,7 +62,7 @@ def both_passes() -> list[bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_an_interrupt_at_any_bytecode_leaves_nothing_behind(first: bool) -> None:
-    """Of the first call of its kind, or of a later one."""
+    """Interrupt the first call of its kind, or a later one."""
     expected: list[bytes] = forward()
     others: list[list[bytes]] = []
     step = 0

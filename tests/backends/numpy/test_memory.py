@@ -1,4 +1,4 @@
-"""What makes NumPy fast: scores that need no maximum, loads that copy nothing, one more column."""
+"""The NumPy backend's shortcuts: scores that need no maximum, and one more column in products."""
 
 import math
 import threading

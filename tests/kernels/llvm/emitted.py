@@ -24,7 +24,7 @@ on_targets = pytest.mark.parametrize(
 
 
 _engines: dict[tuple[str, Target], Any] = {}
-"""What is compiled: the same code once."""
+"""Compiled functions: the same code is compiled once."""
 
 
 def call(target: Target, dtype: str, body: Callable[..., None], *arguments: Any) -> None:

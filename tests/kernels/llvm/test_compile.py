@@ -112,7 +112,7 @@ def test_code_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.Monk
     compiling.functions.cache_clear()
     first = compiling.functions(given)
     assert len(cache.entries()) == 1
-    monkeypatch.setattr(compiling, "object_code", None)  # nobody compiles again
+    monkeypatch.setattr(compiling, "object_code", None)  # nothing is compiled again
     compiling.functions.cache_clear()
     assert len(compiling.functions(given)) == len(first) == 1
     compiling.functions.cache_clear()

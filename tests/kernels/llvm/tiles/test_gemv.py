@@ -77,7 +77,7 @@ def test_dot_products(target: Target, dtype: Any) -> None:
 @dtypes
 @on_targets
 def test_weighted_sums(target: Target, dtype: Any, masked: bool) -> None:
-    """In a masked product NaN stands where nobody looks."""
+    """In a masked product, masked-out elements are NaN."""
     skip_without_half(dtype, target)
     sums = accum_dtype(dtype)
     lanes = target.vector_bytes // sums.itemsize
