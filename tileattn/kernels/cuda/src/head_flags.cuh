@@ -3,10 +3,10 @@
 
 #include "sequence.cuh"
 
-// Flags of a key head of one sequence. backward_preprocess sets NON_FINITE if an input or result is not
-// finite, and LARGE_SCORES if scores are so large that the logsumexp is too coarse. Hopper's kernels and
-// paired CTAs skip such heads, and set FAILED if a gradient is not finite: then generic kernels compute the
-// head. The same flags are in context.py.
+// Flags of a key head of one sequence. backward_preprocess sets NON_FINITE if lse or delta of a row is not
+// finite, and LARGE_SCORES if scores are so large that the logsumexp is too coarse. Generic kernels also set
+// NON_FINITE if dQ is not finite. Hopper's kernels and paired CTAs skip flagged heads, and set FAILED if a
+// gradient is not finite: then generic kernels compute the head. The same flags are in context.py.
 constexpr u32 NON_FINITE = 1, LARGE_SCORES = 2, KNOWN = NON_FINITE | LARGE_SCORES, FAILED = 4;
 __device__ inline u32& head_flags(const Params& p, i64 b, i64 kv) {
     return p.head_flags[b * p.Hkv + kv];
