@@ -124,4 +124,6 @@ def test_ranks_that_disagree_on_rates() -> None:
 
     for error in on_ranks(2, run):
         assert isinstance(error, ValueError)
-        assert str(error).startswith("rates is Rates(flops=1000000001.0")
+        assert str(error).startswith(
+            "rates must be the same on all ranks; got Rates(flops=1000000001.0"
+        )

@@ -182,8 +182,10 @@ def test_ranks_agree_on_the_gradients_of_captured_tensors() -> None:
 
         return distributed_attention(q, k, v, comm, score_mod=captures)
 
-    message = "what requires a gradient is aux on rank 1, and nothing on rank 0; all ranks give the"
-    assert messages(run) == [f"ValueError: {message} same"] * 2
+    message = (
+        "what requires a gradient must be the same on all ranks; got aux on rank 1, and nothing"
+    )
+    assert messages(run) == [f"ValueError: {message} on rank 0"] * 2
 
 
 def test_ranks_return_the_same() -> None:
@@ -191,7 +193,7 @@ def test_ranks_return_the_same() -> None:
         q, k, v = (drawn(torch.float32)[name] for name in "qkv")
         return distributed_attention(q, k, v, comm, return_lse=comm.rank == 1)
 
-    message = "return_lse is True on rank 1, and False on rank 0; all ranks give the same"
+    message = "return_lse must be the same on all ranks; got True on rank 1, and False on rank 0"
     assert messages(run) == [f"ValueError: {message}"] * 2
 
 
@@ -219,8 +221,8 @@ def test_ranks_need_the_same_gradients() -> None:
         q, k, v = (drawn(torch.float32)[name] for name in "qkv")
         return distributed_attention(q.requires_grad_(comm.rank == 1), k, v, comm)
 
-    message = "what requires a gradient is q on rank 1, and nothing on rank 0; all ranks give the"
-    assert messages(run) == [f"ValueError: {message} same"] * 2
+    message = "what requires a gradient must be the same on all ranks; got q on rank 1, and nothing"
+    assert messages(run) == [f"ValueError: {message} on rank 0"] * 2
 
 
 class Elsewhere(torch.Tensor):  # type: ignore[misc,name-defined]  # untyped

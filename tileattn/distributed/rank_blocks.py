@@ -41,9 +41,7 @@ class RankBlocks:
         self.rank, self._rows, self._only_order = rank, rows, only_order
         self._segments = [x for x in q_layout.segments(rank) if x.start != x.stop]
         self._end = q_layout.length_of(rank)
-        self.options: dict[
-            tuple[int, int, int, int], dict[str, Any]
-        ] = {}  # of blocks, by their ends
+        self.options: dict[Any, dict[str, Any]] = {}  # options of blocks by their ends
         self._of_sources: dict[int, Blocks] = {}
 
     def of(self, source: int) -> Blocks:

@@ -98,7 +98,7 @@ def test_an_error_of_all_ranks_leaves_the_communicator_usable() -> None:
         return first, second, message_of(lambda: dist.forward(Q, K, V, comm, backend="numpy"))
 
     for differ, refused, third in on_ranks(RANKS, run):
-        assert differ.startswith("ValueError: scale ")
+        assert differ.startswith("ValueError: scale must be the same on all ranks")
         assert refused.startswith("ValueError: v must have the length of k, ")
         assert third == "returned"
 

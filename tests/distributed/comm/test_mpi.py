@@ -106,7 +106,7 @@ def test_the_example_of_a_long_sequence(window: tuple[str, ...]) -> None:
 
 
 def test_ranks_that_disagree() -> None:
-    message = "dtype is float16 on rank 1, and float32 on rank 0; all ranks give the same"
+    message = "dtype must be the same on all ranks; got float16 on rank 1, and float32 on rank 0"
     printed = on_ranks(2, "-c", FAILING).replace("\n\n", "\n").split("\n")
     assert printed == [f"ValueError: {message}"] * 2 + [""]
 

@@ -131,7 +131,7 @@ def hold(dtype: Any, attention: Attention | None, grads: Gradients) -> None:
 
 def test_ranks_that_disagree_and_one_that_does_not_answer(tmp_path: Path) -> None:
     first, second = on_ranks(2, failures, tmp_path / "store")
-    message = "dtype is float16 on rank 1, and float32 on rank 0; all ranks give the same"
+    message = "dtype must be the same on all ranks; got float16 on rank 1, and float32 on rank 0"
     assert [first[0], *second] == [f"ValueError: {message}"] * 2
     assert first[1].startswith("TimeoutError: waited 0.2 s for rank 1 to send; it has failed, or")
     assert first[2].startswith("RuntimeError: comm must be a new communicator: an earlier call on ")
@@ -145,7 +145,9 @@ def test_a_group_of_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError(f"there is none for {device}")
 
     monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "nccl")
-    with pytest.raises(ValueError, match="comm is a process group of nccl; one of gloo is accepte"):
+    with pytest.raises(
+        ValueError, match=r"comm must be a process group of gloo, .* got one of nccl"
+    ):
         communicator(OfGpu(0, 1), 1.0)
 
 

@@ -69,8 +69,8 @@ def same(found: list[Facts]) -> None:
             other = facts.get(name, "None")
             if other != first:
                 raise ValueError(
-                    f"{name} is {other} on rank {rank}, and {first} on rank 0; all ranks give the "
-                    "same"
+                    f"{name} must be the same on all ranks; got {other} on rank {rank}, "
+                    f"and {first} on rank 0"
                 )
 
 

@@ -157,9 +157,8 @@ def state_of(comm: Any) -> State:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(comm, mpi.Comm):
         return _state_by_identity(comm)
-    found: State | None = comm.Get_attr(
-        _attribute()
-    )  # Python objects of one MPI communicator may differ
+    # Two Python objects may stand for one MPI communicator.
+    found: State | None = comm.Get_attr(_attribute())
     if found is None:
         comm.Set_attr(_attribute(), found := State())
     return found

@@ -10,13 +10,9 @@ import numpy as np
 from tileattn.distributed.comm.failures import wait
 from tileattn.distributed.comm.protocol import Array, Transfer, as_bytes, pickled, too_long
 
-_NAPS = 20e-6, 1e-3  # minimum and maximum seconds between two tests of a request
-
-
+_EAGER = 1000  # tests of a request before the first nap
+_NAPS = 20e-6, 1e-3  # shortest and longest nap in seconds
 _SHARE = 0.01  # nap relative to the time waited so far: long waits free the core
-
-
-_EAGER = 1000  # tests before the first nap
 
 
 class MPI:

@@ -231,31 +231,26 @@ class TorchNccl(_Nccl):
             yield
 
 
-def of_cupy(comm: Any, timeout: float) -> CupyNccl:
+def of_cupy(comm: Any, timeout: float) -> _Nccl:
     """Return the wrapper of a communicator, the same each time."""
-    found = _of_cupy(comm)
-    found.timeout = timeout
-    return found
+    return _with_timeout(CupyNccl, comm, timeout)
 
 
 def of_torch(group: Any, timeout: float) -> _Nccl:
     """Return the wrapper of a process group, the same each time."""
     comm = _comm_of(group, timeout)
-    if comm is not None:
-        return of_cupy(comm, timeout)
-    found = _of_torch(group)
+    return _with_timeout(TorchNccl, group, timeout) if comm is None else of_cupy(comm, timeout)
+
+
+def _with_timeout(kind: type[_Nccl], comm: Any, timeout: float) -> _Nccl:
+    found = _wrapper(kind, comm)
     found.timeout = timeout
     return found
 
 
-@functools.lru_cache(maxsize=16)
-def _of_cupy(comm: Any) -> CupyNccl:
-    return CupyNccl(comm, TIMEOUT)
-
-
-@functools.lru_cache(maxsize=16)
-def _of_torch(group: Any) -> TorchNccl:
-    return TorchNccl(group, TIMEOUT)
+@functools.lru_cache(maxsize=32)
+def _wrapper(kind: Any, comm: Any) -> Any:
+    return kind(comm, TIMEOUT)
 
 
 _comms = WeakKeyDictionary[Any, Any]()  # by process group

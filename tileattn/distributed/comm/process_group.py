@@ -74,8 +74,8 @@ class ProcessGroup:
             name = torch.distributed.get_backend(self._group)
         if name != "gloo":
             raise ValueError(
-                f"comm is a process group of {name}; one of gloo is accepted, which sends arrays "
-                "of the CPU (torch.distributed.new_group(backend='gloo') makes one)"
+                "comm must be a process group of gloo, which sends arrays on the CPU "
+                f"(torch.distributed.new_group(backend='gloo') creates one); got one of {name}"
             )
 
 

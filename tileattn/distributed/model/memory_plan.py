@@ -175,14 +175,10 @@ class PassPlanner:
         is_copied = self._n == 1 and P.B > 1 and hk < P.Hkv
         steps = min(self._ring, 3) - 1  # in which another rank's keys are present or arriving
         found = max(keys * (is_copied + min(steps, 1)), keys * steps)
-        if (
-            self._backward
-        ):  # this rank's gradients, the pair being summed and the pair being received
+        if self._backward:  # this rank's gradients, the pair being summed, and the next one
             pairs = 1 if self._ring == 1 else 3 + (plan.ahead and plan.groups > 1)
             found += pairs * self._pair(hk, self._keys, self._wide)
-        parts = (
-            self._ring if plan.only_order else 3
-        )  # key parts over which results are summed, at least
+        parts = self._ring if plan.only_order else 3  # minimum key parts of a sum
         return found + self._sums(hq, parts) + self._block(hq, hk, plan)
 
     def _gather_buffers(self, hq: int, hk: int, plan: Plan) -> int:

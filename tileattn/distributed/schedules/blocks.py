@@ -139,6 +139,13 @@ class Sums:
         return total
 
 
+def zero_sums(call: Call, keys: int) -> Pair:
+    """Return sums of dk and dv for some number of keys."""
+    P, xp = call.problem, library(call.operands.k)
+    dk, dv = (xp.zeros((P.B, P.Hkv, keys, n), call.sums) for n in (P.D, P.Dv))
+    return dk, dv
+
+
 def _rows_of_keys(call: Call, k: Array, v: Array, c: Segment) -> Pair:
     """Return the keys and values of a block in the form of its calls."""
     some_k, some_v = (keys_of(call.wide(x[..., c.rows, :]), call) for x in (k, v))

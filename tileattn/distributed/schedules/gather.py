@@ -17,7 +17,7 @@ from tileattn.distributed.arrays import library
 from tileattn.distributed.call import Call
 from tileattn.distributed.comm.failures import wait
 from tileattn.distributed.comm.protocol import Transfer
-from tileattn.distributed.schedules.blocks import Pair, Sums, attend
+from tileattn.distributed.schedules.blocks import Pair, Sums, attend, zero_sums
 from tileattn.distributed.schedules.parts import GradientPart, RowPart
 
 Array = NDArray[Any]
@@ -42,7 +42,9 @@ def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
         call, dq = part.call, part.room()
         sums = Sums(_whole(call), part.upstream, part.wrt, dq, part.parameters)
         for source, pair in keys.arrived():
-            found = sums.of_keys(source, *pair, partial(_zeros, call))
+            found = sums.of_keys(
+                source, *pair, partial(zero_sums, call, call.blocks.k_layout.length)
+            )
             del pair
         sums.finish()
         own = _scattered(call, found)
@@ -141,16 +143,6 @@ def _scattered(call: Call, found: Pair) -> Pair:
 
 def _of_rank(call: Call, pair: Pair, rank: int) -> Pair:
     dk, dv = (call.blocks.k_layout.take(x, rank, axis=2) for x in pair)
-    return dk, dv
-
-
-def _zeros(call: Call) -> Pair:
-    """Give sums for all keys."""
-    P, length = call.problem, call.blocks.k_layout.length
-    dk, dv = (
-        library(call.operands.k).zeros((P.B, P.Hkv, length, columns), call.sums)
-        for columns in (P.D, P.Dv)
-    )
     return dk, dv
 
 

@@ -18,8 +18,8 @@ def check_divisible(schedule: Schedule, Hkv: int, ranks: int) -> None:
     """Raise if a schedule does not support these numbers of key heads and ranks."""
     reason = why_not(schedule, Hkv, ranks)
     if reason is not None:
-        others = "".join(f", and {other}" for other in combinations(Hkv, ranks))
-        raise ValueError(f"schedule is {schedule!r}: {reason}; schedule='ring' is accepted{others}")
+        others = "".join(f" or {other}" for other in combinations(Hkv, ranks))
+        raise ValueError(f"schedule must be 'ring'{others}; got {schedule!r}, but {reason}")
 
 
 def why_not(schedule: Schedule, Hkv: int, ranks: int) -> str | None:

@@ -17,7 +17,7 @@ from tileattn.distributed.arrays import add_narrow, library
 from tileattn.distributed.call import Call
 from tileattn.distributed.comm.failures import wait
 from tileattn.distributed.comm.protocol import Transfer
-from tileattn.distributed.schedules.blocks import Pair, Sums, attend
+from tileattn.distributed.schedules.blocks import Pair, Sums, attend, zero_sums
 from tileattn.distributed.schedules.parts import GradientPart, RowPart
 
 _KEYS, _GRADIENTS, _RETURNED = 0, 2, 4  # tags; each has one for k and one for v
@@ -96,11 +96,7 @@ class _Gradients:
         self._wait()
         found, self._earlier = self._earlier, None
         if found is None:
-            x, n = self._call.operands, self._call.blocks.k_layout.length_of(source)
-            dk, dv = (
-                library(a).zeros((*a.shape[:2], n, a.shape[3]), self._call.sums) for a in (x.k, x.v)
-            )
-            found = dk, dv
+            found = zero_sums(self._call, self._call.blocks.k_layout.length_of(source))
         return found
 
     def pass_on(self, step: int, source: int, found: Pair | None) -> None:
