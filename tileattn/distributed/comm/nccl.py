@@ -242,8 +242,8 @@ def of_torch(group: Any, timeout: float) -> _Nccl:
     return _with_timeout(TorchNccl, group, timeout) if comm is None else of_cupy(comm, timeout)
 
 
-def _with_timeout(kind: type[_Nccl], comm: Any, timeout: float) -> _Nccl:
-    found = _wrapper(kind, comm)
+def _with_timeout(kind: Any, comm: Any, timeout: float) -> _Nccl:
+    found: _Nccl = _wrapper(kind, comm)
     found.timeout = timeout
     return found
 
