@@ -10,6 +10,7 @@ import pytest
 from tests.kernels.cuda.plan.planning import A100, H200, asked
 from tileattn.call.problem import Problem
 from tileattn.expressions.functions import mask_expression, score_expression
+from tileattn.kernels.cuda.families.size_class import size_class
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.kind_plan import KindPlan
 from tileattn.kernels.cuda.plan.layout import CallLayout, contiguous, contiguous_inputs
@@ -87,7 +88,8 @@ def test_numbers_beyond_the_size_class_do_not_decide_about_kernels(
         for problem, layout in cases("bfloat16", options, bounded, dims):
             plan, arrays = planned(problem, layout, device, direction)
             kind = plan.kind
-            earlier = known.setdefault((device, kind.kind, kind.size_class, kind.context), kind)
+            sizes = size_class(problem, device.tuning, device.sm_count)
+            earlier = known.setdefault((device, kind.kind, sizes, kind.context), kind)
             reused += earlier is not kind
             assert kind == earlier
             assert fill(earlier, problem.numbers, arrays) == plan

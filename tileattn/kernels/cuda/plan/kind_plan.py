@@ -19,10 +19,8 @@ from tileattn.kernels.cuda.families.size_class import (
     FEW_ROWS,
     MOST_ROWS,
     WHOLE,
-    SizeClass,
     has_keys,
     has_queries,
-    size_class,
 )
 from tileattn.kernels.cuda.families.tile_lists import classify_launch, list_launches
 from tileattn.kernels.cuda.plan.aux_gradient import learned_arrays
@@ -45,15 +43,13 @@ _GENERIC_TILE = (128, 128)  # tile by which generic kernels skip what a mask_mod
 class KindPlan:
     """What a pass launches, whatever the numbers of the call are.
 
-    Calls of the same ``kind``, ``size_class``, ``context`` and ``device`` share it.
+    Calls of the same kind, context, device and `size_class` share it:
     `tileattn.kernels.cuda.plan.plan.fill` makes a `LaunchPlan` of it and the numbers of a call.
 
     Parameters
     ----------
     kind : Kind
         dtype, head dimensions, options, expressions.
-    size_class : SizeClass
-        What the numbers decide about kernels.
     context : LaunchContext
         What the arrays decide about kernels: alignments, dtypes, text of the functions.
     device : Device
@@ -73,7 +69,6 @@ class KindPlan:
     """
 
     kind: Kind
-    size_class: SizeClass
     context: LaunchContext
     device: Device
     direction: Literal["forward", "backward"]
@@ -143,11 +138,8 @@ def _kind_plan(
         few = any(launch.traits.persistent for launch in launches)
         fields["split_keys"] = split_keys or WHOLE
         fields["max_split_rows"] = FEW_ROWS if few else MOST_ROWS
-    sizes = size_class(P, device.tuning, device.sm_count)
     own = tuple(launches)
-    return KindPlan(
-        *(P.kind, sizes, context, device, direction, own, classifying, fields, functions, tile)
-    )
+    return KindPlan(P.kind, context, device, direction, own, classifying, fields, functions, tile)
 
 
 def launch_context(problem: Problem, layout: CallLayout, device: Device) -> LaunchContext:
