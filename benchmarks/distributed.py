@@ -1,4 +1,4 @@
-"""Speed of ranks that share a sequence, beside one rank, in one run.
+"""Speed of ranks that share a sequence, with one rank as baseline in the same run.
 
     mpiexec -n 4 python -m tileattn bench distributed
     torchrun --nproc-per-node 4 -m tileattn bench distributed --quick
@@ -39,7 +39,7 @@ SCHEDULES |= {f"heads-{n}": ("heads", n) for n in (2, 4)}
 LAYOUTS, KINDS = ("contiguous", "zigzag"), ("forward", "both")
 LENGTHS, QUICK_LENGTHS = (4096, 16384), (512,)
 LEAST_ROUNDS, MOST_ROUNDS = 3, 50
-TIMEOUT = 3600.0  # seconds; so long may the call on one rank take
+TIMEOUT = 3600.0  # seconds that ranks wait for the call on one rank
 HOW = (
     "there is one rank, and nothing to share: start several by `mpiexec -n 2 python -m tileattn "
     "bench distributed` or `torchrun --nproc-per-node 2 -m tileattn bench distributed`"
@@ -56,20 +56,20 @@ class Bench(NamedTuple):
     schedules: list[str]
 
     def shortest(self, call: Call) -> float:
-        """Shortest seconds of a call that all ranks make; each round is that of its slowest."""
+        """Return the least seconds of a call; a round takes as long as its slowest rank."""
         taken = [max(self._round(call)) for _ in range(2)][1]  # the first one warms up
         rounds = min(max(int(self.seconds / taken), LEAST_ROUNDS), MOST_ROUNDS)
         return min(max(self._round(call)) for _ in range(rounds))
 
     def _round(self, call: Call) -> list[float]:
-        self.comm.gather(None)  # all begin together
+        self.comm.gather(None)  # all start together
         start = time.perf_counter()
         call()
         return self.comm.gather(time.perf_counter() - start)
 
 
 def started() -> Communicator | None:
-    """Find the ranks: those of torchrun, else of MPI; none where neither has started any."""
+    """Return the ranks of torchrun, else of MPI; None if neither has started any."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         import torch.distributed
 
@@ -85,14 +85,14 @@ def started() -> Communicator | None:
 
 
 def share_cores(comm: Communicator) -> None:
-    """Return each rank its part of the cores of its host."""
+    """Give each rank its part of the cores of its host."""
     hosts = comm.gather(platform.node())
     cores = threads.worker_count.__wrapped__() // hosts.count(platform.node())
     os.environ.setdefault("TILEATTN_NUM_THREADS", str(max(1, cores)))
 
 
 def call_of(kind: str, forward: Callable[[], Any], backward: Callable[..., Any], dout: Any) -> Call:
-    """Make a call of a forward pass, or of both."""
+    """Return a function that runs the forward pass, or both passes."""
     if kind == "forward":
         return forward
     return lambda: backward(dout, *forward())
@@ -127,7 +127,7 @@ def measured(bench: Bench, one: Configuration) -> Iterator[Row]:
 def shared(
     bench: Bench, one: Configuration, schedule: str, name: str, arrays: tuple[Any, ...]
 ) -> Call:
-    """Make the call of this rank."""
+    """Return the call of this rank."""
     comm, N = bench.comm, one.N
     cuts = np.diff(np.arange(comm.size + 1) * N // comm.size).tolist()
     zigzag = name == "zigzag"

@@ -1,4 +1,4 @@
-"""Speed of ranks with a GPU each that share a sequence, beside one GPU, in one run.
+"""Speed of GPUs that share a sequence, with one GPU as baseline in the same run.
 
     torchrun --nproc-per-node 2 -m tileattn bench distributed_gpu
 
@@ -31,7 +31,7 @@ from tileattn.distributed.comm.connect import communicator
 from tileattn.distributed.comm.protocol import Communicator
 
 SCHEDULES = "ring", "heads", "gather", "auto"
-SIZES = (131_072, None), (32_768, 2)  # tokens, and heads of k
+SIZES = (131_072, None), (32_768, 2)  # tokens, and key heads
 TIMEOUT = 120.0
 HOW = "start it on several GPUs: torchrun --nproc-per-node 2 -m tileattn bench distributed_gpu"
 
@@ -45,7 +45,7 @@ class Bench(NamedTuple):
     least_ms: float
 
     def median(self, call: Callable[[], Any]) -> float:
-        """Milliseconds of a call: the median of rounds, of the slowest rank each."""
+        """Return the milliseconds of a call: the median over rounds of the slowest rank."""
         import cupy
 
         call()
@@ -55,7 +55,7 @@ class Bench(NamedTuple):
         found = []
         for _ in range(self.rounds):
             cupy.cuda.get_current_stream().synchronize()
-            self.link.gather(None)  # all begin together
+            self.link.gather(None)  # all start together
             found.append(max(self.link.gather(_milliseconds(call, count))))
         return float(np.median(found))
 
@@ -80,7 +80,7 @@ def _call(
 
 
 def _alone(one: Configuration, arrays: list[Any]) -> Callable[[], Any]:
-    """Make the call of one GPU."""
+    """Return the call of one GPU."""
     (q, k, v, dout), options = arrays, one.mask.options()
 
     def gradients(dout: Any, out: Any, lse: Any) -> Any:
@@ -90,15 +90,15 @@ def _alone(one: Configuration, arrays: list[Any]) -> Callable[[], Any]:
 
 
 def _inputs(one: Configuration, arrays: list[Any]) -> list[Any]:
-    """Leave out the upstream gradient, the last, of a forward pass."""
+    """Drop the last array, the upstream gradient, for a forward pass."""
     return arrays[:3] if one.kind == "forward" else arrays
 
 
 def _held(bench: Bench, call: Callable[[], Any], inputs: list[Any]) -> float:
-    """Return the MiB that a rank holds at most in a call, its inputs included."""
+    """Return the peak MiB of a rank in a call, with its inputs."""
     import cupy
 
-    pool = cupy.cuda.MemoryPool()  # which keeps all that it was ever asked for at a time
+    pool = cupy.cuda.MemoryPool()  # its size is the peak
     with cupy.cuda.using_allocator(pool.malloc):
         call()
         cupy.cuda.get_current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""The choice of a schedule, and what is said about it."""
+"""Predictions of schedules, with ranks and on paper, and the choice of one."""
 
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +21,7 @@ def on_paper(**options: Any) -> Prediction:
 
 @pytest.mark.parametrize("mask", [{"causal": True}, {"window": (47, 0)}, {"window": (None, 47)}])
 def test_ranks_say_what_is_said_on_paper(mask: dict[str, Any]) -> None:
-    """Also of windows that hide no key."""
+    """Windows that mask nothing for one rank are included."""
     rates = Rates(1e9, Link(1e-6, 1e8))
     bias = np.zeros((4, 48, 48))
     options: dict[str, Any] = mask | {"layout": Layout.striped(48, RANKS, 5)}

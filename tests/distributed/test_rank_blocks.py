@@ -1,4 +1,4 @@
-"""Blocks of tokens that are no neighbours in the sequence, and calls of some query heads."""
+"""Blocks that join tokens which are not adjacent, and calls of some query heads."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ SIDES = st.none() | st.integers(0, 20)
 
 
 def visible(where: Visibility, Nq: int, Nk: int) -> Any:
-    """Each pair of query and key of each batch entry; shape (B, Nq, Nk)."""
+    """Return which pairs of each batch entry are visible; shape (B, Nq, Nk)."""
     left, right = where.window
     keys = np.arange(Nk)
     at = np.arange(Nq)[:, np.newaxis] + where.q_offset[:, np.newaxis, np.newaxis]
@@ -56,6 +56,6 @@ def test_ranks_and_pairs_are_those_of_the_mask(
 
 
 def hull(where: Visibility, queries: Layout, keys: Layout, rank: int, source: int) -> bool:
-    """Whether some block of two ranks has a visible pair, as blocks are computed."""
+    """True if some block of two ranks has a visible pair."""
     blocks = product(queries.segments(rank), keys.segments(source))
     return any(where.block(a, c) for a, c in blocks)

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: the protocol of messages without MPI."""
+"""Ranks that are threads of one process; messages are queues."""
 
 import threading
 from collections import defaultdict
@@ -13,7 +13,7 @@ PATIENCE = 60.0
 
 
 class World:
-    """What the ranks share."""
+    """State that the ranks share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -30,7 +30,7 @@ class World:
 
 
 class Rank:
-    """One of them."""
+    """A communicator of one thread."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
@@ -77,7 +77,7 @@ class Received:
 
 
 def on_ranks(size: int, run: Callable[[Rank], Any], *, all_received: bool = True) -> list[Any]:
-    """Run a function on every rank; give what each returned or raised."""
+    """Run a function on every rank; return what each returns or raises."""
     world, found = World(size), list[Any]([None] * size)
 
     def work(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""A call that fails between its messages: what is posted is kept, and the next call says so."""
+"""Calls that fail between their messages: arrays are kept, and the next call raises."""
 
 import gc
 import math
@@ -28,7 +28,7 @@ HERE = threading.local()
 
 
 class Failing(NumpyBackend):
-    """One that fails on a rank that asks for it."""
+    """A backend that fails on ranks that set ``HERE.fails``."""
 
     name = "failing"
 
@@ -66,7 +66,7 @@ def message_of(call: Callable[[], Any]) -> str:
     [("ring", "forward"), ("ring", "backward"), ("gather", "backward"), ("heads", "forward")],
 )
 def test_a_communicator_is_not_used_after_a_call_that_failed(schedule: str, name: str) -> None:
-    """Neither on the rank that failed, nor on one that waited for it; a new one is."""
+    """Neither the rank that failed nor one that waited for it uses it; a new one works."""
     fresh = World(RANKS)
 
     def run(comm: Rank) -> Any:
@@ -104,7 +104,7 @@ def test_an_error_of_all_ranks_leaves_the_communicator_usable() -> None:
 
 
 class Posted:
-    """A request of MPI's that is over when it is told so."""
+    """An MPI request that completes if ``over`` is set."""
 
     def __init__(self, x: Any) -> None:
         self.x, self.cancelled, self.over = x, False, False
@@ -117,7 +117,7 @@ class Posted:
 
 
 class Comm:
-    """A communicator of MPI's, no message of which is ever over."""
+    """An MPI communicator whose messages never complete."""
 
     def __init__(self) -> None:
         self.posted: list[Posted] = []
@@ -138,11 +138,11 @@ class Comm:
         return self.Irecv((own, every), 0, 0)
 
     def allgather(self, x: Any) -> None:
-        """As MPI has it."""
+        """Exist, as in mpi4py."""
 
 
 def test_arrays_of_messages_live_until_these_are_over() -> None:
-    """Also those of a message that no rank waits for: a call may fail before it does."""
+    """Messages that no rank has waited for are included."""
     comm = Comm()
     link = communicator(comm, 0.01)
     arrays = [np.zeros(64) for _ in range(3)]
@@ -193,7 +193,7 @@ def test_nothing_is_kept_of_a_call_that_has_ended() -> None:
 
 @dataclass
 class Unhashable(Rank):
-    """One that equals others of its rank."""
+    """A communicator that equals others with its rank."""
 
     world: World
     rank: int
@@ -216,7 +216,7 @@ def test_communicators_need_not_be_hashable() -> None:
 
 
 class Slotted:
-    """A communicator that no weak reference can be made to."""
+    """A communicator without weak references."""
 
     __slots__ = ("gather", "rank", "receive", "send", "size", "together")
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_cancelled_is_kept_and_fails_no_other_call() -> None:
 
 
 class Ended(Rank):
-    """One that has been ended, and cannot be ended again."""
+    """A communicator that cannot be aborted again."""
 
     def give_up(self) -> None:
         raise ArithmeticError("it has been ended")

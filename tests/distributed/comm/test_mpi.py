@@ -1,4 +1,4 @@
-"""The same through MPI, with processes."""
+"""Ranks that are processes, with MPI."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What ranks with GPUs do around NCCL, with none here: when messages begin, and between whom."""
+"""Streams and communicators around NCCL, with mocks of CuPy and PyTorch."""
 
 import gc
 import sys
@@ -14,7 +14,7 @@ ID = (1, 2)
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """A CuPy whose streams say what they wait for, by the names of their events."""
+    """Return a mock of CuPy whose events have names."""
     names = iter(range(100))
     cupy = MagicMock()
     cupy.cuda.Event.side_effect = lambda **_: f"event {next(names)}"

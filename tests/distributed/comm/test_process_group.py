@@ -1,4 +1,4 @@
-"""The same through a process group of PyTorch, with processes."""
+"""Ranks that are processes, with a process group of PyTorch."""
 
 import multiprocessing
 import os
@@ -39,7 +39,7 @@ CASES: tuple[tuple[Any, Any], ...] = (
 
 
 def results(group: Any) -> list[Any]:
-    """Both passes of this rank by several schedules, in two dtypes."""
+    """Run both passes on this rank by several schedules, in two dtypes."""
     found = []
     for dtype, name in CASES:
         layout = Layout.zigzag(N, group.size())
@@ -61,7 +61,7 @@ def message_of(call: Callable[[], Any]) -> str:
 
 
 def failures(group: Any) -> list[str]:
-    """What ranks say that disagree, then of one that fails: the first waits, the last has ended."""
+    """Return the errors of ranks that disagree, then of a rank whose peer has ended."""
     q, k, v, _ = drawn()
     own = np.dtype(np.float16 if group.rank() == 1 else np.float32)
     differ = [x.astype(own) for x in (q, k, v)]
@@ -72,7 +72,7 @@ def failures(group: Any) -> list[str]:
 
 
 def tensors(group: Any) -> list[Any]:
-    """The gradients of this rank's rows, from the tensors of a process group."""
+    """Compute the gradients of this rank's tensors."""
     import torch
 
     from tileattn.torch import distributed_attention
@@ -96,7 +96,7 @@ def work(rank: int, size: int, store: str, run: Callable[[Any], Any]) -> Any:
 
 
 def on_ranks(size: int, run: Callable[[Any], Any], store: Path) -> list[Any]:
-    """Run a function on every rank, each a process; give what they return."""
+    """Run a function on every rank, each a process; return the results."""
     with multiprocessing.get_context("spawn").Pool(size) as pool:
         given = [(rank, size, str(store), run) for rank in range(size)]
         return pool.starmap_async(work, given, chunksize=1).get(SECONDS)

@@ -1,4 +1,4 @@
-"""What the model says is sent against what is sent; its times where they can be told by hand."""
+"""Predicted messages and bytes against those that are sent, and times against hand-made sums."""
 
 import json
 from pathlib import Path
@@ -66,12 +66,12 @@ def test_messages_and_bytes_are_those_that_are_sent(budget: float, case: Attenti
 
 
 def counted(comm: Rank) -> list[int]:
-    """What a rank has sent so far."""
+    """Return the messages and bytes that a rank has sent so far."""
     return [comm.world.messages_sent[comm.rank], comm.world.bytes_sent[comm.rank]]
 
 
 def seconds(rates: Rates, ranks: int = 4, **options: Any) -> dict[Any, float]:
-    """Forward times by schedule."""
+    """Predict forward times by schedule."""
     costs = predict(*SHAPES, ranks, rates=rates, **options).costs
     return {cost.schedule: cost.forward.seconds for cost in costs}
 
@@ -156,7 +156,7 @@ def test_times_of_ranks_that_sum_blocks() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [131_072, 32_768])
 def test_two_gpus_choose_what_was_measured_to_be_fastest(tokens: int, causal: bool) -> None:
-    """Forward, and both passes; what is less than 3 % slower is as fast."""
+    """Less than 3 % slower counts as equally fast."""
     rows = json.loads(MEASURED.read_text())["rows"]
     rows = [x for x in rows if (x["N"], x["causal"]) == (tokens, causal)]
     ms = {(x["pass"], x["schedule"]): x["ms"] for x in rows if x["schedule"] != "auto"}
@@ -175,7 +175,7 @@ def test_two_gpus_choose_what_was_measured_to_be_fastest(tokens: int, causal: bo
     ("options", "chosen"), [({}, "ring"), ({"alibi_slopes": np.ones(8)}, "heads")], ids=str
 )
 def test_cpus_count_the_blocks_of_a_zigzag(options: dict[str, Any], chosen: str) -> None:
-    """Of a causal mask one for each rank; with positions one for each pair of segments."""
+    """A causal mask has one for each rank; slopes need one for each pair of segments."""
     shape = (1, 8, 4096, 64)
     report = predict(shape, shape, shape, 2, layout="zigzag", causal=True, **options)
     assert (report.rates, report.chosen) == (CPU_RATES, chosen)

@@ -1,4 +1,4 @@
-"""What ranks hold, beside what one call holds: measured on threads, and counted."""
+"""Peak memory of ranks against that of one call, and against the planned bytes."""
 
 import functools
 import gc
@@ -24,7 +24,7 @@ N, D = 1024, 128
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let tiles be so small that they hardly count."""
+    """Use tiles that are so small that their buffers hardly count."""
     backend = NumpyBackend((64, 64), (64, 64))
     backend.name = "small"
     tileattn.register_backend(backend)
@@ -34,7 +34,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def peak(call: Callable[[], Any]) -> tuple[Any, int]:
-    """Run something, and give the most that it has held, results included."""
+    """Call a function; return its result and the peak of its memory, result included."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -49,7 +49,7 @@ def nbytes(*arrays: Any) -> int:
 
 
 def on_all(ranks: int, run: Callable[[Any], Any], enough: float) -> tuple[list[Any], int]:
-    """Run something on every rank, and give the most that they have held together.
+    """Run a function on every rank; return the results and the peak of all ranks together.
 
     A message stays in its box until a rank that is late takes it, and counts twice; so more than
     is enough is measured again.
@@ -77,7 +77,7 @@ def normal(Hkv: int) -> tuple[Any, ...]:
 
 @functools.cache
 def held_by_one(Hkv: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Measure one call: bytes that either pass is given, and the most that it holds besides.
+    """Measure one call: for each pass the bytes of its inputs, and the peak besides.
 
     It runs in a thread of its own, as ranks do: a thread keeps its tile buffers from call to call.
     """
@@ -88,8 +88,8 @@ def held_by_one(Hkv: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (nbytes(q, k, v), nbytes(*saved)), (forward, backward)
 
 
-# What a rank holds at most over its share, in either pass: by schedule, heads of keys, and ranks.
-# Where there are few heads, one of each rank is much.
+# Peak of a rank over its share, in each pass: by schedule, key heads and ranks. A single head is
+# a large part of few heads.
 BOUNDS: dict[tuple[Any, int, int], float] = {
     ("ring", 16, 2): 1.15,
     ("ring", 16, 4): 1.15,
@@ -142,7 +142,7 @@ def test_ranks_hold_little_more_than_their_share(schedule: Any, Hkv: int, ranks:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_ring_of_gpus_holds_little_more_than_its_share(ranks: int, causal: bool) -> None:
-    """Where parts are long, and heads not few; each call fills a GPU."""
+    """Parts are long, and there are many heads: each call fills a GPU."""
     for Hq, Hkv in ((16, 16), (64, 8)):
         q, k = (1, Hq, 65_536 * ranks, 128), (1, Hkv, 65_536 * ranks, 128)
         given: dict[str, Any] = {"layout": "zigzag", "causal": causal, "rates": GPU_RATES}

@@ -1,4 +1,4 @@
-"""Ranks that share a sequence against the oracle on all of it."""
+"""Results of every schedule, against the oracle on the whole sequence."""
 
 from itertools import product
 from typing import Any

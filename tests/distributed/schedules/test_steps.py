@@ -20,7 +20,7 @@ SCHEDULES: list[Any] = ["ring", "gather", ("heads", 2), "heads"]
 
 
 class Step:
-    """Messages that begin together."""
+    """Messages that start together."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[Any, int, bool]] = []
@@ -32,7 +32,7 @@ class Step:
 
 
 class Streamed(Rank):
-    """A rank with one stream: a step begins when the one before is over.
+    """A rank with one stream: a step starts when the step before is complete.
 
     A message is over when the other rank has received it, in a step that has begun there.
     """
