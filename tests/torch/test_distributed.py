@@ -172,29 +172,32 @@ def test_captured_arrays_are_read_once_and_have_gradients(ranks: int) -> None:
         assert all(map(torch.equal, found, expected))
 
 
-def test_ranks_agree_on_the_gradients_of_captured_tensors() -> None:
-    def run(comm: Any) -> Any:
-        q, k, v = (drawn(torch.float32)[name] for name in "qkv")
-        x = torch.ones(HQ, N, requires_grad=comm.rank == 1)
-
-        def captures(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:  # noqa: ARG001 - its form
-            return s + x[h, abs(i - j) % N]
-
-        return distributed_attention(q, k, v, comm, score_mod=captures)
-
-    message = (
-        "what requires a gradient must be the same on all ranks; got aux on rank 1, and nothing"
-    )
-    assert messages(run) == [f"ValueError: {message} on rank 0"] * 2
+def asks_for_lse(q: Any, k: Any, v: Any, comm: Any) -> Any:
+    return distributed_attention(q, k, v, comm, return_lse=comm.rank == 1)
 
 
-def test_ranks_return_the_same() -> None:
-    def run(comm: Any) -> Any:
-        q, k, v = (drawn(torch.float32)[name] for name in "qkv")
-        return distributed_attention(q, k, v, comm, return_lse=comm.rank == 1)
+def differentiates_q(q: Any, k: Any, v: Any, comm: Any) -> Any:
+    return distributed_attention(q.requires_grad_(comm.rank == 1), k, v, comm)
 
-    message = "return_lse must be the same on all ranks; got True on rank 1, and False on rank 0"
-    assert messages(run) == [f"ValueError: {message}"] * 2
+
+def differentiates_a_captured_tensor(q: Any, k: Any, v: Any, comm: Any) -> Any:
+    x = torch.ones(HQ, N, requires_grad=comm.rank == 1)
+    captures = lambda s, b, h, i, j: s + x[h, abs(i - j) % N]  # noqa: ARG005, E731 - its form
+    return distributed_attention(q, k, v, comm, score_mod=captures)
+
+
+@pytest.mark.parametrize(
+    ("call", "what", "there", "here"),
+    [
+        (asks_for_lse, "return_lse", "True", "False"),
+        (differentiates_q, "what requires a gradient", "q", "nothing"),
+        (differentiates_a_captured_tensor, "what requires a gradient", "aux", "nothing"),
+    ],
+)
+def test_ranks_must_agree(call: Any, what: str, there: str, here: str) -> None:
+    found = messages(lambda comm: call(*(drawn(torch.float32)[name] for name in "qkv"), comm))
+    message = f"{what} must be the same on all ranks; got {there} on rank 1, and {here} on rank 0"
+    assert found == [f"ValueError: {message}"] * 2
 
 
 @pytest.mark.parametrize(
@@ -214,15 +217,6 @@ def test_what_one_rank_refuses_all_ranks_refuse(wrong: dict[str, Any]) -> None:
 
 def messages(run: Callable[[Any], Any]) -> list[str]:
     return [f"{type(x).__name__}: {x}" for x in on_ranks(2, run)]
-
-
-def test_ranks_need_the_same_gradients() -> None:
-    def run(comm: Any) -> Any:
-        q, k, v = (drawn(torch.float32)[name] for name in "qkv")
-        return distributed_attention(q.requires_grad_(comm.rank == 1), k, v, comm)
-
-    message = "what requires a gradient must be the same on all ranks; got q on rank 1, and nothing"
-    assert messages(run) == [f"ValueError: {message} on rank 0"] * 2
 
 
 class Elsewhere(torch.Tensor):  # type: ignore[misc,name-defined]  # untyped
