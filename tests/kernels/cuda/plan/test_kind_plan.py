@@ -93,4 +93,5 @@ def test_numbers_beyond_the_size_class_do_not_decide_about_kernels(
             reused += earlier is not kind
             assert kind == earlier
             assert fill(earlier, problem.numbers, arrays) == plan
+            assert kind.fields.items() <= plan.fields.items()
     assert reused > 20

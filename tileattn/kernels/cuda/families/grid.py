@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 
 from tileattn.call.problem import Problem
 
-_ROW_PAD = 128  # no query block is longer, and all but one divide it
-TALL_ROWS = 80  # queries of that one, which packed sequences do not use
+_ROW_PAD = 128  # queries; longest query block; all lengths but `TALL_ROWS` divide it
+TALL_ROWS = 80  # queries of a block, not used for packed sequences
 _UNBOUNDED = (1 << 63) - 1
 
 
@@ -33,7 +33,7 @@ class GridSizes(NamedTuple):
     problem: Problem
     bias_shape: tuple[int, ...] = ()
     learned: tuple[int, ...] = ()  # for each learned element: heads times copies of its sums
-    elements: Mapping[int, int] = {}  # of the arrays of ``aux`` that have gradients, by number
+    elements: Mapping[int, int] = {}  # of each array of ``aux`` with a gradient, by number
     mask_lines: tuple[int, int, int] = (0, 0, 0)  # classified rows; listed rows, listed columns
 
 

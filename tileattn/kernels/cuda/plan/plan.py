@@ -4,9 +4,8 @@ The kind of a call decides which kernels run (`KindPlan`); its numbers fill in t
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,38 +179,38 @@ def fill(kind: KindPlan, numbers: Numbers, layout: CallLayout) -> LaunchPlan:
     sums = {name: x.nbytes for name, x in learned.items() if layout.get(name) is None}
     results = {"out"} if kind.direction == "forward" else {"dsinks"}
     return LaunchPlan(
-        kind,
-        P,
-        launches,
-        {
+        kind=kind,
+        problem=P,
+        launches=launches,
+        fields={
             **kind.fields,
             **params.number_fields(P, layout, arrays, schedule.fields),
             **params.split_fields(P, arrays, kind.fields),
         },
-        {name: x for name, x in copied.items() if name not in results},
-        {name: x for name, x in copied.items() if name in results},
-        workspace_of(P, launches, made, sums | schedule.zeros, kind.direction),
-        constants,
-        {
+        copies_in={name: x for name, x in copied.items() if name not in results},
+        copies_out={name: x for name, x in copied.items() if name in results},
+        workspace=workspace_of(P, launches, made, sums | schedule.zeros, kind.direction),
+        constants=constants,
+        tensor_maps={
             boxes: tuple(tensor_map(name, arrays[name], rows) for name, rows in boxes)
             for boxes in dict.fromkeys(launch.tensor_maps for launch in launches)
             if boxes
         },
-        mask.lists,
-        layout.block_mask is not None,
-        layout.aux_by_name | learned if kind.functions else {},
+        tile_lists=mask.lists,
+        block_mask=layout.block_mask is not None,
+        aux=layout.aux_by_name | learned if kind.functions else {},
     )
 
 
 class _MaskTiles(NamedTuple):
-    """What a mask brings to a plan: kinds of tiles and lists of them, and what makes them."""
+    """The part of a plan that follows from masks: kinds of tiles, lists of tiles."""
 
-    launches: tuple[KernelLaunch, ...] = ()
-    lines: tuple[int, int, int] = (0, 0, 0)  # as in `GridSizes`
-    arrays: Mapping[str, ArrayLayout] = MappingProxyType({})
-    parts: Mapping[str, int] = MappingProxyType({})  # bytes of the workspace
-    constants: Mapping[str, Constant] = MappingProxyType({})
-    lists: TileLists | None = None
+    launches: tuple[KernelLaunch, ...]  # classify tiles on the device, and list them
+    lines: tuple[int, int, int]  # as in `GridSizes`
+    arrays: dict[str, ArrayLayout]
+    parts: dict[str, int]  # bytes of the workspace
+    constants: dict[str, Constant]
+    lists: TileLists | None
 
 
 def _mask_tiles(kind: KindPlan, P: Problem, layout: CallLayout) -> _MaskTiles:
