@@ -170,7 +170,7 @@ def test_a_folder_that_others_can_write_to_is_refused(place: Path, mode: int) ->
 def test_an_entry_that_others_can_write_to_is_refused(place: Path, mode: int) -> None:
     cache.write(INPUTS, BODY)
     entry(place).chmod(mode)
-    with pytest.warns(RuntimeWarning, match=rf"{INPUTS}\.kernel can be written to by others"):
+    with pytest.warns(RuntimeWarning, match=rf"{INPUTS}\.kernel is writable by other users"):
         assert cache.read(INPUTS) is None
     cache.write(INPUTS, BODY)  # repairs it
     assert cache.read(INPUTS) == BODY
@@ -246,7 +246,7 @@ def test_a_pipe_where_an_entry_should_be(place: Path) -> None:
     """A read would wait for a writer for ever; a write takes its place."""
     cache.write(OTHER, BODY)
     os.mkfifo(entry(place), 0o600)
-    with pytest.warns(RuntimeWarning, match="is no regular file; remove it"):
+    with pytest.warns(RuntimeWarning, match="is not a regular file; remove it"):
         assert cache.read(INPUTS) is None
     cache.write(INPUTS, BODY)
     assert cache.read(INPUTS) == BODY

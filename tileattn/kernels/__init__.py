@@ -1,1 +1,1 @@
-"""CUDA kernels: what is compiled, how, with which parameters, and which ones a call launches."""
+"""Kernels for CPUs (``llvm``) and GPUs (``cuda``), and the disk cache of compiled ones."""

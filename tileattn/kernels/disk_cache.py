@@ -1,8 +1,8 @@
-"""Compiled kernels on disk: private to the user, whole or absent, never in the way of a call.
+"""The disk cache of compiled kernels: private to the user, and optional.
 
-An entry is named by the digest of everything that went into it, and repeats that digest and the
-digest of its own content in its header: what is cut short, damaged or of another making is not
-read, and is overwritten by the next write.
+An entry is named by the digest of its inputs. Its header repeats that digest and the digest of its
+content, so that a truncated, damaged or foreign file is ignored and then overwritten. A cache that
+cannot be used costs a warning, not a call.
 """
 
 import contextlib
@@ -28,18 +28,18 @@ _MAGIC = b"tileattn"
 _VERSION = 1
 _HEADER = struct.Struct("<8sI32s32s")  # magic, version, digest of the inputs, digest of the body
 _OURS = re.compile(r"[0-9a-f]{64}\.(kernel(\.\w+\.part)?|lock)")
-_PATIENCE = 60.0  # seconds that a process waits for another to make an entry
+_PATIENCE = 60.0  # seconds that a process waits for another one to compile the same kernel
 
 
 def folder() -> Path:
-    """Say where the entries are kept; nothing is created.
+    """Return the folder of the cache, without creating it.
 
-    ``TILEATTN_CACHE_DIR`` where that is set, its ``~`` expanded, else the system's place for a
-    user's caches; OSError where the user has no home directory.
+    It is ``TILEATTN_CACHE_DIR`` if that is set, else the system's folder for a user's caches. Raise
+    OSError if it needs a home directory and the user has none.
     """
     if chosen := os.environ.get("TILEATTN_CACHE_DIR"):
         return _expanded(chosen)
-    # The XDG specification has relative paths ignored, and one of Windows would make no more sense.
+    # The XDG specification says to ignore relative paths; the same is right for Windows.
     base = Path(os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", ""))
     if sys.platform == "darwin" or not base.is_absolute():
         default = {"nt": "AppData/Local", "darwin": "Library/Caches"}
@@ -48,13 +48,13 @@ def folder() -> Path:
 
 
 def prepare() -> Path:
-    """Make the folder, and those above it, where they are missing: for their owner alone.
+    """Create the folder and its parents, for their owner only.
 
-    OSError where it cannot be made or written to, or where others could have written to it.
+    Raise OSError if the folder cannot be created or written to, or if other users can write to it.
     """
     where = folder()
     for place in (*reversed(where.parents), where):
-        place.mkdir(mode=0o700, exist_ok=True)  # with parents=True, those would have another mode
+        place.mkdir(mode=0o700, exist_ok=True)  # parents=True would give parents another mode
     _check_private(where, where.stat())
     if not os.access(where, os.W_OK):
         raise PermissionError(f"{where} is read-only")
@@ -62,7 +62,7 @@ def prepare() -> Path:
 
 
 def read(inputs: str) -> bytes | None:
-    """Fetch the body of an entry; None where none is sound, or others could have written it."""
+    """Return the body of an entry; None if it is missing, damaged, or writable by other users."""
     try:
         where = folder()
         _check_private(where, where.stat())
@@ -80,7 +80,7 @@ def read(inputs: str) -> bytes | None:
 
 
 def write(inputs: str, body: bytes) -> None:
-    """Keep an entry, whole or not at all; where that fails, warn once and go on."""
+    """Write an entry atomically; on failure, warn once."""
     name = f"{inputs}.kernel"
     try:
         where = prepare()
@@ -99,16 +99,16 @@ def write(inputs: str, body: bytes) -> None:
 
 @contextlib.contextmanager
 def alone(inputs: str) -> Iterator[None]:
-    """Let one process, or thread, at a time make an entry; the others wait, but not for ever.
+    """Let one process or thread at a time compile an entry; others wait up to a minute.
 
-    On Windows, and where the folder cannot be written to, nobody waits.
+    Without effect on Windows, and if the folder cannot be written to.
     """
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":
-            with contextlib.suppress(OSError):  # of which `write` warns
+            with contextlib.suppress(OSError):  # `write` warns of it
                 lock = prepare() / f"{inputs}.lock"
                 handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-                stack.callback(os.close, handle)  # which gives the lock back
+                stack.callback(os.close, handle)  # releases the lock
                 stack.callback(lock.unlink, missing_ok=True)
                 deadline = time.monotonic() + _PATIENCE
                 while not _is_locked(handle) and time.monotonic() < deadline:
@@ -117,7 +117,7 @@ def alone(inputs: str) -> Iterator[None]:
 
 
 def _is_locked(handle: int) -> bool:
-    """Take the lock of an open file, if nobody has it."""
+    """Try to lock an open file; return True on success."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -126,7 +126,7 @@ def _is_locked(handle: int) -> bool:
 
 
 def entries() -> list[Path]:
-    """List the files that are ours, those that a broken-off write left behind included."""
+    """List the files of the cache, including the remains of interrupted writes."""
     try:
         return sorted(path for path in folder().iterdir() if _OURS.fullmatch(path.name))
     except OSError:
@@ -134,7 +134,7 @@ def entries() -> list[Path]:
 
 
 def clear() -> int:
-    """Remove every file that is ours, and return how many there were."""
+    """Remove all files of the cache; return their number."""
     found = entries()
     for path in found:
         path.unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def clear() -> int:
 
 
 def _header(inputs: str, body: bytes) -> bytes:
-    """Write what an entry begins with; nothing else does for these inputs and this body."""
+    """Return the header of an entry."""
     made = hashlib.sha256(body).digest()
     return _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(inputs), made)
 
@@ -155,30 +155,29 @@ def _expanded(path: str) -> Path:
 
 
 def _opened_itself(path: str, flags: int) -> int:
-    """Open a file, not what a symbolic link leads to; do not wait for the writer of a pipe."""
-    only_here = ("O_NOFOLLOW", "O_NONBLOCK")  # which Windows lacks
+    """Open a file, but no symbolic link; do not wait for the writer of a pipe."""
+    only_here = ("O_NOFOLLOW", "O_NONBLOCK")  # Windows lacks them
     return os.open(path, reduce(or_, (getattr(os, name, 0) for name in only_here), flags))
 
 
 def _check_private(where: Path, status: os.stat_result) -> None:
-    """Refuse a folder or an entry where somebody else could have put code for us to run.
+    """Raise OSError if another user could have put code into a folder or an entry.
 
-    Anything but a folder or a regular file is refused, too: a read of a pipe or of a device may
-    never end.
+    Also for anything but a folder or a regular file: reading a pipe or a device may never end.
     """
     if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
-        raise OSError(f"{where} is no regular file; remove it")
+        raise OSError(f"{where} is not a regular file; remove it")
     if os.name != "posix":
         return
     # The superuser can write anywhere, and fills the caches of containers.
     if status.st_uid not in (os.geteuid(), 0):
         raise PermissionError(f"{where} belongs to another user (uid {status.st_uid})")
     if status.st_mode & 0o022:
-        raise PermissionError(f"{where} can be written to by others; chmod go-w fixes that")
+        raise PermissionError(f"{where} is writable by other users; chmod go-w fixes that")
 
 
 def _sentence(error: OSError) -> str:
-    """Say what failed, without the name of a temporary file, which is new each time."""
+    """Describe an error without the name of a temporary file, which differs each time."""
     if error.strerror is None:
         return str(error)
     place = ""
@@ -190,7 +189,7 @@ def _sentence(error: OSError) -> str:
 @functools.cache
 def _warn_once(sentence: str) -> None:
     warnings.warn(
-        f"kernels are compiled without the disk cache: {sentence}; TILEATTN_CACHE_DIR may name "
+        f"kernels are compiled without the disk cache: {sentence}; set TILEATTN_CACHE_DIR to "
         "another folder",
         RuntimeWarning,
         stacklevel=2,

@@ -1,8 +1,8 @@
-"""What a backend is checked with: bounds on the error, one comparison, whole random problems.
+"""Tools to test a backend: error bounds, a comparison, and random problems.
 
-``error_bound`` says how far off each result may be, ``assert_attention_close`` holds a result to
-the float64 oracle within it, and ``problems`` is a Hypothesis strategy that draws whole calls.
-Hypothesis is needed for the strategy only, and is imported when it is asked for.
+``error_bound`` bounds the error of each result, ``assert_attention_close`` compares a result with
+the float64 oracle, and ``problems`` is a Hypothesis strategy that draws whole calls. Only the
+strategy needs Hypothesis, and imports it when called.
 """
 
 from tileattn.testing.bounds import Bound, error_bound

@@ -1,4 +1,4 @@
-"""What arrays for tests hold, and how they lie in memory."""
+"""Contents and memory layouts of arrays for tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,27 +16,27 @@ def _normal(size: float) -> Fill:
 
 FILLS: dict[str, Fill] = {
     "normal": _normal(1),
-    # Scores of some tens with the default scale: running maxima move, tails vanish.
+    # Scores of tens with the default scale: running maxima change, tails underflow.
     "large": _normal(5),
-    # Scores of some hundreds: their exponentials overflow float32 where no maximum is taken.
+    # Scores of hundreds: without a maximum their exponentials overflow float32.
     "huge": _normal(15),
-    # Small integers: scores are exact and many of them equal.
+    # Small integers: scores are exact, and many are equal.
     "ties": lambda rng, shape: rng.integers(-1, 2, size=shape).astype(np.float64),
     "equal": lambda rng, shape: np.full(shape, rng.choice([0.5, -2.0])),
 }
-"""By name: functions of a generator and a shape that fill an array for q or k."""
+"""Functions of a generator and a shape that fill an array for q or k, by name."""
 
 AMPLITUDES: dict[str, Fill] = {f"{a:g}": _normal(a) for a in (1e-3, 0.1, 1, 10, 100, 1e3, 1e4)}
-"""The same for arrays of very different sizes; scores reach some 1e9 with the last."""
+"""The same for arrays of very different sizes; with the last, scores reach 1e9."""
 
 LAYOUTS = ("plain", "swapped", "padded", "every other", "reversed", "transposed")
 """Layouts that ``laid_out`` knows."""
 
 
 def laid_out(x: Array, layout: str) -> Array:
-    """Give a contiguous array (B, H, N, D) other strides, by one of ``LAYOUTS``.
+    """Copy a contiguous array (B, H, N, D) to one of ``LAYOUTS``.
 
-    ``"swapped"`` lies in memory as ``(B, N, H, D)``, ``"padded"`` has a gap after each row,
+    ``"swapped"`` is stored as ``(B, N, H, D)``, ``"padded"`` has a gap after each row,
     ``"every other"`` and ``"reversed"`` step through N by 2 and by -1, and the last axis of
     ``"transposed"`` is not contiguous.
     """
@@ -56,5 +56,5 @@ def laid_out(x: Array, layout: str) -> Array:
 
 
 def largest(dtype: np.dtype[Any]) -> float:
-    """Largest finite number of a floating dtype."""
+    """Return the largest finite number of a floating dtype."""
     return float(np.nextafter(dtype.type(np.inf), dtype.type(0)))

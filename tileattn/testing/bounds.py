@@ -1,4 +1,4 @@
-"""How far off each result of a call may be."""
+"""Error bounds of the results of a call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ from tileattn.testing.rounding import (
 Array = NDArray[Any]
 
 
-_FULL = 1.0021  # times it, no number is short: products of short ones are summed without rounding
+_FULL = 1.0021  # a factor after which products are rounded; those of short numbers, as 0.5, are not
 
 
 class Bound(NamedTuple):
@@ -36,9 +36,9 @@ class Bound(NamedTuple):
     Parameters
     ----------
     error : float
-        Largest Frobenius norm allowed for ``actual - expected``.
+        Largest allowed Frobenius norm of ``actual - expected``.
     dtype : numpy.dtype
-        The dtype that the result must have.
+        Dtype that the result must have.
     """
 
     error: float
@@ -54,14 +54,14 @@ def error_bound(
     dlse: Array | None = None,
     **options: Any,
 ) -> dict[str, Bound]:
-    """Say how far off each result of a call may be, and which dtype it must have.
+    """Return the error bound and the dtype of each result of a call.
 
     Parameters
     ----------
     q, k, v : array
-        NumPy arrays, as in ``tileattn.forward``; packed sequences, too.
+        NumPy arrays, as in ``tileattn.forward``, also packed.
     dout : array, shape (B, Hq, Nq, Dv), optional
-        Upstream gradient of ``out``. Without it only ``out`` and ``lse`` are bounded.
+        Upstream gradient of ``out``. Without it, only ``out`` and ``lse`` are bounded.
     dlse : array, shape (B, Hq, Nq), optional
         Upstream gradient of ``lse``.
     **options
@@ -70,8 +70,8 @@ def error_bound(
     Returns
     -------
     dict of str to Bound
-        By the names of the results: ``out``, ``lse``, and with ``dout`` also ``dq``, ``dk``, ``dv``
-        and, where the call has them, ``dbias``, ``dsinks`` and ``daux[0]``, ``daux[1]``, ...
+        By result: ``out``, ``lse``, and with ``dout`` also ``dq``, ``dk``, ``dv`` and, if the call
+        has them, ``dbias``, ``dsinks`` and ``daux[0]``, ``daux[1]``, ...
 
     Raises
     ------
@@ -80,31 +80,30 @@ def error_bound(
 
     Notes
     -----
-    With ``unfused`` the formula on whole matrices, evaluated in the accumulation dtype (float32, or
-    float64 for float64 arrays) and rounded to the dtype of the result, the bound is
+    Let ``unfused`` be the formula on whole matrices, evaluated in the accumulation dtype (float32,
+    or float64 for float64 arrays) and rounded to the dtype of the result. The bound is
 
     ``2 ||unfused - exact|| + rounding``.
 
-    The first term is the promise of the package. The second matters where unfused attention happens
-    to be exact (one key, small integers, equal scores) and no other order of operations can be. It
-    is the root of the sum of squares of
+    The first term is the accuracy that the package promises. The second matters where unfused
+    attention happens to be exact (one key, small integers, equal scores) and another order of
+    operations is not. It is the root of the sum of squares of
 
-    * half a unit in the last place of every element that is stored (the results, P and dS), and a
-      whole one of ``out`` where ``delta`` is computed from it;
+    * half a unit in the last place of every stored element (the results, P and dS), and a whole
+      unit of ``out``, from which ``delta`` is computed;
     * two units in the last place, in the accumulation dtype, of the modifiers of every score and of
       ``lse``, which is a relative error of P, and of ``dout v^T`` and every product in it.
 
-    It does not grow with the number of terms that are summed, so it stays near one unit in the last
-    place of the result unless terms cancel. Norms are absolute, so that a result that is exactly
-    zero needs no case of its own. Elements that are not finite count for nothing here: they are
-    compared by position.
+    It does not grow with the number of summed terms, so it stays near one unit in the last place of
+    the result unless terms cancel. Norms are absolute, so a result that is exactly zero needs no
+    special case. Elements that are not finite are compared by position, and do not count here.
 
     For float64 the oracle is no more exact than the result. There the error of unfused attention is
-    measured one precision lower, in float32 against float64 on the rounded inputs, and scaled by
-    the ratio of the machine epsilons. The oracle may be off by as much again, so that the first
-    term is three times that error. Where q and k hold short numbers, such as 0.5, unfused attention
-    sums them without rounding, and no order that scales q first can. So the larger of two
-    measurements counts, the second with q times a number that is not short.
+    measured in float32 against float64, on rounded inputs, and scaled by the ratio of the machine
+    epsilons. The oracle may have the same error, so the first term is three times that error. If q
+    and k hold short numbers, such as 0.5, unfused attention sums them without rounding, which no
+    order that scales q first can. So the larger of two measurements counts; the second multiplies q
+    by a number that is not short.
     """
     if dout is not None:
         refuse_pages("backward", options)
@@ -130,13 +129,13 @@ def error_bound(
 
 
 def named(results: Attention | Gradients) -> dict[str, Array]:
-    """Give the results of a call by their names, the gradients of ``aux`` one by one."""
+    """Return the results of a call by name, with one entry per gradient of ``aux``."""
     daux = results.daux if isinstance(results, Gradients) else None
     return results._asdict() | {f"daux[{n}]": x for n, x in enumerate(daux or ())}
 
 
 def _results(forward: Forward, backward: Backward | None) -> dict[str, Array]:
-    """Collect the results that there are, by name."""
+    """Return the results that are not None, by name."""
     results = named(forward.results)
     if backward is not None:
         results |= named(backward.grads)
@@ -146,9 +145,9 @@ def _results(forward: Forward, backward: Backward | None) -> dict[str, Array]:
 def _floors(
     f: Forward, b: Backward | None, dlse: Array | None, store: Rounding, sums: Rounding
 ) -> dict[str, float]:
-    """Norms of the uncertainty of each result; padding of packed sequences adds nothing to them."""
+    """Return the norm of the uncertainty of each result, without padding of packed sequences."""
     cu_seqlens = f.options.cu_seqlens_q
-    # Padded rows see no key, but a sink: in place of it, their lse is that of no key at all.
+    # Padded rows attend to no key, but their lse includes a sink: replace it by that of no key.
     f = replace(f, lse=padded(f.results.lse, 3, cu_seqlens, fill=-np.inf))
     floors = forward_floors(f, store, sums)
     if b is not None:
@@ -163,7 +162,7 @@ def _unfused_errors(
     options: dict[str, Any],
     dtypes: Mapping[str, np.dtype[Any]],
 ) -> dict[str, float]:
-    """Measure the allowed multiple of the error of unfused attention for each result."""
+    """Return the allowed multiple of the error of unfused attention, by result."""
     if dtypes["out"] != np.float64:
         return _measured_errors(exact, arrays, options, dtypes, 2.0)
     factor = 3 * float(np.finfo(np.float64).eps / np.finfo(np.float32).eps)
@@ -185,7 +184,7 @@ def _measured_errors(
     dtypes: Mapping[str, np.dtype[Any]],
     factor: float,
 ) -> dict[str, float]:
-    """Measure a multiple of the error of the unfused formula in float32, rounded to ``dtypes``."""
+    """Return a multiple of the error of the unfused formula in float32, rounded to ``dtypes``."""
     unfused = _evaluate(arrays, np.float32, options)
     with np.errstate(all="ignore"):
         rounded = {name: x.astype(dtypes[name]).astype(np.float64) for name, x in unfused.items()}

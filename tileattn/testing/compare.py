@@ -1,4 +1,4 @@
-"""The comparison that tests use; it passes only what has been shown to agree."""
+"""Compare results with the oracle."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
@@ -25,27 +25,27 @@ def assert_attention_close(
     Parameters
     ----------
     actual : Attention or Gradients
-        What the backend returned.
+        Results of the backend.
     expected : Attention or Gradients
-        What ``tileattn.reference`` returned, in float64.
+        Results of ``tileattn.reference``, in float64.
     bounds : mapping of str to Bound
-        From ``error_bound``.
+        Bounds from ``error_bound``.
     names : iterable of str, optional
-        The results to compare; all of them by default.
+        Results to compare; all by default.
     array_type : type
-        Class that the arrays of ``actual`` must have. Arrays other than NumPy's are copied to the
-        host with their ``get`` method.
+        Class that the arrays of ``actual`` must have. Other arrays than NumPy's are copied to the
+        host by their ``get`` method.
 
     Raises
     ------
     AssertionError
-        If the type of the result, the library, shape or dtype of an array, or the positions of
-        NaN and of either infinity differ, or where the error is not within its bound.
+        If the type of the result, the class, shape or dtype of an array, or the positions of NaN
+        and of either infinity differ, or if an error exceeds its bound.
 
     Notes
     -----
-    Infinities of ``expected`` are those that it has in the dtype of ``actual``, so that an overflow
-    of the result's own dtype is no difference. A NaN that ``expected`` lacks is a difference.
+    ``expected`` is rounded to the dtype of ``actual`` first, so an overflow of that dtype is no
+    difference. A NaN that ``expected`` lacks is a difference.
 
     Examples
     --------
@@ -90,7 +90,7 @@ def _assert_close(
         if differ.any():
             where = _index(np.argmax(differ), differ.shape)
             values = f"{ours[where]}, expected {theirs[where]}"
-            _fail(name, f"has {what} in other places than expected; at {where} it is {values}")
+            _fail(name, f"has {what} at other positions than expected; at {where} it is {values}")
     compared = np.isfinite(theirs)
     difference = np.zeros(theirs.shape)
     difference[compared] = ours[compared] - np.asarray(expected, np.float64)[compared]
@@ -101,8 +101,8 @@ def _assert_close(
         size = float(np.linalg.norm(theirs[compared]))
         _fail(
             name,
-            f"is off by {error:.3g} (Frobenius norm), allowed are {bound.error:.3g}; the norm of "
-            f"the expected result is {size:.3g}; worst at {where}: {ours[where]}, "
+            f"has error {error:.3g} (Frobenius norm), above its bound {bound.error:.3g}; the norm "
+            f"of the expected result is {size:.3g}; worst at {where}: {ours[where]}, "
             f"expected {float(expected[where])}",
         )
 

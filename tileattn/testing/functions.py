@@ -1,4 +1,4 @@
-"""Functions of the caller's own for random problems: scores and masks, and arrays for them."""
+"""User functions for random problems: score_mod and mask_mod, and arrays for them."""
 
 from typing import Any
 
@@ -41,21 +41,9 @@ MASKS = {"documents": _documents, "far": _far, "stripes": _stripes}
 def draw_functions(
     choices: Choices, score_mod: str | None, mask_mod: str | None, shape: Shape
 ) -> dict[str, Any]:
-    """Draw the arrays that some functions read; give them as options of a call.
+    """Return functions, by their names in ``SCORES`` and ``MASKS``, and their ``aux``, as options.
 
-    Parameters
-    ----------
-    choices : Choices
-        What chooses.
-    score_mod, mask_mod : str or None
-        Names in ``SCORES`` and ``MASKS``; None for no such function.
-    shape : tuple of int
-        (B, Hq, Nq, Nk) of the call.
-
-    Returns
-    -------
-    dict
-        ``score_mod``, ``mask_mod`` and ``aux``, as far as they are there.
+    ``shape`` is (B, Hq, Nq, Nk).
     """
     found: dict[str, Any] = {}
     if score_mod is not None:

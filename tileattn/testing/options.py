@@ -1,7 +1,7 @@
-"""How each option of a call is drawn.
+"""Draw random values of each option of a call.
 
-Every function takes what makes its choices, the shape ``(B, Hq, Nq, Nk)`` and the dtype of the
-arrays. What Hypothesis should shrink is a choice; what it need not comes from ``choices.rng``.
+Every function takes `Choices`, the shape ``(B, Hq, Nq, Nk)`` and the dtype of the arrays. Values
+that Hypothesis should shrink are choices; others come from ``choices.rng``.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Shape = tuple[int, int, int, int]
 
 
 class Choices:
-    """Makes all choices at random, by a generator."""
+    """Makes random choices with a generator."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
@@ -50,7 +50,7 @@ def _alibi_slopes(choices: Choices, shape: Shape, _dtype: Any) -> Array:
 
 
 def _broadcast_shape(choices: Choices, shape: Shape) -> tuple[int, ...]:
-    """Any shape that broadcasts to ``shape``: axes of length 1, leading axes left out."""
+    """Draw a shape that broadcasts to ``shape``: axes of length 1, leading axes left out."""
     kept = [n if choices.coin() else 1 for n in shape]
     while kept and kept[0] == 1 and choices.coin():
         del kept[0]
@@ -145,7 +145,7 @@ def _seed(choices: Choices, _shape: Shape, _dtype: Any) -> int:
 
 
 def _origin(choices: Choices, shape: Shape, _dtype: Any) -> Any:
-    # Of the indices of functions none may leave its array by much: heads and queries near 0.
+    # Heads and queries near 0, so that indices of functions stay close to their arrays.
     high = (3, 3, 70, 70)
     if choices.coin():
         return tuple(choices.integer(0, n) for n in high)
@@ -170,19 +170,19 @@ DRAW: dict[str, Draw] = {
     "prefix": _prefix,
     "origin": _origin,
 }
-"""By name of the option: the function that draws it."""
+"""The function that draws each option."""
 
 
 # --- near the ends of the dtypes ----------------------------------------------------------------
 
 
 def _lowest(kind: np.dtype[Any], dtype: np.dtype[Any]) -> float:
-    """Lowest number of a dtype that sums of a call hold, and whose square the bounds hold."""
+    """Return the lowest number that sums of a call can hold, and whose square the bounds can."""
     return -min(largest(kind), 1e100 if dtype == np.float64 else largest(np.dtype(np.float32)))
 
 
 def _additive_mask(choices: Choices, shape: Shape, dtype: np.dtype[Any]) -> Array:
-    """Mask by a large number, as libraries of models do: whole rows, whole keys, pairs or all."""
+    """Draw an additive mask of a large number, as model libraries use: rows, keys, pairs or all."""
     kind = choices.one_of(dtype, np.dtype(np.float32), np.dtype(np.float64))
     lowest = _lowest(kind, dtype)
     value = max(choices.one_of(-1e4, -1e9, lowest), lowest)
@@ -215,4 +215,4 @@ EXTREMES: dict[str, Draw] = DRAW | {
     "q_offset": _far_offset,
     "sinks": _extreme_sinks,
 }
-"""The same, with values near the ends of the dtypes where an option has a size."""
+"""The same, with values near the limits of the dtypes for options that have a size."""

@@ -1,7 +1,7 @@
-"""The rounding that no order of operations avoids: one rounding of each quantity.
+"""The rounding error that no order of operations avoids: one rounding of each quantity.
 
-An uncertainty here is an array of squares, so that those of independent terms add: where ``x`` is
-off by ``e``, the product ``x y`` has the uncertainty ``e**2 * y**2``.
+An uncertainty here is an array of squared errors, so that those of independent terms add: if ``x``
+has the error ``e``, the product ``x y`` has the uncertainty ``e**2 * y**2``.
 """
 
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far off a number may be once it has been rounded."""
+    """The error of a rounded number."""
 
     relative: float  # of a number in the normal range
     absolute: float  # of a number near zero
 
     def of(self, x: Array) -> Array:
-        """Square of the error of each element."""
+        """Return the squared error of each element."""
         return np.asarray((self.relative * x) ** 2 + self.absolute**2)
 
 
 def storing(dtype: np.dtype[Any]) -> Rounding:
-    """Round a number to store it: half a unit in the last place."""
+    """Return the rounding of a stored number: half a unit in the last place."""
     return Rounding(_unit(dtype) / 2, max(_least(dtype), _flushed(dtype)))
 
 
 def summing(dtype: np.dtype[Any]) -> Rounding:
-    """Round while summing products: two units in the last place of its terms."""
+    """Return the rounding of a sum of products: two units in the last place of its terms."""
     return Rounding(2 * _unit(dtype), _flushed(dtype))
 
 
@@ -47,22 +47,22 @@ def _least(dtype: np.dtype[Any]) -> float:
 
 
 def _flushed(dtype: np.dtype[Any]) -> float:
-    """Largest number that arithmetic may take for zero: GPUs flush what is below normal float32."""
+    """Return the size below which GPUs flush to zero: the least normal float32."""
     return float(np.finfo(accum_dtype(dtype)).tiny)
 
 
 def norm(x: Array) -> float:
-    """Frobenius norm of the finite elements."""
+    """Return the Frobenius norm of the finite elements."""
     return float(np.linalg.norm(finite(x)))
 
 
 def finite(x: Array) -> Array:
-    """Replace everything that is not finite by zero."""
+    """Replace NaN and infinities by zero."""
     return np.where(np.isfinite(x), x, 0.0)
 
 
 def forward_floors(f: Forward, store: Rounding, sums: Rounding) -> dict[str, float]:
-    """Norms of the uncertainty of ``out`` and ``lse``, apart from that of storing them."""
+    """Return the norms of the uncertainty of ``out`` and ``lse``, without that of storing them."""
     with np.errstate(all="ignore"):
         of_P = _of_probabilities(f, store, sums) * f.kept**2
         largest = finite(np.max(f.scores, axis=-1, initial=-np.inf))
@@ -75,15 +75,15 @@ def forward_floors(f: Forward, store: Rounding, sums: Rounding) -> dict[str, flo
 def backward_floors(
     f: Forward, b: Backward, dlse: Array | None, store: Rounding, sums: Rounding
 ) -> dict[str, float]:
-    """Norms of the uncertainty of each gradient, apart from that of storing it."""
+    """Return the norm of the uncertainty of each gradient, without that of storing it."""
     with np.errstate(all="ignore"):
         P, dS, dout = finite(f.P), finite(b.dS), finite(b.dout)
         of_P = _of_probabilities(f, store, sums)
         squares_of_dP = f.kept**2 * (dout**2 @ _transpose(finite(f.v) ** 2)) + finite(b.dP) ** 2
         of_dP = sums.relative**2 * squares_of_dP
         of_out = store.of(finite(f.out)) + (of_P * f.kept**2) @ finite(f.v) ** 2
-        # Few deltas may make up a whole gradient (of a sink, of a bias for one row), and then the
-        # root of the sum of squares is passed by chance: a whole unit in the last place of out.
+        # If a gradient sums few deltas (of a sink, or of a bias for one row), chance may exceed the
+        # root of the sum of squares: allow a whole unit in the last place of out.
         of_delta = 4 * np.sum(dout**2 * of_out, axis=-1)
         if dlse is not None:
             of_delta = of_delta + sums.of(finite(np.reshape(dlse, of_delta.shape)))
@@ -101,7 +101,7 @@ def backward_floors(
             of_slope = sums.of(1 + 2 * slope * _size(f) / f.options.softcap)
             of_draw = of_ds * slope**2 + (dS * by_score) ** 2 * of_slope
             slope = slope * by_score
-        # An error of delta is one and the same for a whole row: over keys it adds before squaring.
+        # A row has one error of delta, so it adds over keys before squaring.
         row = of_delta[..., np.newaxis]
         of_draw_k = of_draw @ finite(f.k) ** 2 + row * ((P * slope) @ finite(f.k)) ** 2
         of_draw_q = _transpose(of_draw + row * (P * slope) ** 2) @ finite(f.q) ** 2
@@ -133,22 +133,22 @@ def backward_floors(
 
 
 def _size(f: Forward) -> Array:
-    """Root of the sum of squares of the modifiers of each score and of ``lse``."""
+    """Return the root of the sum of squares of the modifiers of each score and of ``lse``."""
     squares = f.scale**2 * (finite(f.q) ** 2 @ _transpose(finite(f.k) ** 2))
     squares = squares + finite(f.capped) ** 2 + finite(f.scores) ** 2
     return np.asarray(np.sqrt(squares + finite(f.lse)[..., np.newaxis] ** 2))
 
 
 def _of_sums(f: Forward, sums: Rounding) -> Array:
-    """Uncertainty of ``lse`` by that of the scores.
+    """Return the uncertainty of ``lse`` from that of the scores.
 
-    Those of a row share its query, and their errors may have the same sign.
+    Scores of a row share its query, so their errors may have the same sign.
     """
     return np.asarray((sums.relative * np.sum(finite(f.P) * _size(f), axis=-1)) ** 2)
 
 
 def _of_probabilities(f: Forward, store: Rounding, sums: Rounding) -> Array:
-    """Uncertainty of P: that of storing it, and that of its score."""
+    """Return the uncertainty of P from storing it and from its score."""
     P = finite(f.P)
     return np.where(f.attended, store.of(P) + (P * sums.relative * _size(f)) ** 2, 0)
 

@@ -1,4 +1,4 @@
-"""Random problems against the oracle: what ``python -m tileattn check`` runs."""
+"""Compare random problems with the oracle: ``python -m tileattn check``."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +29,7 @@ BATCH = 100  # problems whose kernels are compiled at once
 
 
 class Family(NamedTuple):
-    """What decides which kernels a problem needs, but for the layout of its arrays."""
+    """The facts that decide which kernels a problem needs, except the layout of its arrays."""
 
     dtype: np.dtype[Any]
     D: int
@@ -51,7 +51,7 @@ class Family(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A problem on the host, and how it is put."""
+    """A problem on the host, and how a backend computes it."""
 
     call: AttentionCase
     tile: tuple[int, int]  # for a backend that takes it
@@ -82,7 +82,7 @@ def cases(
     families: int,
     progress: Callable[[float, str], None] = lambda _, __: None,
 ) -> Iterator[Case]:
-    """Draw problems without end; those for CuPy are of a few families, to compile less."""
+    """Draw problems without end; for CuPy, of a few families, so that fewer kernels compile."""
     choices = Choices(rng)
     if backend != "cupy":
         while True:
@@ -90,7 +90,7 @@ def cases(
     drawn = [Family.draw(choices, 130) for _ in range(families)]
 
     def on_gpu(seed: int) -> Case:
-        """Draw contiguous arrays, which CuPy copies as they lie, with no other D and Dv."""
+        """Draw a problem of contiguous arrays, which CuPy copies as they are."""
         limits = {"edges": ("Nq", "Nk", "B", "Hq"), "layouts": ("plain",), "max_length": 250}
         return Case.draw(Choices(np.random.default_rng(seed)), drawn[seed % families], **limits)
 
@@ -101,7 +101,7 @@ def cases(
 
 
 def compile_all(drawn: Iterable[Case], progress: Callable[[float, str], None]) -> None:
-    """Compile what problems need on all cores; ``progress`` gets the share done, and a line."""
+    """Compile the kernels of problems on all cores; ``progress`` gets the fraction and a line."""
     import cupy
 
     from tileattn.backends.cupy.describe import device_of
@@ -111,7 +111,7 @@ def compile_all(drawn: Iterable[Case], progress: Callable[[float, str], None]) -
     keys = dict.fromkeys(key for case in drawn for key in kernels(case, device))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for done, _ in enumerate(pool.map(lambda key: compiled(key, arch), keys), 1):
-            progress(done / len(keys), f"{done} of {len(keys)} kernels are compiled")
+            progress(done / len(keys), f"compiled {done} of {len(keys)} kernels")
 
 
 def kernels(case: Case, device: Device) -> list[KernelKey]:
@@ -128,7 +128,7 @@ def kernels(case: Case, device: Device) -> list[KernelKey]:
 
 
 def check(case: Case, backend: str) -> None:
-    """Hold every result of both passes to the float64 oracle, or raise AssertionError."""
+    """Compare every result of both passes with the float64 oracle; raise AssertionError."""
     q, k, v, dout, dlse, options = case.call
     attention, gradients = _run(case, backend)
     bounds = error_bound(q, k, v, dout, dlse=dlse, **options)

@@ -44,7 +44,7 @@ class AttentionCase(NamedTuple):
     options: dict[str, Any]
 
     def __repr__(self) -> str:
-        """Say what the arrays are, not what they hold: a failing case is reported by this."""
+        """Describe the arrays without their contents, for reports of failing cases."""
         facts = {**self._asdict(), "options": None} | self.options
         shown = (f"{name}={_brief(x)}" for name, x in facts.items() if name != "options")
         return f"{type(self).__name__}({', '.join(shown)})"
@@ -75,31 +75,29 @@ def problems(
     dtypes : sequence of dtype
         Dtypes of the arrays to draw from.
     options : collection of str
-        Names of the options that may be given; each of them is, or is not, in any combination.
+        Names of the options that may be given, in any combination.
     max_length : int
         Largest Nq and Nk.
     head_dims : sequence of int
-        Sizes of D and Dv, which are drawn independently.
+        Sizes of D and Dv, drawn independently.
     edges : bool
-        Whether any axis may also be 0 or 1 long.
+        If True, any axis may also be 0 or 1 long.
     poison : bool
-        Whether masked-out keys, values and queries may hold NaN and infinities, and one attended
+        If True, masked-out keys, values and queries may hold NaN and infinities, and one attended
         key or value a NaN.
     extremes : bool
-        Whether scores may have any size: queries and keys of the order of 1e-3 to 1e4, additive
-        masks in place of other biases, and softcaps, sinks, windows and offsets up to the ends of
-        their types.
+        If True, scores may have any size: queries and keys of 1e-3 to 1e4, additive masks in place
+        of other biases, and softcaps, sinks, windows and offsets up to the limits of their types.
     packed : bool
-        Whether calls are of packed sequences: up to five, or none where ``edges`` has it so, with 0
-        to ``max_length`` queries and keys each. ``cu_seqlens_q`` and ``cu_seqlens_k`` are given
-        whatever ``options`` says; those of `UNPACKED`, which do not go with them, are not. The
-        arrays have four axes, of which the first is 1 long, or three or two.
+        If True, draw packed sequences: up to five, or with ``edges`` none, of 0 to ``max_length``
+        queries and keys each. ``cu_seqlens_q`` and ``cu_seqlens_k`` are always given, and options
+        in `UNPACKED` never. The arrays have four axes, the first of length 1, or three or two.
 
     Returns
     -------
     SearchStrategy of AttentionCase
-        The arrays have pairwise different lengths that no tile divides, except where ``edges`` has
-        it otherwise.
+        Calls. Their axes have pairwise different lengths that no tile divides, except for
+        ``edges``.
 
     Raises
     ------
@@ -116,7 +114,7 @@ def problems(
         ) from error
     for name in options:
         if name not in DRAW:
-            raise ValueError(f"options has {name!r}; {', '.join(DRAW)} are accepted")
+            raise ValueError(f"options must be among {', '.join(DRAW)}; got {name!r}")
 
     class Shrinkable(Choices):
         """Hypothesis makes the choices, and shrinks them."""
@@ -150,7 +148,7 @@ def problems(
     return cases()
 
 
-# B, Hq, Nq and Nk come from disjoint lists, so that swapped axes do not fit each other.
+# B, Hq, Nq and Nk come from disjoint lists, so that swapped axes do not match.
 _HEADS = ((4, 2), (4, 4), (6, 2), (6, 1), (5, 1))
 _QUERIES = (7, 11, 13, 17, 29, 37, 67, 131, 211)
 _KEYS = (9, 15, 19, 27, 39, 71, 149, 233)
@@ -168,11 +166,11 @@ def draw_case(
     layouts: Sequence[str] = LAYOUTS,
     packed: bool = False,
 ) -> AttentionCase:
-    """Draw a call by any choices, given its dtype, D, Dv and the names of its options.
+    """Draw a call, given its dtype, D, Dv and the names of its options.
 
-    The axes of ``edges`` may be 0 or 1 long. ``ranks`` are numbers of axes: 3 is without B, 2 has
-    no heads either. For the others see `problems`. A packed call is drawn as its dense equivalent,
-    in which B is the number of sequences.
+    The axes of ``edges`` may be 0 or 1 long. ``ranks`` are numbers of axes: 3 has no batch, 2 no
+    heads either. For the rest see `problems`. A packed call is drawn as its dense equivalent, in
+    which B is the number of sequences.
     """
     dtype, D, Dv, names = family
     if packed:
@@ -210,7 +208,7 @@ def draw_case(
 
 
 def _pack_sizes(choices: Choices, sizes: dict[str, int]) -> dict[str, Array]:
-    """Draw where each sequence begins and ends; Nq and Nk become the longest of them."""
+    """Draw the offsets of sequences; set Nq and Nk to the greatest lengths."""
     S = sizes["B"]
     lengths = {}
     for axis in ("Nq", "Nk"):
@@ -229,7 +227,7 @@ def _pack_sizes(choices: Choices, sizes: dict[str, int]) -> dict[str, Array]:
 def _pack_options(
     choices: Choices, cu_seqlens: dict[str, Array], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Give the options that say how tokens are packed; sequences have no more than their keys."""
+    """Return the options of packed tokens; cap ``kv_lengths`` at the keys of each sequence."""
     packing: dict[str, Any] = {}
     for name, axis in (("cu_seqlens_q", "Nq"), ("cu_seqlens_k", "Nk")):
         kind = choices.one_of(np.int32, np.int64, None)
@@ -262,7 +260,7 @@ def _poison(
     visible: NDArray[np.bool_],
     options: dict[str, Any],
 ) -> None:
-    """Write NaN and infinities where they are masked out, and NaN into a key that is attended."""
+    """Write NaN and infinities to masked-out elements, and NaN to an attended key or value."""
     q, k, v, dout = arrays
     rng = choices.rng
     B, Hq, _, Nk = visible.shape
