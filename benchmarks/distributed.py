@@ -1,14 +1,13 @@
-"""Speed of ranks that share a sequence, with one rank as baseline in the same run.
+"""Speed of ranks that share a sequence, with one rank as the baseline, in one run.
 
     mpiexec -n 4 python -m tileattn bench distributed
     torchrun --nproc-per-node 4 -m tileattn bench distributed --quick
 
-Both passes are timed, full and causal, by schedule and layout; heads-2 is ("heads", 2). The same
-call on one rank is that of rank 0 on the whole sequence, with as many threads as each rank has,
-while the others sleep. The fraction of linear scaling is its time over the time of all ranks,
-divided by their number. A rank has its part of the cores of its host, or TILEATTN_NUM_THREADS.
-A time is the shortest of several rounds, each as long as its slowest rank takes. The file is
-distributed_cpu.json.
+It times both passes, full and causal, by schedule and layout; heads-2 is ("heads", 2). The baseline
+runs on rank 0, on the whole sequence, with as many threads as each rank has, while the others
+sleep. The fraction of linear scaling is its time, over that of the ranks times their number. Ranks
+divide the cores of their host, unless TILEATTN_NUM_THREADS is set. A time is the shortest of
+several rounds of the slowest rank. The file is distributed_cpu.json.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -39,9 +38,9 @@ SCHEDULES |= {f"heads-{n}": ("heads", n) for n in (2, 4)}
 LAYOUTS, KINDS = ("contiguous", "zigzag"), ("forward", "both")
 LENGTHS, QUICK_LENGTHS = (4096, 16384), (512,)
 LEAST_ROUNDS, MOST_ROUNDS = 3, 50
-TIMEOUT = 3600.0  # seconds that ranks wait for the call on one rank
+TIMEOUT = 3600.0  # seconds that the call on one rank may take
 HOW = (
-    "there is one rank, and nothing to share: start several by `mpiexec -n 2 python -m tileattn "
+    "there is only one rank: start several by `mpiexec -n 2 python -m tileattn "
     "bench distributed` or `torchrun --nproc-per-node 2 -m tileattn bench distributed`"
 )
 
@@ -56,20 +55,20 @@ class Bench(NamedTuple):
     schedules: list[str]
 
     def shortest(self, call: Call) -> float:
-        """Return the least seconds of a call; a round takes as long as its slowest rank."""
+        """Return the shortest seconds, over rounds, of the slowest rank."""
         taken = [max(self._round(call)) for _ in range(2)][1]  # the first one warms up
         rounds = min(max(int(self.seconds / taken), LEAST_ROUNDS), MOST_ROUNDS)
         return min(max(self._round(call)) for _ in range(rounds))
 
     def _round(self, call: Call) -> list[float]:
-        self.comm.gather(None)  # all start together
+        self.comm.gather(None)  # a barrier
         start = time.perf_counter()
         call()
         return self.comm.gather(time.perf_counter() - start)
 
 
 def started() -> Communicator | None:
-    """Return the ranks of torchrun, else of MPI; None if neither has started any."""
+    """Return the ranks of torchrun, else of MPI; None without either."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         import torch.distributed
 
@@ -85,37 +84,37 @@ def started() -> Communicator | None:
 
 
 def share_cores(comm: Communicator) -> None:
-    """Give each rank its part of the cores of its host."""
+    """Set the threads of this rank: its part of the cores of the host."""
     hosts = comm.gather(platform.node())
     cores = threads.worker_count.__wrapped__() // hosts.count(platform.node())
     os.environ.setdefault("TILEATTN_NUM_THREADS", str(max(1, cores)))
 
 
-def call_of(kind: str, forward: Callable[[], Any], backward: Callable[..., Any], dout: Any) -> Call:
-    """Return a function that runs the forward pass, or both passes."""
-    if kind == "forward":
-        return forward
-    return lambda: backward(dout, *forward())
+def call_of(
+    library: Any, kind: str, arrays: Sequence[Any], options: dict[str, Any], *comm: Any
+) -> Call:
+    """Return a call of a forward pass, or of both, of `tileattn` or `tileattn.distributed`."""
+    q, k, v, dout = arrays
+
+    def call() -> None:
+        attention = library.forward(q, k, v, *comm, **options)
+        if kind != "forward":
+            library.backward(dout, q, k, v, *attention, *comm, **options)
+
+    return call
 
 
 def measured(bench: Bench, one: Configuration) -> Iterator[Row]:
     """Time a call by schedule and layout, and on one rank."""
     comm, options = bench.comm, one.mask.options()
-    q, k, v, dout = draw(np, one.shapes, one.dtype)
-
-    def whole() -> Any:
-        return tileattn.forward(q, k, v, **options)
-
-    def gradients(dout: Any, out: Any, lse: Any) -> Any:
-        return tileattn.backward(dout, q, k, v, out, lse, **options)
-
-    alone = call_of(one.kind, whole, gradients, dout)
+    arrays = draw(np, one.shapes, one.dtype)
+    alone = call_of(tileattn, one.kind, arrays, options)
     single = bench.shortest(alone if comm.rank == 0 else lambda: None)
     for schedule, name in product(bench.schedules, LAYOUTS):
         row = one.row() | {"ranks": comm.size, "threads": threads.worker_count()}
         row |= {"schedule": schedule, "layout": name}
         try:
-            seconds = bench.shortest(shared(bench, one, schedule, name, (q, k, v, dout)))
+            seconds = bench.shortest(shared(bench, one, schedule, name, arrays))
         except (ValueError, UnsupportedError) as error:  # which all ranks raise
             yield row | {"failed": one_line(error)}
             continue
@@ -125,21 +124,16 @@ def measured(bench: Bench, one: Configuration) -> Iterator[Row]:
 
 
 def shared(
-    bench: Bench, one: Configuration, schedule: str, name: str, arrays: tuple[Any, ...]
+    bench: Bench, one: Configuration, schedule: str, name: str, arrays: Sequence[Any]
 ) -> Call:
     """Return the call of this rank."""
     comm, N = bench.comm, one.N
     cuts = np.diff(np.arange(comm.size + 1) * N // comm.size).tolist()
     zigzag = name == "zigzag"
     layout = dist.Layout.zigzag(N, comm.size) if zigzag else dist.Layout.contiguous(cuts)
-    q, k, v, dout = (layout.take(x, comm.rank) for x in arrays)
+    own = [layout.take(x, comm.rank) for x in arrays]
     options: dict[str, Any] = {"layout": layout, "schedule": SCHEDULES[schedule]}
-    options |= one.mask.options()
-
-    def gradients(dout: Any, out: Any, lse: Any) -> Any:
-        return dist.backward(dout, q, k, v, out, lse, comm, **options)
-
-    return call_of(one.kind, partial(dist.forward, q, k, v, comm, **options), gradients, dout)
+    return call_of(dist, one.kind, own, options | one.mask.options(), comm)
 
 
 def rows(bench: Bench, lengths: list[int], heads: int) -> Iterator[Row]:

@@ -1,16 +1,16 @@
-"""Speed of GPUs that share a sequence, with one GPU as baseline in the same run.
+"""Speed of GPUs that share a sequence, with one GPU as the baseline, in one run.
 
     torchrun --nproc-per-node 2 -m tileattn bench distributed_gpu
 
-Both passes are timed, full and causal, by schedule, of bfloat16 with D = 128: 16 heads of 131,072
-tokens, and 16 heads with 2 of k of 32,768. The same call on one GPU is that of rank 0, while the
-others wait. The fraction of linear is its time over that of the ranks, divided by their number.
-GPUs of one host differ, and may slow one another down. So the call of one GPU also runs on each, on
-all at once, and the time of the slowest stands for one GPU in a second fraction: what it is short
-of 1 is due to the schedule. A time is the median of rounds, each by events on the GPU of its
-slowest rank. The share of memory is the most that a rank holds in a call, inputs and results
-included, times their number, over what one GPU holds for the whole. The file is
-distributed_gpu.json.
+It times both passes, full and causal, by schedule, in bfloat16 with D = 128: 16 heads of 131,072
+tokens, and 16 query heads with 2 KV heads of 32,768. The baseline runs on rank 0 while the others
+wait. The fraction of linear scaling is its time, over that of the ranks times their number.
+
+GPUs of one host differ, and may slow one another down. So the baseline also runs on all GPUs at
+once, and a second fraction uses the time of the slowest: what is missing to 1 is due to the
+schedule. A time is the median of rounds, each measured by events on the slowest GPU. The share of
+memory is the peak of a rank, inputs and results included, times the ranks, over that of one GPU.
+The file is distributed_gpu.json.
 """
 
 import os
@@ -26,6 +26,7 @@ import tileattn.distributed as dist
 from benchmarks import report
 from benchmarks.configurations import Configuration, draw
 from benchmarks.cpu import rounded
+from benchmarks.distributed import call_of
 from benchmarks.report import Row, one_line
 from tileattn.distributed.comm.connect import communicator
 from tileattn.distributed.comm.protocol import Communicator
@@ -37,7 +38,7 @@ HOW = "start it on several GPUs: torchrun --nproc-per-node 2 -m tileattn bench d
 
 
 class Bench(NamedTuple):
-    """The ranks, and how long they measure."""
+    """The ranks, and the number and length of rounds."""
 
     link: Communicator
     comm: Any
@@ -55,7 +56,7 @@ class Bench(NamedTuple):
         found = []
         for _ in range(self.rounds):
             cupy.cuda.get_current_stream().synchronize()
-            self.link.gather(None)  # all start together
+            self.link.gather(None)  # a barrier
             found.append(max(self.link.gather(_milliseconds(call, count))))
         return float(np.median(found))
 
@@ -73,32 +74,16 @@ def _milliseconds(call: Callable[[], Any], count: int) -> float:
     return float(cupy.cuda.get_elapsed_time(start, end)) / count
 
 
-def _call(
-    kind: str, forward: Callable[[], Any], backward: Callable[..., Any], dout: Any
-) -> Callable[[], Any]:
-    return forward if kind == "forward" else lambda: backward(dout, *forward())
-
-
-def _alone(one: Configuration, arrays: list[Any]) -> Callable[[], Any]:
-    """Return the call of one GPU."""
-    (q, k, v, dout), options = arrays, one.mask.options()
-
-    def gradients(dout: Any, out: Any, lse: Any) -> Any:
-        return tileattn.backward(dout, q, k, v, out, lse, **options)
-
-    return _call(one.kind, lambda: tileattn.forward(q, k, v, **options), gradients, dout)
-
-
 def _inputs(one: Configuration, arrays: list[Any]) -> list[Any]:
-    """Drop the last array, the upstream gradient, for a forward pass."""
+    """Return the inputs of the pass: forward has no upstream gradient."""
     return arrays[:3] if one.kind == "forward" else arrays
 
 
 def _held(bench: Bench, call: Callable[[], Any], inputs: list[Any]) -> float:
-    """Return the peak MiB of a rank in a call, with its inputs."""
+    """Return the peak MiB of the rank that holds most in a call, inputs included."""
     import cupy
 
-    pool = cupy.cuda.MemoryPool()  # its size is the peak
+    pool = cupy.cuda.MemoryPool()  # it keeps its peak
     with cupy.cuda.using_allocator(pool.malloc):
         call()
         cupy.cuda.get_current_stream().synchronize()
@@ -112,17 +97,18 @@ def measured(bench: Bench, one: Configuration, schedules: list[str]) -> Iterator
 
     link, options, pool = bench.link, one.mask.options(), cupy.get_default_memory_pool()
     ranks, arrays = link.size, list(draw(cupy, one.shapes, one.dtype))
-    alone = _alone(one, arrays) if link.rank == 0 else lambda: None
+    whole_call = call_of(tileattn, one.kind, arrays, options)
+    alone = whole_call if link.rank == 0 else lambda: None
     single, whole = bench.median(alone), _held(bench, alone, _inputs(one, arrays))
-    each = bench.median(_alone(one, arrays))
+    each = bench.median(whole_call)
     layout = dist.Layout.zigzag(one.N, ranks)
     own = [layout.take(x, link.rank) for x in arrays]
-    del arrays, alone
+    del arrays, alone, whole_call
     pool.free_all_blocks()
     for schedule in schedules:
         row = one.row() | {"ranks": ranks, "schedule": schedule, "layout": "zigzag"}
         given: dict[str, Any] = {"layout": layout, "schedule": schedule, "timeout": TIMEOUT}
-        call = _shared(bench.comm, one.kind, own, given | options)
+        call = call_of(dist, one.kind, own, given | options, bench.comm)
         try:
             milliseconds, held = bench.median(call), _held(bench, call, _inputs(one, own))
         except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -133,15 +119,6 @@ def measured(bench: Bench, one: Configuration, schedules: list[str]) -> Iterator
         row |= {"fraction_of_linear": single / milliseconds / ranks}
         row |= {"fraction_of_each_gpu": each / milliseconds / ranks}
         yield row | {"share_of_memory": ranks * held / whole}
-
-
-def _shared(comm: Any, kind: str, own: list[Any], given: dict[str, Any]) -> Callable[[], Any]:
-    q, k, v, dout = own
-
-    def gradients(dout: Any, out: Any, lse: Any) -> Any:
-        return dist.backward(dout, q, k, v, out, lse, comm, **given)
-
-    return _call(kind, lambda: dist.forward(q, k, v, comm, **given), gradients, dout)
 
 
 def rows(bench: Bench, sizes: Any, schedules: list[str]) -> Iterator[Row]:

@@ -1,13 +1,13 @@
-"""Speed inside PyTorch: `tileattn.torch` beside the library's own calls and PyTorch's attention.
+"""Speed inside PyTorch: `tileattn.torch`, `tileattn` on arrays, and PyTorch's attention.
 
     python -m tileattn bench frameworks            everything: about five minutes
     python -m tileattn bench frameworks --quick    small sizes: about half a minute
     python -m tileattn bench frameworks --gpu      on a GPU: about a minute
 
-host: microseconds that a call takes besides its arithmetic, at 16 tokens
-passes: both passes of attention, from tensors and from arrays
-block: a block as Llama has it, both passes, compiled by PyTorch
-training: a step of training of a GPT in float32
+host: microseconds of a call of 16 tokens, which has hardly any arithmetic
+passes: both passes of attention, on tensors and on arrays
+block: both passes of a Llama block, compiled by PyTorch
+training: a training step of a GPT in float32
 
 The file is frameworks.json, with --gpu frameworks_gpu.json, or NAME.json. Implementations take
 turns, as in `bench cpu` and `bench gpu`. On the CPU PyTorch has as many threads as tileattn; on a
@@ -67,14 +67,27 @@ class Block(nn.Module):  # type: ignore[misc,name-defined,unused-ignore]  # PyTo
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
-def step_of(model: Any, x: Any) -> Call:
-    """Make a call of both passes."""
+def step_of(model: Any, x: Any, optimiser: Any = None) -> Call:
+    """Return a call of both passes and of the optimiser, if any."""
 
     def step() -> None:
         model.zero_grad()
         model(x).square().mean().backward()
+        if optimiser is not None:
+            optimiser.step()
 
     return step
+
+
+def training_steps(layers: int, width: int, x: Any, device: str = "cpu") -> dict[str, Call]:
+    """Return a training step of a GPT with AdamW, for each attention."""
+    calls: dict[str, Call] = {}
+    for name, attention in ATTENTIONS.items():
+        torch.manual_seed(0)
+        blocks = (Block(width, 64, 1, attention) for _ in range(layers))
+        model = nn.Sequential(*blocks).to(device)
+        calls[name] = step_of(model, x, torch.optim.AdamW(model.parameters()))
+    return calls
 
 
 # --- sections -------------------------------------------------------------------------------------
@@ -154,20 +167,8 @@ def block(seconds: float, quick: bool) -> Iterator[Row]:
 def training(seconds: float, quick: bool) -> Iterator[Row]:
     """Time a step of a GPT of 12 blocks, with its optimiser."""
     N, layers = (128, 2) if quick else (1024, 12)
-    calls: dict[str, Call] = {}
-    for name, attention in ATTENTIONS.items():
-        torch.manual_seed(0)
-        model = nn.Sequential(*(Block(384, 64, 1, attention) for _ in range(layers)))
-        optimiser = torch.optim.AdamW(model.parameters())
-        (x,) = drawn((2, N, 384), grad=False)
-        passes_of = step_of(model, x)
-
-        def step(passes_of: Call = passes_of, optimiser: Any = optimiser) -> None:
-            passes_of()
-            optimiser.step()
-
-        calls[name] = step
-    times = shortest_seconds(calls, seconds)
+    (x,) = drawn((2, N, 384), grad=False)
+    times = shortest_seconds(training_steps(layers, 384, x), seconds)
     yield {"N": N, "layers": layers, "ms": {name: 1e3 * t for name, t in times.items()}}
 
 

@@ -5,7 +5,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.configurations import Call
@@ -19,6 +18,7 @@ from benchmarks.frameworks import (
     of_arrays,
     small_calls,
     step_of,
+    training_steps,
 )
 from benchmarks.report import Row
 
@@ -87,7 +87,7 @@ def passes(gpu: Gpu, quick: bool) -> Iterator[Row]:
 
 
 def block(gpu: Gpu, quick: bool) -> Iterator[Row]:
-    """Time a block as Llama has it, with each backend of PyTorch's."""
+    """Time a Llama block, with each backend of PyTorch."""
     N, width = (512, 512) if quick else (4096, 4096)
     (x,) = bf16((1, N, width), grad=False)
     calls: dict[str, Call] = {}
@@ -106,19 +106,7 @@ def training(gpu: Gpu, quick: bool) -> Iterator[Row]:
     x = torch.randn(4, N, width).cuda()
     for precision in ("highest", "high"):  # of matrix products; the second is TensorFloat-32
         torch.set_float32_matmul_precision(precision)
-        calls: dict[str, Call] = {}
-        for name, attention in ATTENTIONS.items():
-            torch.manual_seed(0)
-            model = nn.Sequential(*(Block(width, 64, 1, attention) for _ in range(layers))).cuda()
-            optimiser = torch.optim.AdamW(model.parameters())
-            passes_of = step_of(model, x)
-
-            def step(passes_of: Call = passes_of, optimiser: Any = optimiser) -> None:
-                passes_of()
-                optimiser.step()
-
-            calls[name] = step
-        times = timed(gpu, calls)
+        times = timed(gpu, training_steps(layers, width, x, "cuda"))
         yield {"N": N, "layers": layers, "matmul precision": precision, "ms": times}
     torch.set_float32_matmul_precision("highest")
 

@@ -308,7 +308,7 @@ def test_problems_can_be_narrowed(case: AttentionCase) -> None:
 
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(
-        ValueError, match="options must be among scale, softcap, .*; got 'is_causal'"
+        ValueError, match=r"options must be among scale, softcap, .*; got 'is_causal'"
     ):
         problems(options=("is_causal",))
 
