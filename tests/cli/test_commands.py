@@ -54,7 +54,7 @@ def test_plans_are_of_an_architecture(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(("line", "keys"), [("--Nq 0", 0), ("--Nq 7 --Nk 0", 0)])
 def test_a_size_of_zero_is_one(line: str, keys: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *line.split()]) == 0
-    assert f"blocks    0 skipped, {keys} partial, 0 full" in capsys.readouterr().out
+    assert f"tiles     0 empty, {keys} partial, 0 full" in capsys.readouterr().out
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ class Explanation:
     Parameters
     ----------
     backend, kernel : str
-        Who runs the call, and with which code.
+        Names of the backend and of the kernel.
     forward_tile, backward_tile : (int, int)
         Queries and keys of a tile.
     workers : int
@@ -29,20 +29,19 @@ class Explanation:
         Fast memory of one worker: shared memory on a GPU, tile buffers on a CPU.
     tiles : dict of str to int
         Tiles of the forward pass that are empty (``"skipped"``), partial and full, of all heads.
-        The query heads that share a key head share tiles where queries are few.
+        With few queries, the query heads of a KV head share tiles.
     bytes_moved : dict of str to int
         Model of the bytes that the forward pass moves between slow and fast memory.
     reasons : tuple of str
         Why this backend, kernel and tile.
     kernels : tuple of str
-        One line for each launch of both passes: tile, grid, registers, shared memory.
+        One line per launch of both passes: tile, grid, registers, shared memory.
     workspace_bytes : int
-        Memory that the backward pass takes besides its results, and that its ``workspace`` must
-        have, where lse and the rows of dout and out are contiguous; 0 where it is not counted.
+        Memory that the backward pass takes besides its results, and the size of its ``workspace``
+        argument, if lse and the rows of dout and out are contiguous; 0 if unknown.
     traffic : dict of str to (int, int)
-        Model of the bytes that this call would move with standard attention, FlashAttention and
-        FlashAttention-2, each with these tiles: of the forward and of the backward pass, by name
-        of the algorithm as in ``tileattn.traffic.ALGORITHMS``.
+        Model of the bytes that the forward and the backward pass would move, by algorithm
+        (``tileattn.traffic.ALGORITHMS``), with these tiles.
     """
 
     backend: str
@@ -59,15 +58,16 @@ class Explanation:
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        blocks = ", ".join(f"{n:,} {kind}" for kind, n in self.tiles.items())
+        names = {"skipped": "empty"}
+        tiles = ", ".join(f"{n:,} {names.get(kind, kind)}" for kind, n in self.tiles.items())
         moved = ", ".join(f"{name} {n / 1e6:,.2f} MB" for name, n in self.bytes_moved.items())
         lines = [
             f"backend   {self.backend} ({self.kernel})",
-            f"tiles     forward {self.forward_tile[0]} x {self.forward_tile[1]}, "
+            f"tile size forward {self.forward_tile[0]} x {self.forward_tile[1]}, "
             f"backward {self.backward_tile[0]} x {self.backward_tile[1]} (queries x keys)",
-            f"blocks    {blocks}",
+            f"tiles     {tiles}",
             f"workers   {self.workers}, {self.scratch_bytes / 1024:,.0f} KiB of tile buffers each",
-            f"moves     {moved}",
+            f"traffic   {moved}",
             *self._passes(),
             *(f"launch    {kernel}" for kernel in self.kernels),
             *([f"workspace {self.workspace_bytes / 1e6:,.2f} MB"] if self.workspace_bytes else []),
@@ -76,7 +76,7 @@ class Explanation:
         return "\n".join(lines)
 
     def _passes(self) -> list[str]:
-        """One line for each pass, with the bytes of every algorithm side by side."""
+        """Return a line per pass, with the bytes of every algorithm."""
         totals = self.traffic.items()
         return [
             f"{title:<10}"
