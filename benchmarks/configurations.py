@@ -1,4 +1,4 @@
-"""What is measured: configurations of attention, and how their FLOPs are counted."""
+"""Configurations of attention to measure, and their FLOPs."""
 
 import itertools
 import math
@@ -45,7 +45,7 @@ class Mask(NamedTuple):
     window: tuple[int, int] | None = None
 
     def options(self) -> dict[str, Any]:
-        """Arguments of a call, as a user would write them: without what is not there."""
+        """Return the arguments of a call, without defaults."""
         window = {} if self.window is None else {"window": self.window}
         return {"causal": self.causal, **window}
 
@@ -61,9 +61,9 @@ class Configuration:
     N: int  # queries, and keys
     D: int
     causal: bool = False
-    Hkv: int | None = None  # where there are fewer than H
-    Dv: int | None = None  # where it is not D
-    window: int | None = None  # keys that a query attends to around it, or where causal up to it
+    Hkv: int | None = None  # if fewer than H
+    Dv: int | None = None  # if not D
+    window: int | None = None  # keys that a query attends to: around it, or up to it if causal
 
     @property
     def shapes(self) -> Shapes:
@@ -84,18 +84,18 @@ class Configuration:
 
     @property
     def density(self) -> float:
-        """Part of the N x N scores that is counted: half of them where causal."""
+        """Return the part of the N x N scores that is counted: half of them if causal."""
         _, window = self.mask
         return window_density(self.N, *window) if window else 0.5 if self.causal else 1.0
 
     @property
     def flops(self) -> float:
-        """FLOPs of a pass as the papers count them; under a window, those inside it."""
+        """Return the FLOPs of a pass as the papers count them; with a window, those inside it."""
         forward = 2 * self.B * self.H * self.N**2 * (self.D + (self.Dv or self.D)) * self.density
         return forward * (2.5 if self.kind == "backward" else 1.0)
 
     def row(self) -> dict[str, Any]:
-        """Fields as they stand in the results; defaults of optional ones are left out."""
+        """Return the fields for the results, without defaults."""
         fields = {name: value for name, value in vars(self).items() if value is not None}
         return {"pass": fields.pop("kind"), **fields}
 
@@ -107,7 +107,7 @@ def grid_of(
     passes: Iterable[str],
     causals: Iterable[bool],
 ) -> list[Configuration]:
-    """All combinations; those that share their inputs stand together."""
+    """Return all combinations, grouped by their inputs."""
     return [
         Configuration(kind, dtype, max(1, TOKENS // N), max(1, HIDDEN[dtype] // D), N, D, causal)
         for dtype, D, N, kind, causal in itertools.product(
@@ -123,7 +123,7 @@ def shapes_of(
     passes: Sequence[str],
     causals: Sequence[bool],
 ) -> Iterator[tuple[str, Configuration]]:
-    """Name configurations beside the grid: GQA, another Dv, a window."""
+    """Yield named configurations outside the grid: GQA, another Dv, a window."""
     for group in (4, 8):
         for one in grid_of(dtypes, (128,), lengths, passes, causals):
             heads = max(1, one.H // group)
@@ -135,13 +135,13 @@ def shapes_of(
 
 
 def window_density(N: int, left: int, right: int) -> float:
-    """Part of the N x N scores inside a window."""
+    """Return the part of the N x N scores inside a window."""
     i = np.arange(N)
     return float((np.minimum(i + right, N - 1) - np.maximum(i - left, 0) + 1).sum() / N**2)
 
 
 def random_blocks(N: int, density: float) -> BlockMask:
-    """Mask of about this density, whose full blocks of 128 x 128 are drawn at random."""
+    """Return a mask of about this density, of random full blocks of 128 x 128."""
     side = -(-N // 128)
     count = max(1, math.ceil(density * side**2 - 1e-9))  # a tenth of 100 is 10, despite rounding
     blocks = np.zeros(side**2, bool)
@@ -150,7 +150,7 @@ def random_blocks(N: int, density: float) -> BlockMask:
 
 
 def sparse_cases(N: int) -> Iterator[tuple[str, dict[str, Any], float]]:
-    """Name masks of falling density: name, options, density."""
+    """Yield masks of falling density: name, options, density."""
     W = N // 16  # 1024 of 16384
     yield "full", {}, 1.0
     for name, (left, right) in {
@@ -164,7 +164,7 @@ def sparse_cases(N: int) -> Iterator[tuple[str, dict[str, Any], float]]:
 
 
 def option_cases(c: Configuration, xp: Any) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Name what makes each option alone; dense arrays are full, or broadcast over some axes."""
+    """Return functions that make one option each; dense arrays are full, or broadcast over axes."""
 
     def bias(B: int) -> dict[str, Any]:
         values = normal(xp, (1, c.H, c.N, c.N), c.dtype)
@@ -189,12 +189,12 @@ def option_cases(c: Configuration, xp: Any) -> dict[str, Callable[[], dict[str, 
 
 
 def normal(xp: Any, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
-    """Standard-normal values of NumPy or CuPy; the 16-bit types are rounded from float32."""
+    """Return standard-normal values of NumPy or CuPy; 16-bit types are rounded from float32."""
     drawn = np.float64 if dtype == "f64" else np.float32
     values = xp.random.default_rng(seed).standard_normal(shape, dtype=drawn)
     return values.astype(DTYPES[dtype], copy=False)
 
 
 def draw(xp: Any, shapes: Shapes, dtype: str, seed: int = 0) -> Inputs:
-    """One set of arrays, each of its own seed."""
+    """Return one set of arrays, each with its own seed."""
     return Inputs(*(normal(xp, shape, dtype, seed + i) for i, shape in enumerate(shapes)))

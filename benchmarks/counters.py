@@ -31,7 +31,7 @@ UNITS = {
 
 
 def find_ncu() -> str | None:
-    """Path of Nsight Compute: on PATH, or where the toolkit's installers put it."""
+    """Return the path of Nsight Compute: on PATH, or in a folder of the toolkit."""
     places = [
         *Path("/usr/local").glob("cuda*/bin/ncu"),
         *Path("/opt/nvidia/nsight-compute").glob("*/ncu"),
@@ -46,7 +46,7 @@ def unavailable() -> str | None:
 
 
 def command(ncu: str, log: Path, case: Case) -> list[str]:
-    """Command that profiles a case and writes one line for each kernel.
+    """Return the command that profiles a case and writes one line per kernel.
 
     Clocks and caches are left as they are, so that a kernel finds in the L2 cache what the one
     before it left there, as it does without a profiler.
@@ -60,7 +60,7 @@ def command(ncu: str, log: Path, case: Case) -> list[str]:
 
 
 def measure(case: Case) -> Row:
-    """Count the bytes of a case; raise RuntimeError where ncu is missing or ends without counts."""
+    """Count the bytes of a case; raise RuntimeError if ncu is missing or fails."""
     ncu = find_ncu()
     if ncu is None:
         raise RuntimeError(f"ncu is missing: {unavailable()}")
@@ -83,7 +83,7 @@ def measure(case: Case) -> Row:
 
 
 def summed(text: str) -> Row:
-    """Add up what ncu wrote for each kernel: bytes of the passes, and milliseconds."""
+    """Sum the output of ncu over kernels: bytes of the passes, and milliseconds."""
     counts = list(kernels(text))
     if not counts:
         raise ValueError("ncu wrote of no kernel; expected some between profiler start and stop")
@@ -98,7 +98,7 @@ def summed(text: str) -> Row:
 
 
 def kernels(text: str) -> Iterator[dict[str, float]]:
-    """Metrics of each kernel in bytes and seconds; lines that are not of the table are skipped."""
+    """Yield the metrics of each kernel in bytes and seconds; skip lines outside the table."""
     table = csv.reader(line for line in text.splitlines() if line.startswith('"'))
     head, units = next(table, []), next(table, [])
     for name in METRICS:
@@ -119,7 +119,7 @@ def _value(name: str, text: str, unit: str) -> float:
 
 
 def _complaint(said: str, done: subprocess.CompletedProcess[str]) -> str:
-    """Last line of the child, and the first in which ncu says what is wrong."""
+    """Return the last line of the child, and ncu's first error."""
     lines = (said + done.stdout).splitlines()
     errors = [line.removeprefix("==ERROR== ") for line in lines if line.startswith("==ERROR==")]
     return "; ".join(done.stderr.strip().splitlines()[-1:] + errors[:1]) or "nothing was said"

@@ -1,4 +1,4 @@
-"""Speed on the CPU: both backends beside PyTorch and naive NumPy, in one run.
+"""Speed on the CPU: both backends, with PyTorch and naive NumPy as baselines, in one run.
 
     python -m tileattn bench cpu                         everything: about twelve minutes
     python -m tileattn bench cpu --quick                 small sizes: about a minute
@@ -10,12 +10,11 @@ scaling: more and more threads             ceilings: matmuls and copies of NumPy
 
 The file is cpu.json, or NAME.json.
 
-Implementations take turns in one process, with the same number of threads. Between two of them
-nothing runs for 0.1 s: the threads of OpenBLAS and PyTorch go on spinning after a call, on cores
-that the next one needs. Each then makes calls for 0.05 s, of which the last one counts. A time is
-the shortest of the rounds: other guests of a host halve the speed of a core, now and then. FLOPs
-are 4 B H N N D forward, half of it for causal, and 2.5 times that backward, whatever an
-implementation computes.
+Implementations take turns in one process, with the same number of threads. Each turn starts with a
+pause of 0.1 s, because the threads of OpenBLAS and PyTorch spin after a call. Then come calls for
+0.05 s, of which the last one is timed. A time is the shortest of all rounds: other guests of a host
+can halve the speed of a core. FLOPs are 4 B H N N D forward, half of it for causal, and 2.5 times
+that backward, whatever an implementation computes.
 """
 
 import argparse
@@ -63,7 +62,7 @@ Times = dict[str, float]
 
 
 def shortest_seconds(calls: Calls, seconds: float) -> Times:
-    """Shortest seconds of each call; they take turns.
+    """Return the shortest seconds of each call; the calls take turns.
 
     The first round is not counted. Three more are, unless that takes four times as long as is asked
     for.
@@ -78,7 +77,7 @@ def shortest_seconds(calls: Calls, seconds: float) -> Times:
 
 
 def one_turn(call: Call) -> float:
-    """Seconds of a call, after a pause and calls that wake up the cores."""
+    """Return the seconds of a call, after a pause and calls that wake up the cores."""
     time.sleep(PAUSE)
     begin = time.perf_counter()
     while True:
@@ -103,7 +102,7 @@ def repeated(call: Call, count: int) -> Call:
 
 
 def find() -> tuple[dict[str, Implementation], dict[str, str]]:
-    """Return who can take part here, with as many threads as tileattn, and why others cannot."""
+    """Return the implementations, on as many threads as tileattn, and why others do not run."""
     reasons = tileattn.available_backends()
     missing = {name: why for name in OURS if (why := reasons[name]) is not None}
     found: dict[str, Implementation] = {
@@ -131,14 +130,14 @@ def prepared(one: Configuration, implementation: Implementation, x: Inputs | Non
 
 @dataclass(frozen=True)
 class Bench:
-    """Who takes part, and for how long."""
+    """The implementations, and the seconds of a measurement."""
 
     implementations: dict[str, Implementation]
     seconds: float
     quick: bool = False
 
     def times(self, one: Configuration, x: Inputs | None = None, count: int = 1) -> Times:
-        """Seconds of each implementation that supports the configuration."""
+        """Return the seconds of each implementation that supports the configuration."""
         calls = {
             name: repeated(prepared(one, each, x), count)
             for name, each in self.implementations.items()
@@ -147,7 +146,7 @@ class Bench:
         return {name: t / count for name, t in shortest_seconds(calls, self.seconds).items()}
 
     def gflops(self, one: Configuration) -> dict[str, float]:
-        """GFLOP/s of each implementation."""
+        """Return the GFLOP/s of each implementation."""
         return {name: one.flops / t / 1e9 for name, t in self.times(one).items()}
 
 
@@ -168,14 +167,14 @@ def grid(bench: Bench) -> Iterator[Row]:
 
 
 def small(bench: Bench) -> Iterator[Row]:
-    """Microseconds of a warm call that has hardly anything to compute."""
+    """Time warm calls that have hardly anything to compute."""
     for kind in PASSES:
         one = Configuration(kind, "f32", 1, 8, SMALL, 64)
         yield one.row() | {"us": {n: 1e6 * t for n, t in bench.times(one, count=100).items()}}
 
 
 def decoding(bench: Bench) -> Iterator[Row]:
-    """Read k and v for one query: bytes of both a second, beside a copy by as many threads."""
+    """Measure the bytes per second of k and v for one query, and of a copy on as many threads."""
     for H in (8, 32):
         one = Configuration("forward", "f32", 1, H, DECODED, 128)
         x = draw(np, one.shapes, one.dtype)
@@ -194,7 +193,7 @@ def copy_of(*arrays: Any) -> Call:
 
 
 def options(bench: Bench) -> Iterator[Row]:
-    """Time calls with one option each, as multiples of the call without any."""
+    """Time calls with one option each, and their slowdown over the call without any."""
     for kind in PASSES:
         one = Configuration(kind, "f32", 1, 8, 512 if bench.quick else 2048, 64)
         cases = {name: make() for name, make in option_cases(one, np).items()}
@@ -248,14 +247,14 @@ SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 
 
 def rounded(row: Any) -> Any:
-    """Keep four digits of every measured number: the next ones differ from run to run."""
+    """Keep four digits of every measured number; further ones differ from run to run."""
     if isinstance(row, dict):
         return {name: rounded(value) for name, value in row.items()}
     return float(f"{row:.4g}") if isinstance(row, float) else row
 
 
 def speedups(rows: list[Row]) -> Iterator[Row]:
-    """Geometric means of speedups, for each dtype, pass and length of the grid."""
+    """Return geometric means of speedups, for each dtype, pass and length of the grid."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row["section"] == "grid":
@@ -289,7 +288,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the sections; what was measured is written even where a run is broken off."""
+    """Run the sections; an interrupted run writes its rows, too."""
     arguments = parse(argv)
     implementations, missing = find()
     report.show_missing(missing)

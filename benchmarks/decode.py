@@ -1,11 +1,11 @@
-"""Speed of decoding on the GPU: few queries over caches of keys and values, beside its peers.
+"""Speed of decoding on the GPU, with cuDNN and FlashAttention-4 as baselines.
 
     python -m tileattn bench decode
     python -m tileattn bench decode --only "1 of 65,536" --head-dim 64 --peers cudnn
 
-The rate counts the bytes of the keys and values that there are. Calls are replayed as CUDA graphs,
-as those that serve do, over caches that are several times as large as the L2. cuDNN takes caches of
-equal lengths, FlashAttention-4 lengths and pages, too; their results are compared with ours. A row
+The rate counts the bytes of the keys and values within the lengths. Calls are replayed as CUDA
+graphs, as in serving, over caches several times as large as the L2. cuDNN takes caches of equal
+lengths, FlashAttention-4 also other lengths and pages. Results are compared with tileattn's. A row
 that failed says why. The file is gpu_decode.json.
 """
 
@@ -31,7 +31,7 @@ ITEM = 2  # bytes of bfloat16
 
 
 class Decoding(NamedTuple):
-    """Sequences with a cache each, and what they are called."""
+    """Sequences with a cache each."""
 
     name: str
     Hq: int
@@ -50,7 +50,7 @@ class Decoding(NamedTuple):
 
 
 def cases() -> list[Decoding]:
-    """Return what is timed."""
+    """Return the cases."""
     rng = np.random.default_rng(0)
     drawn = rng.integers(100, 16_001, 16).tolist()
     return [
@@ -157,7 +157,7 @@ def replayed(call: Call) -> Call:
 
 
 def in_turn(calls: list[Call]) -> Call:
-    """Make one of some calls each time."""
+    """Return a call that cycles through calls."""
     turns = itertools.cycle(calls)
 
     def turn() -> Any:
@@ -167,7 +167,7 @@ def in_turn(calls: list[Call]) -> Call:
 
 
 def compared(case: Decoding, D: int, peers: list[str], device: Gpu) -> Row:
-    """Time tileattn and its peers in turns; failures are recorded."""
+    """Time tileattn and the baselines in turns; record failures."""
     xp, size = device.xp, case.cache_bytes(D)
     sets = [Given.of(xp, case, D, 3 * n) for n in range(device.sets(size))]
     calls = {"tileattn": in_turn([device.replayed(ours(case, x)) for x in sets])}
@@ -209,7 +209,7 @@ def rows(names: list[str], head_dims: list[int], peers: list[str], device: Gpu) 
 
 
 def main(argv: list[str] | None = None, device: Gpu | None = None) -> None:
-    """Run the benchmark; what was measured is written even where it is broken off."""
+    """Run the benchmark; an interrupted run writes its rows, too."""
     known = [case.name for case in cases()]
     parser = report.parser("decode", __doc__)
     parser.add_argument("--only", nargs="+", default=known, help="names of cases")

@@ -1,4 +1,4 @@
-"""The CUDA device of the benchmarks: its arrays, its clock, and what it is."""
+"""The CUDA device of the benchmarks: arrays, timing, description."""
 
 import itertools
 import math
@@ -20,10 +20,10 @@ from benchmarks.implementations import Implementation, arrays
 # Two right answers of 16-bit types differ by the rounding of P, of dS and of the result.
 AGREEMENT = {"bf16": 2e-2, "fp16": 3e-3, "f32": 1e-5, "f64": 1e-12}
 
-LEAST_SECONDS, MOST_SECONDS = 0.05, 0.25  # of one measurement
-SETTLE_SECONDS = 0.3  # until a busy GPU has the clocks that its power limit leaves
+LEAST_SECONDS, MOST_SECONDS = 0.05, 0.25  # length of a measurement
+SETTLE_SECONDS = 0.3  # until a busy GPU has reached the clocks of its power limit
 LEAST_CALLS, MOST_CALLS = 10, 1000
-LEAST_ROUNDS, MOST_ROUNDS = 3, 30  # of calls that are timed apart
+LEAST_ROUNDS, MOST_ROUNDS = 3, 30  # rounds of calls that are timed separately
 L2_CYCLE = 4  # a cycle through the input sets reads this many times the L2
 COPY_BYTES = 1 << 30
 
@@ -43,7 +43,7 @@ class Gpu:
 
     @classmethod
     def required(cls) -> "Gpu":
-        """Return the device; where there is none, say why and end the program."""
+        """Return the device; without one, print why and exit."""
         reason = tileattn.available_backends()["cupy"]
         if reason is not None:
             sys.exit(f"there is nothing to time: the cupy backend cannot run here: {reason}")
@@ -51,17 +51,17 @@ class Gpu:
 
     @lru_cache(maxsize=1)  # noqa: B019 - one device lives as long as the program
     def inputs(self, shapes: Shapes, dtype: str) -> tuple[Inputs, ...]:
-        """Draw as many sets as `sets` counts."""
+        """Draw `sets` sets of inputs."""
         sets = self.sets(sum(map(math.prod, shapes)) * DTYPES[dtype].itemsize)
         return tuple(draw(self.xp, shapes, dtype, n * len(shapes)) for n in range(sets))
 
     def sets(self, set_bytes: int) -> int:
-        """Count the sets of inputs so that a cycle through them exceeds the L2 several times."""
+        """Return how many sets of inputs exceed the L2 cache several times."""
         cycle: int = L2_CYCLE * self._properties["l2CacheSize"]
         return max(1, -(-cycle // set_bytes))
 
     def replayed(self, call: Call) -> Call:
-        """Capture a call in a CUDA graph, which has memory of its own."""
+        """Capture a call in a CUDA graph with its own memory."""
         pool = self.xp.cuda.MemoryPool()
         with (
             self.xp.cuda.Stream(non_blocking=True) as stream,
@@ -80,7 +80,7 @@ class Gpu:
         return replay
 
     def time(self, calls: Sequence[Call]) -> list[float]:
-        """Seconds of the device for each call; the calls take turns and are warmed up.
+        """Return the device seconds of each call; the calls take turns and are warmed up.
 
         Clocks rise in the first milliseconds after a pause, and fall as the device draws power.
         Only when they have settled does it not matter who is timed after a pause.
@@ -94,7 +94,7 @@ class Gpu:
         return self._sample(calls, count)
 
     def time_each(self, calls: Sequence[Call]) -> list[list[float]]:
-        """Seconds of the device for each of several calls apart; else as `time`.
+        """Return the device seconds of calls timed separately; otherwise as `time`.
 
         They take turns, so that a drift of the clocks falls on all of them.
         """
@@ -119,7 +119,7 @@ class Gpu:
         return [self.xp.cuda.get_elapsed_time(*pair) / 1e3 for pair in pairs]
 
     def launch_overhead(self, call: Call, count: int = 100, rounds: int = 9) -> float:
-        """CPU launch overhead in seconds: of one of many calls in a row, without a wait between."""
+        """Return the CPU launch overhead in seconds, per call of many in a row."""
         times = []
         for _ in range(rounds + 1):
             self.xp.cuda.Device().synchronize()
@@ -130,13 +130,13 @@ class Gpu:
         return median(times[1:])
 
     def copy_rate(self) -> float:
-        """Bytes read and written in a second by a copy from device memory to device memory."""
+        """Return the bytes per second that a device-to-device copy reads and writes."""
         source = self.xp.arange(COPY_BYTES // 8, dtype=np.float64)
         target = self.xp.empty_like(source)
         return 2 * COPY_BYTES / median(self.time([lambda: self.xp.copyto(target, source)]))
 
     def release(self) -> None:
-        """Return unused memory back, so that one library's pool does not starve the other."""
+        """Free unused memory, so that one library's pool does not starve the other."""
         self.xp.get_default_memory_pool().free_all_blocks()
         if "torch" in sys.modules:
             sys.modules["torch"].cuda.empty_cache()
@@ -161,7 +161,7 @@ class Gpu:
 
 
 def repeats(seconds: float) -> int:
-    """How often to time a call that takes about so long."""
+    """Return how often to time a call of about this length."""
     wanted = max(LEAST_CALLS, math.ceil(LEAST_SECONDS / seconds))
     affordable = max(3, int(MOST_SECONDS / seconds))
     return min(wanted, affordable, MOST_CALLS)
@@ -170,7 +170,7 @@ def repeats(seconds: float) -> int:
 def prepare(
     implementation: Implementation, configuration: Configuration, inputs: Sequence[Inputs]
 ) -> list[Call]:
-    """One call for each set of inputs."""
+    """Return one call for each set of inputs."""
     forward = configuration.kind == "forward"
     make = implementation.forward if forward else implementation.backward
     return [make(x, configuration.mask) for x in inputs[: 1 if implementation.quadratic else None]]
@@ -179,7 +179,7 @@ def prepare(
 def measure(
     implementation: Implementation, configuration: Configuration, device: Gpu
 ) -> tuple[list[float], list[Any]]:
-    """Seconds of each repeat, and the results for the first set of inputs."""
+    """Return the seconds of each repeat, and the results for the first set of inputs."""
     inputs = device.inputs(configuration.shapes, configuration.dtype)
     with implementation.context():
         calls = prepare(implementation, configuration, inputs)
@@ -187,7 +187,7 @@ def measure(
 
 
 def in_turns(implementation: Implementation, configuration: Configuration, device: Gpu) -> Call:
-    """Make a call that takes the sets of inputs in turn, first the first."""
+    """Return a call that cycles through the sets of inputs."""
     inputs = device.inputs(configuration.shapes, configuration.dtype)
     with implementation.context():
         calls = itertools.cycle(prepare(implementation, configuration, inputs))
@@ -200,7 +200,7 @@ def in_turns(implementation: Implementation, configuration: Configuration, devic
 
 
 def difference(found: list[Any], expected: list[Any], xp: Any) -> float:
-    """Largest relative Frobenius distance of two lists of arrays; NaN where there is one."""
+    """Return the largest relative Frobenius distance of two lists of arrays; NaN propagates."""
     errors = []
     for a, b in zip(found, expected, strict=True):
         a64, b64 = (x.astype(np.float64).ravel() for x in (a, b))

@@ -1,13 +1,12 @@
-"""Speed of functions of scores and masks on the GPU, beside FlexAttention, in one run.
+"""Speed of score_mod and mask_mod on the GPU, with FlexAttention as the baseline, in one run.
 
     python -m tileattn bench functions                   the gallery, at head dimensions 64 and 128
     python -m tileattn bench functions --only alibi --head-dim 128
 
-Each function of examples/score_functions.py is run by tileattn and, written for PyTorch, by
-FlexAttention, which is compiled for it; the call without a function is timed beside them. There are
-times of the forward pass, of the gradients of q, k and v, and where a score reads floats of these
-with the gradients of those. The masks of FlexAttention's blocks are made before the clock starts.
-The file is gpu_functions.json.
+tileattn runs each function of examples/score_functions.py, and FlexAttention its PyTorch
+equivalent, compiled. The call without a function is timed too. There are times of the forward pass,
+of the gradients of q, k and v, and, if a score reads floats, of all gradients. FlexAttention's
+block masks are computed before the clock starts. The file is gpu_functions.json.
 """
 
 import argparse
@@ -44,13 +43,13 @@ class Case(NamedTuple):
 
     @property
     def learned(self) -> tuple[int, ...]:
-        """Numbers of the arrays that have gradients."""
+        """Return the indices of the arrays that have gradients."""
         floats = (n for n, x in enumerate(self.aux) if x.dtype.kind == "f")
         return tuple(floats) if self.option == "score_mod" else ()
 
 
 def cases() -> dict[str, Case]:
-    """Return the calls of the gallery that are timed."""
+    """Return the calls of the gallery."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> Any:
@@ -122,7 +121,7 @@ def cases() -> dict[str, Case]:
 
 
 def compared(name: str, case: Case | None, D: int, device: Gpu) -> Row:
-    """Time both passes of tileattn and of FlexAttention; a failure is recorded."""
+    """Time both passes of tileattn and FlexAttention; record failures."""
     xp, dtype = device.xp, DTYPES["bf16"]
     draw = xp.random.default_rng(1).standard_normal
     q, k, v, dout = (draw((B, H, N, D), dtype=np.float32).astype(dtype) for _ in range(4))
@@ -161,7 +160,7 @@ def compared(name: str, case: Case | None, D: int, device: Gpu) -> Row:
 
 
 def flex_calls(case: Case, given: tuple[Any, ...]) -> list[Callable[[], Any]]:
-    """Prepare both passes of FlexAttention, and where a score reads floats a third with theirs."""
+    """Prepare both passes of FlexAttention, and if a score reads floats, all gradients too."""
     import torch
 
     torch._dynamo.reset()
@@ -170,7 +169,7 @@ def flex_calls(case: Case, given: tuple[Any, ...]) -> list[Callable[[], Any]]:
 
 
 def _flex_graph(case: Case, given: tuple[Any, ...], *, learned: bool) -> list[Callable[[], Any]]:
-    """Compile both passes; gradients of the arrays that a function reads cost what they cost."""
+    """Compile both passes, with the gradients of the arrays that a function reads."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -201,7 +200,7 @@ def rows(names: list[str], head_dims: list[int], device: Gpu) -> Iterator[Row]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the benchmark; what was measured is written even where it is broken off."""
+    """Run the benchmark; an interrupted run writes its rows, too."""
     parser = report.parser("functions", __doc__)
     known = tuple(cases())
     parser.add_argument("--only", type=partial(report.names, known), default=list(known))

@@ -1,4 +1,4 @@
-"""Speed on the GPU, beside PyTorch, FlashAttention-4 and naive CuPy, in one run.
+"""Speed on the GPU, with PyTorch, FlashAttention-4 and naive CuPy as baselines, in one run.
 
     python -m tileattn bench gpu                     the grid: every size, dtype, pass, baseline
     python -m tileattn bench gpu --shapes            GQA, D = 192 with Dv = 128, windows
@@ -10,11 +10,11 @@
 
 The files are gpu.json, gpu_shapes.json, gpu_sparse.json, gpu_host.json and gpu_ceilings.json.
 
-All implementations run in one process on the same data, in turns. Times are those of CUDA events,
-the median of the repeats; the sets of inputs alternate, so that they come from HBM and not from
-the L2 cache. FLOPs are 4 B H N N D forward, half of it for causal, and 2.5 times that backward,
-whatever an implementation computes; under a window, only those inside it count. Results are
-compared with those of tileattn: where they differ there is no speedup.
+All implementations take turns in one process, on the same data. A time is the median of repeats, by
+CUDA events. Calls alternate between sets of inputs, so that these come from HBM and not from the L2
+cache. FLOPs are 4 B H N N D forward, half of it for causal, and 2.5 times that backward, whatever
+an implementation computes; with a window, only those inside it. Results are compared with
+tileattn's: if they differ, no speedup is given.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def compare(
 def time_in_turns(
     calls: dict[str, Call], device: Gpu, failed: dict[str, str]
 ) -> dict[str, list[float]]:
-    """Seconds of each repeat; where all at once fail, as for lack of memory, of each alone."""
+    """Return the seconds of each repeat; time each call separately if they fail together."""
     try:
         return dict(zip(calls, device.time_each([*calls.values()]), strict=True)) if calls else {}
     except Exception as error:
@@ -109,19 +109,19 @@ def time_in_turns(
 
 
 def spread(seconds: list[float]) -> float:
-    """Distance of the quartiles over the median."""
+    """Return the distance of the quartiles over the median."""
     low, middle, high = quantiles(seconds, n=4, method="inclusive")
     return (high - low) / middle
 
 
 def best(row: Row) -> float | None:
-    """Speedup over the fastest of the rivals, where one of them took part."""
+    """Return the speedup over the fastest rival; None without a rival."""
     speedups = row["speedup_over"]
     return min((speedups[name] for name in RIVALS if name in speedups), default=None)
 
 
 def means(rows: Iterable[Row]) -> Iterator[str]:
-    """Sum up for each pass the speedup over the fastest rival, over all rows that have one."""
+    """Summarise the speedup over the fastest rival, by pass."""
     passes: dict[str, list[Row]] = {}
     for row in rows:
         if best(row) is not None:
@@ -137,7 +137,7 @@ def means(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def verified(row: Row) -> dict[str, float]:
-    """TFLOP/s of the results that agree; tileattn's own counts where a baseline confirms it."""
+    """Return the TFLOP/s of results that agree; tileattn's only if a baseline confirms it."""
     alone = {"tileattn"} if row["mismatch"] and not row["speedup_over"] else set()
     return {name: x for name, x in row["tflops"].items() if name not in {*row["mismatch"], *alone}}
 
@@ -147,14 +147,14 @@ def compared(
     implementations: Sequence[Implementation],
     device: Gpu,
 ) -> Iterator[Row]:
-    """Compare over all configurations; those beside the grid have a name."""
+    """Compare over all configurations; those outside the grid have a name."""
     for name, configuration in named:
         row = compare(configuration, implementations, device)
         yield {"case": name, **row} if name else row
 
 
 def cost(make: Callable[[], dict[str, Any]], configuration: Configuration, device: Gpu) -> Row:
-    """Milliseconds of a call with options, or why it failed."""
+    """Return the milliseconds of a call with options, or why it failed."""
     try:
         given = make()
         seconds = median(measure(Tileattn(**given), configuration, device)[0])
@@ -166,7 +166,7 @@ def cost(make: Callable[[], dict[str, Any]], configuration: Configuration, devic
 
 
 def sparse(configurations: Sequence[Configuration], device: Gpu) -> Iterator[Row]:
-    """Speedup over full attention, beside the density of the mask."""
+    """Measure the speedup over full attention, by the density of the mask."""
     for one in configurations:
         full: float | None = None
         for name, given, density in sparse_cases(one.N):
@@ -210,7 +210,7 @@ def ceilings(dtypes: Sequence[str], n: int, device: Gpu) -> Iterator[Row]:
 def sections(
     arguments: argparse.Namespace, baselines: Sequence[Implementation], device: Gpu
 ) -> Iterator[tuple[str, Iterator[Row]]]:
-    """Sections that the command line asks for, with the rows that each will make."""
+    """Return the sections that the command line asks for, with their rows."""
     causals = [False, True] if arguments.causal is None else [arguments.causal]
     dtypes, passes = arguments.dtype or list(DTYPES), arguments.passes
 
@@ -274,7 +274,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None, device: Gpu | None = None) -> None:
-    """Run the sections; what was measured is written even where a run is broken off."""
+    """Run the sections; an interrupted run writes its rows, too."""
     arguments = parse(argv)
     device = device or Gpu.required()
     baselines, missing = find(arguments.baselines, device.xp)

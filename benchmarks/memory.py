@@ -1,14 +1,14 @@
 """Peak memory by sequence length: naive attention, which stores N x N, and tileattn.
 
-    python -m tileattn bench memory                  on the GPU where there is one, else on the CPU
+    python -m tileattn bench memory                  on the GPU if there is one, else on the CPU
     python -m tileattn bench memory --device cpu --limit-seconds 60
 
 The files are memory_cpu.json and memory_gpu.json.
 
-A peak is the outputs and the workspace; inputs are apart. ``both`` is a forward pass and a backward
-pass after it. A size that does not fit is refused before it is allocated, and so is one that would
-take longer than the limit; either is recorded with the bytes that it needs. On the CPU each case
-has a process of its own, whose peak the system records; on the GPU the allocator counts.
+A peak includes outputs and workspace, but not inputs. ``both`` is a forward pass followed by a
+backward pass. A size that does not fit, or would take longer than the limit, is not run; its row
+has the bytes that it needs. On the CPU each case runs in its own process, whose peak the system
+records; on the GPU the allocator counts.
 """
 
 import json
@@ -70,13 +70,13 @@ class Case:
 
     @property
     def inputs(self) -> int:
-        """Bytes of the inputs; dout counts in both passes."""
+        """Return the bytes of the inputs; dout counts in both passes."""
         one = self.configuration
         return sum(map(math.prod, one.shapes)) * DTYPES[one.dtype].itemsize
 
     @property
     def needs(self) -> int:
-        """Bytes of inputs, outputs and N x N arrays: no run takes less."""
+        """Return the bytes of inputs, outputs and N x N arrays, a lower bound."""
         one, size = self.configuration, DTYPES[self.configuration.dtype].itemsize
         rows = one.B * one.H * one.N
         outputs = (1 if one.kind == "forward" else 4) * rows * one.D * size
@@ -88,14 +88,14 @@ class Case:
         return self.inputs + outputs + lse + squares
 
     def refusal(self, free: int) -> Row:
-        """Fields of a row that say why the case is not run; none where the free bytes suffice."""
+        """Return the fields that say why the case is not run; empty if the free bytes suffice."""
         if self.needs <= free:
             return {}
         reason = f"needs {self.needs / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
         return {"needs_bytes": self.needs, "free_bytes": free, "not_run": reason}
 
     def prepared(self, inputs: Inputs, xp: Any) -> Call:
-        """Return the call that computes the passes; what it returns keeps the outputs alive."""
+        """Return the call that computes the passes; its result keeps the outputs alive."""
         if self.tile:
             kernel, *tile = self.tile
             return gpu_tiles.prepared(kernel, TileSize(*tile), inputs)
@@ -127,17 +127,17 @@ def unavailable() -> str | None:
 
 
 def cpu_free() -> int:
-    """Bytes of physical memory that a new process can have without swapping."""
+    """Return the bytes of memory that a new process can use without swapping."""
     return _kib(Path("/proc/meminfo"), "MemAvailable") * 1024
 
 
 def cpu_peak(case: Case) -> Row:
-    """Measure a case in a process of its own, which has nothing else to remember."""
+    """Measure a case in its own process."""
     return report.of_process("benchmarks.memory", case.text)
 
 
 def child(case: Case) -> Row:
-    """Bytes that this process had at most, beyond what it had with the inputs."""
+    """Return the peak bytes of this process, less those with the inputs only."""
     one = case.configuration
     small = replace(one, N=min(one.N, WARM_UP))
     replace(case, configuration=small).run(draw(np, small.shapes, small.dtype), np)  # loads code
@@ -161,7 +161,7 @@ def _kib(path: Path, field: str) -> int:
 
 
 class Counting:
-    """An allocator that remembers the most that a pool had in use.
+    """An allocator that records the peak of a pool.
 
     Use only grows when memory is asked for, so it is looked at there and nowhere else.
     """
@@ -209,7 +209,7 @@ def gpu_peak(device: Gpu, case: Case) -> Row:
 def rows(
     cases: Sequence[Case], free: Callable[[], int], peak: Callable[[Case], Row], limit: float
 ) -> Iterator[Row]:
-    """Measure every case that fits into memory and time; of the others, say why not.
+    """Measure every case that fits into memory and time; record why others do not.
 
     Cases go from few tokens to many: the time of one is extrapolated from the last of its kind.
     """
@@ -236,10 +236,10 @@ def rows(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run what the command line asks for; what was measured is kept where a run is broken off."""
+    """Run the benchmark; an interrupted run writes its rows, too."""
     parser = report.parser("memory", __doc__)
     add = parser.add_argument
-    add("--device", choices=tuple(DTYPE), help="(the GPU where there is one)")
+    add("--device", choices=tuple(DTYPE), help="(the GPU if there is one)")
     add("--limit-seconds", type=float, default=30.0, help="of one case (30)")
     add("--heads", type=int, help="(1 on the CPU, 8 on the GPU)")
     add("--head-dim", type=int, default=64, help="(64)")

@@ -1,15 +1,15 @@
-"""Slowdown of calls that meet NaN and infinity over the same call without them.
+"""Slowdown of calls with NaN or infinity in the inputs, over the same call without.
 
     python -m tileattn bench nonfinite            every configuration
-    python -m tileattn bench nonfinite --quick    the reference configuration alone
+    python -m tileattn bench nonfinite --quick    only the reference configuration
 
 The file is nonfinite.json.
 
-Each configuration is timed forward, backward, and backward in a fixed order: once as it is, then
-with one NaN or infinity in one array, with every 1000th element of one array not finite, and with a
-gradient `dout` that is infinite throughout, as after a loss scale that overflowed. Times are those
-of CUDA events, the median of several; the calls that are compared take turns. Where a slowdown is
-above 2, or a call fails, the last lines name it and the exit status is 1.
+It times each configuration forward, backward, and backward in a fixed order: with finite values,
+with one NaN or infinity in one array, with every 1000th element of one array not finite, and with
+an infinite `dout`, as after a loss scale that overflowed. The calls take turns; a time is the
+median of several, by CUDA events. The last lines name slowdowns above 2 and failed calls; the exit
+status is then 1.
 """
 
 import math
@@ -70,7 +70,7 @@ def arrays_of(case: Case, device: Gpu) -> dict[str, Any]:
 
 
 def faults(arrays: dict[str, Any]) -> Iterator[Fault]:
-    """List what is timed of a configuration: the clean call, then each fault.
+    """List the calls of a configuration: the clean one, then each fault.
 
     A single element lies in the first head: in a query half way down, or in an early key.
     """
@@ -88,7 +88,7 @@ def faults(arrays: dict[str, Any]) -> Iterator[Fault]:
 
 
 def spoiled(arrays: dict[str, Any], fault: Fault, xp: Any) -> dict[str, Any]:
-    """Return the arrays with a fault; that which has it is a copy."""
+    """Return the arrays with a fault in a copy of one."""
     if not fault.array:
         return arrays
     x = arrays[fault.array].copy()
@@ -124,7 +124,7 @@ def compile_all(cases: Sequence[Case], device: Gpu) -> None:
 
 
 def rows(case: Case, kind: str, device: Gpu) -> Iterator[Row]:
-    """Time one pass: a row for each fault, or one that says why there are none."""
+    """Time one pass: return a row for each fault, or one with the reason of a failure."""
     head = {"case": case.name, **case.configuration.row(), "pass": kind}
     try:
         arrays = arrays_of(case, device)
@@ -142,14 +142,14 @@ def rows(case: Case, kind: str, device: Gpu) -> Iterator[Row]:
 
 
 def within(row: Row) -> bool:
-    """Return True if a call ran, and took no longer than the limit allows."""
+    """Return True if a call ran within the limit."""
     return "slowdown" in row and row["slowdown"] <= LIMIT
 
 
 def main(argv: list[str] | None = None, device: Gpu | None = None) -> int:
-    """Time what is asked for; the exit status is 1 where a call fails or is above the limit."""
+    """Run the benchmark; the exit status is 1 if a call fails or exceeds the limit."""
     parser = report.parser("nonfinite", __doc__)
-    parser.add_argument("--quick", action="store_true", help="the reference configuration alone")
+    parser.add_argument("--quick", action="store_true", help="only the reference configuration")
     arguments = report.parsed(parser, argv)
     device = device or Gpu.required()
     cases = CASES[: 1 if arguments.quick else None]

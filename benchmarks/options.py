@@ -1,12 +1,12 @@
-"""Speed of options on the GPU, beside libraries that have them, in one run.
+"""Speed of options on the GPU, with other libraries as baselines, in one run.
 
     python -m tileattn bench options                     every option, both passes
     python -m tileattn bench options --only bias,mask --peers cudnn
 
-An option is compared with PyTorch's scaled_dot_product_attention, with its cuDNN, memory-efficient
-or FlashAttention-2 kernels, with FlexAttention and with FlashAttention-4, where these have it. The
-results are compared, too, except under dropout, whose random bits are others. A row that failed
-says why. The file is gpu_options.json.
+The baselines are PyTorch's scaled_dot_product_attention with its cuDNN, memory-efficient or
+FlashAttention-2 kernels, FlexAttention and FlashAttention-4, if they have the option. Results are
+compared too, except with dropout, whose random bits differ. A row that failed says why. The file is
+gpu_options.json.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Given = tuple[Any, ...]  # q, k, v, dout
 
 
 class Option(NamedTuple):
-    """An option, and its equivalent in other libraries; None where they have none."""
+    """An option, and its equivalents in other libraries, or None."""
 
     ours: dict[str, Any]
     sdpa: dict[str, Any] | None = None
@@ -46,7 +46,7 @@ class Option(NamedTuple):
 
 
 def options(xp: Any) -> dict[str, Option]:
-    """Return the calls that are timed, each with one option."""
+    """Return the calls, each with one option."""
     bias = normal(xp, (1, H, N, N), "bf16")
     mask = normal(xp, (B, 1, N, N), "f32") < 1.3  # nine in ten
     slopes = np.linspace(0.01, 0.5, H, dtype=np.float32)
@@ -94,7 +94,7 @@ def _flex(option: str, theirs: Callable[..., Any]) -> Case:
 
 
 def compared(name: str, option: Option, peers: list[str], device: Gpu) -> Iterator[Row]:
-    """Time both passes of tileattn and of its peers, in turns; failures are recorded."""
+    """Time both passes of tileattn and the baselines in turns; record failures."""
     xp = device.xp
     shape = (B, H, N, D)
     given = tuple(normal(xp, shape, "bf16", seed) for seed in range(1, 5))
@@ -134,7 +134,7 @@ def compared(name: str, option: Option, peers: list[str], device: Gpu) -> Iterat
 
 
 def _calls(peer: str, option: Option, given: Given) -> Calls | None:
-    """Prepare both passes of a library, or nothing where it does not have the option."""
+    """Prepare both passes of a library; None if it lacks the option."""
     if peer == "flex":
         return None if option.flex is None else flex_calls(option.flex, given)
     if peer == "fa4":
@@ -186,7 +186,7 @@ def _fa4(given: Given, options: dict[str, Any]) -> Calls:
 
 
 def rows(names: list[str], peers: list[str], device: Gpu) -> Iterator[Row]:
-    """Measure the options, each beside the call without one."""
+    """Measure the options, after the call without one."""
     plain: dict[str, float] = {}
     for name, option in options(device.xp).items():
         if name != "plain" and name not in names:
@@ -198,7 +198,7 @@ def rows(names: list[str], peers: list[str], device: Gpu) -> Iterator[Row]:
 
 
 def main(argv: list[str] | None = None, device: Gpu | None = None) -> None:
-    """Run the benchmark; what was measured is written even where it is broken off."""
+    """Run the benchmark; an interrupted run writes its rows, too."""
     parser = report.parser("options", __doc__)
     parser.add_argument("--only", type=lambda text: text.split(","), help="names of options")
     parser.add_argument("--peers", type=partial(report.names, PEERS), default=list(PEERS))

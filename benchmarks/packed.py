@@ -1,11 +1,11 @@
-"""Speed of packed sequences on the GPU, beside FlashAttention-4 and calls that are not packed.
+"""Speed of packed sequences on the GPU; baselines: FlashAttention-4, and unpacked calls.
 
     python -m tileattn bench packed                    all lengths, both passes
     python -m tileattn bench packed --head-dim 128 --tokens 16384
 
-The lengths are equal, of Zipf's law, or one long among many short. FlashAttention-4 gets the same
-arrays and its longest lengths, which it asks for; its results are compared with ours. Where lengths
-are equal, the same attention as a batch is timed, too. The file is gpu_packed.json.
+Lengths are equal, follow Zipf's law, or are one long and many short. FlashAttention-4 gets the same
+arrays and the maximum lengths; its results are compared with tileattn's. For equal lengths, the
+same attention as a batch is timed too. The file is gpu_packed.json.
 """
 
 import argparse
@@ -34,14 +34,14 @@ Calls = list[Callable[[], Any]]
 
 
 class Lengths(NamedTuple):
-    """Tokens of each sequence, and what they are called."""
+    """Sequences, by their numbers of tokens."""
 
     name: str
     each: list[int]
 
 
 def lengths_of(tokens: int) -> list[Lengths]:
-    """Return the sequences that are timed; each case has so many tokens."""
+    """Return the cases, of ``tokens`` tokens each."""
     rng = np.random.default_rng(0)
     drawn: list[int] = []
     while sum(drawn) < tokens:
@@ -108,7 +108,7 @@ def fa4(given: Packed, longest: int, causal: bool) -> Calls:
 
 
 def compared(lengths: Lengths, D: int, causal: bool, device: Gpu) -> Iterator[Row]:
-    """Time both passes of all that take part, in turns; a failure is recorded."""
+    """Time both passes of all implementations in turns; record failures."""
     xp, each = device.xp, lengths.each
     given = Packed.of(xp, each, D)
     calls = ours(given, causal)
@@ -154,7 +154,7 @@ def rows(head_dims: list[int], tokens: list[int], device: Gpu) -> Iterator[Row]:
 
 
 def main(argv: list[str] | None = None, device: Gpu | None = None) -> None:
-    """Run the benchmark; what was measured is written even where it is broken off."""
+    """Run the benchmark; an interrupted run writes its rows, too."""
     parser = report.parser("packed", __doc__)
     parser.add_argument("--head-dim", type=int, nargs="+", default=list(HEAD_DIMS))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))

@@ -1,4 +1,4 @@
-"""What every benchmark leaves: lines on the terminal and a JSON file that says its origin."""
+"""Output of the benchmarks: lines on the terminal, and a JSON file with its origin."""
 
 import argparse
 import importlib.util
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def command(program: str, argv: Sequence[str]) -> str:
-    """Write the command that repeats a measurement, without the folder of its files."""
+    """Return the command that repeats a measurement, without the folder of its files."""
     kept, ahead = [], iter(argv)
     for word in ahead:
         option, _, value = word.partition("=")
@@ -36,26 +36,32 @@ def command(program: str, argv: Sequence[str]) -> str:
 
 
 def parser(benchmark: str, about: str | None) -> argparse.ArgumentParser:
-    """Make the parser of a benchmark, with the options that say where its files go."""
+    """Return the parser of a benchmark, with the options for the folder of its files."""
     made = argparse.ArgumentParser(
         prog=f"python -m tileattn bench {benchmark}",
         description=about,
         formatter_class=argparse.RawTextHelpFormatter,
     )
     add = made.add_mutually_exclusive_group().add_argument
-    add("--to", type=Path, default=Path(), metavar="FOLDER", help="of the files (the current one)")
+    add(
+        "--to",
+        type=Path,
+        default=Path(),
+        metavar="FOLDER",
+        help="folder of the files (default: the current one)",
+    )
     add(
         "--update",
         dest="to",
         action="store_const",
         const=RESULTS,
-        help="write benchmarks/results, which the documentation is made of",
+        help="write to benchmarks/results, the source of the documentation",
     )
     return made
 
 
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line, and keep it as ``ran`` for the files."""
+    """Parse the command line; keep it as ``ran`` for the files."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     arguments.ran = command(parser.prog, argv)
@@ -63,16 +69,16 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 
 def names(allowed: Sequence[str], text: str) -> list[str]:
-    """Read a list that is separated by commas."""
+    """Parse a comma-separated list."""
     values = text.split(",")
     for value in values:
         if value not in allowed:
-            raise argparse.ArgumentTypeError(f"{value} is none of {', '.join(allowed)}")
+            raise argparse.ArgumentTypeError(f"must be among {', '.join(allowed)}; got {value}")
     return values
 
 
 def show_missing(missing: Mapping[str, str]) -> None:
-    """Name in one line each who cannot take part, and why."""
+    """Print the missing implementations, and why."""
     for name, why in missing.items():
         print(f"{name} is missing: {why}")
 
@@ -83,7 +89,7 @@ def load(folder: Path, name: str) -> Row:
 
 
 def line(row: Row) -> str:
-    """Write the values of a row beside their names; what is nested has lines of its own."""
+    """Format a row as names and values; nested rows get their own lines."""
     shown, nested = [], []
     for name, value in row.items():
         if isinstance(value, dict):
@@ -94,13 +100,13 @@ def line(row: Row) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Kind and first line of an error, cut to what a table can hold."""
+    """Return the type and first line of an error, at most 160 characters."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"[:160]
 
 
 def of_process(module: str, text: str, variables: Mapping[str, str] | None = None) -> Row:
-    """Run ``python -m module --child text`` and read the row that it prints."""
+    """Run ``python -m module --child text``; return the row that it prints."""
     done = subprocess.run(
         [sys.executable, "-m", module, "--child", text],
         cwd=Path(__file__).parents[1],
@@ -110,14 +116,14 @@ def of_process(module: str, text: str, variables: Mapping[str, str] | None = Non
         check=False,
     )
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RuntimeError(f"the process ended with status {done.returncode}: {said}")
     row: Row = json.loads(done.stdout.splitlines()[-1])
     return row
 
 
 def host() -> Row:
-    """Describe the processor and the versions of what runs on it."""
+    """Return the processor and the versions of libraries."""
     return {
         "processor": processor(),
         "threads": threads.worker_count(),
@@ -129,7 +135,7 @@ def host() -> Row:
 
 
 def _llvm() -> Row:
-    """Say what LLVM knows of the processor: its kind and its vector and matrix instructions."""
+    """Return LLVM's name of the processor, and its vector and matrix instructions."""
     if importlib.util.find_spec("llvmlite") is None:
         return {}
     from llvmlite import binding
@@ -144,9 +150,9 @@ def _llvm() -> Row:
 def written(
     rows: Iterable[Row], path: Path, machine: Callable[[], Row], ran: str, **more: Any
 ) -> list[Row]:
-    """Show each row as it comes and write all of them, even where the run is broken off.
+    """Print each row as it comes, and write all of them even after an interrupt.
 
-    The machine is asked last: what libraries took part it knows then.
+    The machine is described last, when it is known which libraries ran.
     """
     done: list[Row] = []
     try:
@@ -160,7 +166,7 @@ def written(
 
 
 def write(path: Path, machine: Row, rows: list[Row], ran: str, **more: Any) -> None:
-    """Write rows with the machine, the versions, the commit and the command they belong to."""
+    """Write rows with their machine, versions, commit and command."""
     origin = {"commit": _commit(), "date": time.strftime("%Y-%m-%d"), "command": ran}
     result = {"machine": machine | origin, **more, "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +175,7 @@ def write(path: Path, machine: Row, rows: list[Row], ran: str, **more: Any) -> N
 
 
 def _commit() -> str:
-    """Name the commit: as COMMIT says, for copies of the sources, else as git does."""
+    """Return the commit: from the variable COMMIT, for copies of the sources, or from git."""
     ask = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]

@@ -1,4 +1,4 @@
-"""FLOPs, bytes and time of a forward and backward pass: the model, and a GPU's counters.
+"""FLOPs, bytes and time of a forward and backward pass: the model, and hardware counters.
 
     python -m tileattn bench traffic               N from 512 to 16384 at B N = 65536
     python -m tileattn bench traffic --density     time against the density of a block mask
@@ -8,11 +8,10 @@
 The files are traffic.json, traffic_density.json, traffic_blocks_cpu.json and
 traffic_blocks_gpu.json.
 
-The first has 16 heads of 64 in half precision; its row of N = 1024 is the setting of the table
-beside figure 2 of FlashAttention (arXiv:2205.14135), whose figures stand beside it as they are
-printed there. Bytes are modelled by `tileattn.traffic`, and counted by Nsight Compute where there
-are a GPU and `ncu`. Without them one line says what is missing, and the model is shown alone. A
-GPU's kernels choose their tiles themselves, except with `--blocks`.
+The first has 16 heads of 64 in half precision. Its row of N = 1024 has the setting of figure 2 of
+FlashAttention (arXiv:2205.14135), and the printed figures. Bytes are modelled by
+`tileattn.traffic`, and counted by Nsight Compute if there are a GPU and `ncu`; otherwise one line
+says what is missing. GPU kernels choose their own tiles, except with `--blocks`.
 """
 
 import argparse
@@ -41,7 +40,7 @@ DENSITIES = (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0)
 BLOCKS = (64, 128, 256, 512, 1024)
 NAMES = ("naive", "pytorch", "tileattn")
 
-# On an A100, as printed: the paper's FLOPs are not those of the matmuls that this file counts.
+# On an A100, as printed; the paper counts FLOPs differently from this file.
 PAPER = {
     "source": "arXiv:2205.14135, figure 2 (left)",
     "gpu": "NVIDIA A100",
@@ -54,7 +53,7 @@ Tile = tuple[int, int]
 
 
 def problem_of(one: Configuration) -> Problem:
-    """Make the problem of a configuration from arrays that take no memory."""
+    """Return the problem of a configuration, from arrays that take no memory."""
     zero = np.zeros((), DTYPES[one.dtype])
     q, k, v = (np.broadcast_to(zero, shape) for shape in one.shapes[:3])
     return parse(q, k, v, one.mask.options())[0]
@@ -63,12 +62,12 @@ def problem_of(one: Configuration) -> Problem:
 def nbytes(
     one: Configuration, tile: Tile, algorithm: str = "flash2", density: float | None = None
 ) -> int:
-    """HBM bytes of a pass in the model, by the query rows and keys of a tile."""
+    """Return the modelled HBM bytes of a pass, given the query rows and keys of a tile."""
     return modelled(problem_of(one), tile, algorithm, one.kind, density).nbytes
 
 
 def model(sizes: Row, tile: Tile) -> Row:
-    """GFLOPs and bytes of both passes together, by each algorithm."""
+    """Return the GFLOPs and bytes of both passes together, by algorithm."""
     both = [Configuration(kind, **sizes) for kind in PASSES]
     return {
         "gflop": {
@@ -91,7 +90,7 @@ def timed(case: Case, device: Gpu) -> float:
 
 
 def counted(case: Case, device: Gpu, count: Callable[[Case], Row] | None) -> Row:
-    """Measure the time of the passes by events, and their bytes by counters where there are any.
+    """Measure the time of the passes by events, and their bytes by counters if available.
 
     What does not fit is refused before it is allocated.
     """
@@ -124,24 +123,24 @@ def lengths(
         yield row | ({"paper": PAPER} if PAPER["N"] == N else {})
 
 
-def density(N: int, tile: Tile, device: Gpu | None, *, beside: bool) -> Iterator[Row]:
-    """Time against the density of a block mask, and the modelled bytes."""
+def density(N: int, tile: Tile, device: Gpu | None, *, flex: bool) -> Iterator[Row]:
+    """Measure the time by the density of a block mask, and model the bytes."""
     for target in DENSITIES:
         mask = random_blocks(N, target)
         for kind in PASSES:
             one = Configuration(kind, **sizes_of(N) | {"B": 1})
             bytes_there = nbytes(one, tile, density=mask.density)
             row = one.row() | {"density": mask.density, "modelled_bytes": bytes_there}
-            yield row | ({} if device is None else sparse(mask, one, device, beside=beside))
+            yield row | ({} if device is None else sparse(mask, one, device, flex=flex))
 
 
-def sparse(mask: BlockMask, one: Configuration, device: Gpu, *, beside: bool) -> Row:
-    """Time a call with a block mask, and FlexAttention beside it, unless its results differ."""
+def sparse(mask: BlockMask, one: Configuration, device: Gpu, *, flex: bool) -> Row:
+    """Time a call with a block mask, and FlexAttention unless its results differ."""
     row: Row = {}
     try:
         times, expected = measure(Tileattn(block_mask=mask), one, device)
         row = {"ms": 1e3 * median(times)}
-        if not beside:
+        if not flex:
             return row
         flex, found = measure(Flex(mask), one, device)
         distance = difference(found, expected, device.xp)
@@ -156,7 +155,7 @@ def sparse(mask: BlockMask, one: Configuration, device: Gpu, *, beside: bool) ->
 
 
 def tile_calls(one: Configuration, sides: Sequence[int]) -> cpu.Calls:
-    """One pass of the NumPy backend for each size of its square tiles."""
+    """Return one pass of the NumPy backend for each size of square tiles."""
     calls: cpu.Calls = {}
     for side in sides:
         backend = NumpyBackend((side, side), (side, side))
@@ -167,7 +166,7 @@ def tile_calls(one: Configuration, sides: Sequence[int]) -> cpu.Calls:
 
 
 def blocks(N: int, seconds: float) -> Iterator[Row]:
-    """Time of the NumPy backend against the side of its tiles, and the modelled bytes."""
+    """Measure the time of the NumPy backend by the side of its tiles, and model the bytes."""
     sides = [side for side in BLOCKS if side <= N]
     for kind in PASSES:
         one = Configuration(kind, "f32", 1, 8, N, HEAD_DIM)
@@ -178,7 +177,7 @@ def blocks(N: int, seconds: float) -> Iterator[Row]:
 
 
 def gpu_blocks(N: int, device: Gpu | None, count: Callable[[Case], Row] | None) -> Iterator[Row]:
-    """Time and bytes of a GPU's forward kernels against their tiles."""
+    """Measure the time and bytes of a GPU's forward kernels by their tiles."""
     tiles = [(kernel, tile) for kernel, tiles in gpu_tiles.TILES.items() for tile in tiles]
     for kernel, tile in tiles:
         one = Configuration("forward", **sizes_of(N))
@@ -204,7 +203,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def missing(arguments: argparse.Namespace) -> dict[str, str]:
-    """Say which requested part cannot be measured on this machine."""
+    """Return what cannot be measured on this machine, and why."""
     absent: dict[str, str | None] = {}
     if arguments.blocks != "cpu":
         absent["GPU"] = tileattn.available_backends()["cupy"]
@@ -228,8 +227,8 @@ def asked(
     if arguments.blocks == "gpu":
         return "traffic_blocks_gpu", gpu_blocks(N or 4096, device, count)
     if arguments.density:
-        beside = "pytorch" not in absent
-        return "traffic_density", density(N or 16384, tile, device, beside=beside)
+        flex = "pytorch" not in absent
+        return "traffic_density", density(N or 16384, tile, device, flex=flex)
     names = [name for name in NAMES if name not in absent]
     return "traffic", lengths(arguments.length or LENGTHS, tile, device, count, names)
 

@@ -1,4 +1,4 @@
-"""Generated parts of the docs: what stands between two markers of a page."""
+"""Generated parts of the docs, between two markers of a page."""
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,11 +9,11 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 Stale = Iterable[tuple[Path, Callable[[], str]]]
-"""Files that are not up to date, each with what makes its text."""
+"""Stale files, each with a function that returns its new text."""
 
 
 def updated(page: str, begin: str, end: str, lines: Iterable[str]) -> str:
-    """Put lines between the markers of a page, which must have each once, in order."""
+    """Replace the lines between the markers of a page, each of which must occur once, in order."""
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end or begin in rest or end in after:
@@ -29,12 +29,12 @@ def stale_part(path: Path, begin: str, end: str, lines: Iterable[str]) -> Stale:
 
 
 def paragraphs(*texts: str) -> list[str]:
-    """Make the lines of paragraphs, and an empty one after each."""
+    """Return the lines of paragraphs, with an empty line after each."""
     return [line for text in texts for line in (*text.strip().splitlines(), "")]
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> Iterator[str]:
-    """Make the lines of a table, and an empty one; a cell without a value is empty."""
+    """Yield the lines of a table, and an empty line; None is an empty cell."""
     yield f"| {' | '.join(head)} |"
     yield "|" + " --- |" * len(head)
     for row in rows:
@@ -43,14 +43,14 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> Iterator[str]:
 
 
 def shown(value: Any, form: str = "") -> str:
-    """Format a value; nothing for None, yes and no for a bool."""
+    """Format a value: None is empty, a bool is yes or no."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "" if value is None else format(value, form)
 
 
 def main(argv: list[str] | None, description: str | None, stale: Stale) -> int:
-    """Check or write; the exit status is 1 where a check finds something stale."""
+    """Check or write; the exit status is 1 if a check finds a stale file."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", action="store_true", help="name the stale files")

@@ -93,7 +93,7 @@ def summary_lines() -> Iterator[str]:
 
 
 def _summary(name: str, ceilings: Row) -> Iterator[list[Any]]:
-    """Sum up each pass of a comparison: speedups, and the largest TFLOP/s and % of roofline."""
+    """Summarise each pass of a comparison: speedups, and the largest TFLOP/s and % of roofline."""
     result, baseline = load(RESULTS, name), BASELINES.get(name)
     percents = roofline.percents(result, ceilings)
     for kind in ("forward", "backward"):
@@ -120,7 +120,7 @@ def _summary(name: str, ceilings: Row) -> Iterator[list[Any]]:
 
 
 def _cpu_summary(result: Row) -> Iterator[list[Any]]:
-    """Sum up each pass in float32 on a CPU: speedups over each baseline, the largest GFLOP/s."""
+    """Summarise each float32 pass on a CPU: speedups by baseline, and the largest GFLOP/s."""
     grid = [x for x in result["rows"] if x["section"] == "grid" and x["dtype"] == "f32"]
     for kind, (ours, baseline) in itertools.product(PASSES, cpu.PAIRS):
         rates = [x["gflops"] for x in grid if x["pass"] == kind]
@@ -167,7 +167,7 @@ def _cpu_results() -> list[Row]:
 
 
 def _cpu_origin(result: Row) -> str:
-    """Name the run, and the instructions that the processor has."""
+    """Describe the run, and the instructions of the processor."""
     machine = result["machine"]
     known = f"LLVM calls it {machine['cpu']}: {machine['features']}." if "cpu" in machine else ""
     return f"Measured by {origin_of(result)} {known}"
@@ -223,7 +223,7 @@ def option_lines() -> Iterator[str]:
 
 
 def _gpus(result: Row) -> Iterator[str]:
-    """Set the schedules of GPUs that share a sequence side by side, a line for each call."""
+    """Compare the schedules of GPUs that share a sequence, a line per call."""
     machine, rows = result["machine"], result["rows"]
     nccl = machine["nccl"].strip("()").replace(", ", ".")
     known = f"{machine['ranks']} GPUs, NCCL {nccl}."
@@ -235,18 +235,18 @@ def _gpus(result: Row) -> Iterator[str]:
     yield from table_of(_by_schedule(rows, "fraction_of_linear"))
     if any("fraction_of_each_gpu" in row for row in rows):
         yield from paragraphs(
-            "The same beside the slowest GPU, where each runs the call of one GPU at the same time:"
+            "The same against the slowest GPU when all run the single-GPU call at once:"
         )
         yield from table_of(_by_schedule(rows, "fraction_of_each_gpu", "each"))
     if any("share_of_memory" in row for row in rows):
         yield from paragraphs(
-            "What a GPU holds at most, times their number, over what one GPU holds:"
+            "Peak memory of a GPU, times their number, over that of a single GPU:"
         )
         yield from table_of(_by_schedule(rows, "share_of_memory"))
 
 
 def _by_schedule(rows: list[Row], name: str, gpus: str = "one") -> list[Row]:
-    """Set a figure of each schedule beside the time of one GPU, or of each at once."""
+    """Return a row per call: the time on one GPU, or on each at once, and a figure per schedule."""
     calls = dict[tuple[Any, ...], Row]()
     for row in rows:
         one = {"N": row["N"], "heads of k": row.get("Hkv", row["H"]), "pass": row["pass"]}
@@ -258,7 +258,7 @@ def _by_schedule(rows: list[Row], name: str, gpus: str = "one") -> list[Row]:
 
 
 def _options(rows: list[Row]) -> Iterator[str]:
-    """Set the times of options beside those of libraries that have them."""
+    """Compare the times of options with other libraries."""
     peers = dict.fromkeys(f"{name}, ms" for row in rows for name in row["peers_ms"])
     flat = [
         row | {f"{x}, ms": ms for x, ms in row["peers_ms"].items()} | {"peers": row["speedup"]}
@@ -268,7 +268,7 @@ def _options(rows: list[Row]) -> Iterator[str]:
 
 
 def _functions(rows: list[Row]) -> Iterator[str]:
-    """Set the times of functions beside those of FlexAttention and of the call without one."""
+    """Compare the times of functions with FlexAttention and the call without one."""
     passes = ("forward", "backward", "backward, with the gradients of its arrays")
     flat = [
         {
@@ -292,7 +292,7 @@ def _functions(rows: list[Row]) -> Iterator[str]:
 
 
 def _packed(rows: list[Row]) -> Iterator[str]:
-    """Set the times of packed sequences beside those of FlashAttention-4 and of batches."""
+    """Compare the times of packed sequences with FlashAttention-4 and batches."""
     flat = [
         row | {"fa4, ms": row["fa4_ms"], "batch": row["of_batch"], "over_fa4": row["speedup"]}
         for row in rows
@@ -302,7 +302,7 @@ def _packed(rows: list[Row]) -> Iterator[str]:
 
 
 def _decode(rows: list[Row]) -> Iterator[str]:
-    """Set the rates of decoding beside those of cuDNN and FlashAttention-4."""
+    """Compare the rates of decoding with cuDNN and FlashAttention-4."""
     peers = dict.fromkeys(f"{name}, us" for row in rows for name in row["peers_us"])
     flat = [
         row | {f"{x}, us": us for x, us in row["peers_us"].items()} | {"peers": row["speedup"]}
@@ -326,7 +326,7 @@ def _memory(result: Row) -> Iterator[str]:
 
 
 def _peak(row: Row) -> str:
-    """Megabytes, or in a few words why there are none."""
+    """Return the megabytes, or why there are none."""
     if "peak_bytes" in row:
         return f"{row['peak_bytes'] / 1e6:.1f}"
     if "free_bytes" in row:
@@ -335,7 +335,7 @@ def _peak(row: Row) -> str:
 
 
 def bounds(results: dict[str, Row], measured: Row) -> Iterator[str]:
-    """Set the time of each kernel beside its lower bounds, at one sequence length."""
+    """Compare the time of each kernel with its lower bounds, at one sequence length."""
     ceilings = roofline.ceilings_of(measured)
     what = "Lower bound by each resource, and the time of tileattn"
     yield from paragraphs(f"{what}, at N = {BOUNDS_AT}:")
@@ -349,7 +349,7 @@ def bounds(results: dict[str, Row], measured: Row) -> Iterator[str]:
 
 
 def nonfinite(result: Row) -> Iterator[str]:
-    """Set the times of calls that meet NaN and infinity beside those of clean ones."""
+    """Compare calls with NaN and infinity with clean ones."""
     faults = list(dict.fromkeys(row["values"] for row in result["rows"] if "values" in row))[1:]
     what = "Slowdown over the same call with finite values"
     yield from paragraphs(f"{what}. Measured by {origin_of(result)}")
@@ -369,7 +369,7 @@ def nonfinite(result: Row) -> Iterator[str]:
 
 
 def _stress() -> Iterator[str]:
-    yield from paragraphs("Calls of both passes by `tools.stress_gpu`, whose bits were compared.")
+    yield from paragraphs("Calls of both passes by `tools.stress_gpu`, which compares their bits.")
     head = ["variant", "pairs of D, Dv", "processes", "calls", "differ", "failures"]
     found = [load(RESULTS, path.stem) for path in sorted(RESULTS.glob("stress_gpu*"))]
     yield from table(head, map(stress_row, found))
@@ -386,7 +386,7 @@ def stress_row(result: Row) -> list[Any]:
 
 
 def _comparison(result: Row, ceilings: Row) -> Iterator[str]:
-    """Make a table of TFLOP/s, % of roofline and speedups; columns without values are left out."""
+    """Tabulate TFLOP/s, % of roofline and speedups, without empty columns."""
     rows = []
     for row, percent in zip(result["rows"], roofline.percents(result, ceilings), strict=True):
         speeds = gpu.verified(row)
@@ -413,7 +413,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def main(argv: list[str] | None = None, docs: Path = DOCS) -> int:
-    """Check or write the pages; the exit status is 1 where a check finds one stale."""
+    """Check or write the pages; the exit status is 1 if a check finds one stale."""
     parts = (pages.stale_part(docs / page, BEGIN, END, make()) for page, make in PAGES.items())
     return pages.main(argv, __doc__, itertools.chain.from_iterable(parts))
 

@@ -1,10 +1,10 @@
 """Have processes share a GPU, and compare the bits of the same calls thousands of times.
 
-The Hopper kernels, of all pairs of head dimensions, and some others: both passes, the backward
-one with ``deterministic=True``. In half of the calls two heads have NaN, so that the NaN-safe
-kernels run, too. What a process gets first of a short call without NaN is held to the oracle, by
-one of them; all later results are to have the same bits, those of other processes too. A process
-that is not heard of for a while hangs, which is a failure.
+It runs the Hopper kernels of all pairs of head dimensions, and some others: both passes, backward
+with ``deterministic=True``. In half of the calls two heads have NaN, so that the NaN-safe kernels
+run too. One process compares its first result of a short call without NaN with the oracle. All
+later results, of all processes, must be bitwise identical. A process that is silent for a while
+counts as hanging, which is a failure.
 
     python -m tools.stress_gpu --seconds 300
     python -m tools.stress_gpu --variant stalls --pairs 128x128 256x256
@@ -54,7 +54,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window": (200, 0)},
 }
-HELD = 1 << 16  # scores of a head, at most, where results are held to the oracle: it is slow
+HELD = 1 << 16  # most scores of a head for which results are compared with the (slow) oracle
 # Generic kernels, and head dimensions below their bucket.
 OTHERS = (("float32", 64, 64), ("bfloat16", 20, 20), ("float16", 72, 40))
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -118,7 +118,7 @@ class Worker:
         )
 
     def visit(self, case: Case, checks: bool) -> Report:
-        """Call once, hold the results to the oracle if asked to, and call again."""
+        """Call once, compare the results with the oracle if ``checks``, and call again."""
         rng = self.xp.random.default_rng(case.D * 1009 + case.Dv * 13 + case.Nq + case.Nk)
         given = [
             rng.standard_normal(shape, dtype=np.float32).astype(DTYPES[case.dtype])
@@ -149,7 +149,7 @@ class Worker:
 
 
 def hold(given: Sequence[Any], mask: str, results: Sequence[Any]) -> None:
-    """Hold results to the oracle, or raise AssertionError."""
+    """Compare results with the oracle; raise AssertionError."""
     q, k, v, dout = given
     options = MASKS[mask]
     bounds = error_bound(q, k, v, dout, **options)
@@ -171,7 +171,7 @@ def _integers(x: Any) -> Any:
 def work(
     number: int, chosen: argparse.Namespace, deadline: float, place: Any, reports: Any
 ) -> None:
-    """Go through the cases until time is up; each process begins at another one.
+    """Run the cases until time is up; each process starts at a different one.
 
     In ``place`` it writes down the number of the case, the turn and the time. ``reports`` takes a
     `Report` for each visit, or the text of an exception.
@@ -197,7 +197,7 @@ def work(
 
 
 def compile_all(pairs: Sequence[tuple[int, int]], arch: str, threads: int) -> int:
-    """Fill the disk cache with what all cases need, and say how many kernels that are."""
+    """Compile the kernels of all cases into the disk cache; return their number."""
     found = dict.fromkeys(
         key
         for turn in range(len(LENGTHS))
@@ -232,7 +232,7 @@ class Tally:
             self.differing.append(f"{case}: the results of two visits differ")
 
     def rows(self) -> list[report.Row]:
-        """List how often each pair of head dimensions ran, and what differed."""
+        """Return the calls of each pair of head dimensions, and the differences."""
         return [
             {
                 **{"dtype": dtype, "D": D, "Dv": Dv, "variant": self.variant, "calls": calls},
@@ -243,7 +243,7 @@ class Tally:
 
 
 def run(chosen: argparse.Namespace, target: Callable[..., None] = work) -> Tally:
-    """Start processes, and listen until all have ended, or one has failed or hangs."""
+    """Start processes, and collect reports until all have ended, or one fails or hangs."""
     tally, context = Tally(chosen.variant), multiprocessing.get_context("spawn")
     reports, start = context.Queue(), time.time()
     places = [context.Array("d", [0, 0, start], lock=False) for _ in range(chosen.processes)]
@@ -291,7 +291,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run, and show what differed; the exit status is 1 for any failure, 2 without a GPU."""
+    """Run, and print differences; the exit status is 1 for any failure, 2 without a GPU."""
     chosen = parser().parse_args(argv)
     chosen.pairs = chosen.pairs or PAIRS
     reason = tileattn.available_backends()["cupy"]

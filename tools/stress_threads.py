@@ -3,9 +3,9 @@
     python -m tools.stress_threads                                  seconds
     python -m tools.stress_threads --interrupts 10000 --forks 500   minutes
 
-After each of them, BLAS must have its number of threads, and the next calls, in this thread and in
-another, must give the bits of undisturbed ones. A call that does not come back ends the program,
-with the stacks of all threads. Needs ``os.fork`` and ``signal.setitimer``: not for Windows.
+After each, BLAS must have its number of threads, and the next calls, in this thread and in another,
+must be bitwise identical to undisturbed ones. A call that hangs ends the program and prints the
+stacks of all threads. Needs ``os.fork`` and ``signal.setitimer``, so not on Windows.
 """
 
 import argparse
@@ -29,13 +29,13 @@ import tileattn
 
 WORKERS = 2
 BLAS_THREADS = 3  # neither 1 nor the number of workers
-HANGS = 30  # seconds until a call counts as hanging
+HANGS = 30  # seconds after which a call counts as hanging
 
 Result = list[bytes]
 
 
 class Call(NamedTuple):
-    """A call, the bytes of its undisturbed results, and how long it takes."""
+    """A call, the bytes of its undisturbed results, and its time."""
 
     run: Callable[[], Result]
     expected: Result
@@ -72,7 +72,7 @@ def calls() -> list[Call]:
 
 
 def wrong(made: Sequence[Call]) -> list[str]:
-    """Say what is not as it should be now."""
+    """Return the faults found by new calls."""
     faults = []
     for pool in threadpoolctl.threadpool_info():
         if pool["user_api"] == "blas" and pool["num_threads"] != BLAS_THREADS:
@@ -90,7 +90,7 @@ def wrong(made: Sequence[Call]) -> list[str]:
 
 
 def disturb(call: Call, disturbance: Callable[[], None]) -> bool:
-    """Make a call that a signal comes into; whether it was cut short."""
+    """Make a call that a signal disturbs; return True if it was interrupted."""
     delay = random.choice((random.uniform(0, 1.1), random.choice((0, 1)) + random.gauss(0, 0.05)))
     signal.signal(signal.SIGALRM, lambda *_: disturbance())
     try:
@@ -107,12 +107,12 @@ def disturb(call: Call, disturbance: Callable[[], None]) -> bool:
 
 
 def interrupt() -> None:
-    """Do what the handler of Ctrl-C does."""
+    """Raise KeyboardInterrupt, as the handler of Ctrl-C."""
     raise KeyboardInterrupt
 
 
 def stress_interrupts(made: Sequence[Call], count: int) -> tuple[int, list[str]]:
-    """Interrupt calls; how many were cut short, and what was wrong."""
+    """Interrupt calls; return the number of interrupted calls, and the faults."""
     cut, faults = 0, []
     for number in range(count):
         faulthandler.dump_traceback_later(HANGS, exit=True)
@@ -147,7 +147,7 @@ def end_child(made: Sequence[Call]) -> NoReturn:
 
 @contextmanager
 def company(made: Sequence[Call]) -> Iterator[None]:
-    """Let another thread make calls meanwhile."""
+    """Make calls in another thread meanwhile."""
     over = threading.Event()
 
     def user() -> None:
@@ -164,7 +164,7 @@ def company(made: Sequence[Call]) -> Iterator[None]:
 
 
 def stress_forks(made: Sequence[Call], count: int) -> tuple[int, list[str]]:
-    """Fork during calls of another thread, or of this one in a signal handler; as above."""
+    """Fork during calls of another thread, or in a signal handler of this one; return as above."""
     children: list[int] = []
     ended: list[int] = []
 
@@ -193,7 +193,7 @@ def stress_forks(made: Sequence[Call], count: int) -> tuple[int, list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 where something was wrong."""
+    """Run the command line; the exit status is 1 if there are faults."""
     parser = argparse.ArgumentParser(description="Interrupts and forks at random moments.")
     parser.add_argument("--interrupts", type=int, default=300)
     parser.add_argument("--forks", type=int, default=20)

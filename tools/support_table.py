@@ -1,7 +1,7 @@
-"""Write the support table of docs/backends.md from what the backends answer, or check it.
+"""Write the support table of docs/backends.md from ``why_not`` of each backend, or check it.
 
-The answers are those of ``why_not``, which depend on the problem alone. Whether a backend can run
-on this machine (``unavailable``) is left out, so that every machine makes the same table.
+The answers depend only on the problem, not on whether a backend runs on this machine
+(``unavailable``), so every machine makes the same table.
 """
 
 import sys
@@ -27,7 +27,7 @@ SIZES = {"B": 2, "Hq": 4, "Hkv": 4, "Nq": 40, "Nk": 56, "D": 64, "Dv": 64}
 
 
 def make(dtype: Any = np.float32, ndim: int = 4, **given: Any) -> Problem:
-    """Return the problem of a call with these options, and axes of other lengths than the usual."""
+    """Return the problem of a call with these options, and with some axes of other lengths."""
     B, Hq, Hkv, Nq, Nk, D, Dv = (given.pop(name, length) for name, length in SIZES.items())
     shapes = ((B, Hq, Nq, D), (B, Hkv, Nk, D), (B, Hkv, Nk, Dv))
     q, k, v = (np.zeros(shape[4 - ndim :], dtype) for shape in shapes)
@@ -41,7 +41,7 @@ def paged() -> Problem:
 
 
 def representative() -> dict[str, Problem]:
-    """List what the table has a row for, in order."""
+    """Return the problems of the rows of the table."""
     B, Hq, _, Nq, Nk, _, _ = SIZES.values()
     blocks = BlockMask(np.ones((3, 4), bool), block_size=(16, 16))
     return {
@@ -89,7 +89,7 @@ def representative() -> dict[str, Problem]:
 
 
 def lines(able: Iterable[Backend], problems: dict[str, Problem]) -> Iterator[str]:
-    """Make the table, and under it one numbered line for each reason."""
+    """Yield the table, and below it a numbered line per reason."""
     able, reasons = list(able), dict[str, int]()
 
     def cell(backend: Backend, problem: Problem) -> str:
@@ -106,7 +106,7 @@ def lines(able: Iterable[Backend], problems: dict[str, Problem]) -> Iterator[str
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check or write the page; the exit status is 1 where a check finds it stale."""
+    """Check or write the page; the exit status is 1 if a check finds it stale."""
     made = lines(map(registry.get, registry.names()), representative())
     return pages.main(argv, __doc__, pages.stale_part(DOCS / "backends.md", BEGIN, END, made))
 

@@ -1,4 +1,4 @@
-"""Rows of results as tables of Markdown: columns with headings and formats, and their origin."""
+"""Markdown tables of results: columns with headings and formats, and their origin."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,12 +10,12 @@ from tools.pages import paragraphs, shown, table
 
 # Fields whose column has another heading than their name, or a format.
 HEADINGS = {
-    "times_plain": "times the plain call",
+    "times_plain": "slowdown over the plain call",
     "peers": "speedup over the fastest of these",
-    "batch": "speed over that of a batch",
+    "batch": "speed relative to a batch",
     "fa4, ms": "FlashAttention-4, ms",
     "over_fa4": "speedup over FlashAttention-4",
-    "of_plain": "speed over that of the plain call",
+    "of_plain": "speed relative to the plain call",
     "over_flex": "speedup over FlexAttention",
     "flex, ms": "FlexAttention, ms",
     "speedup": "speedup over full",
@@ -41,7 +41,7 @@ FORMATS = {
 
 
 def columns(names: Iterable[str], rows: list[Row]) -> Iterator[str]:
-    """Make a table of some fields; numbers without a format, as speedups, get two decimals."""
+    """Tabulate some fields; numbers without a format, such as speedups, get two decimals."""
     names = list(names)
 
     def cell(row: Row, name: str) -> str:
@@ -53,7 +53,7 @@ def columns(names: Iterable[str], rows: list[Row]) -> Iterator[str]:
 
 
 def by_section(result: Row) -> dict[str, list[Row]]:
-    """Sort the rows by section."""
+    """Group the rows by section."""
     found: dict[str, list[Row]] = {}
     for row in result["rows"]:
         found.setdefault(row["section"], []).append(row)
@@ -61,14 +61,14 @@ def by_section(result: Row) -> dict[str, list[Row]]:
 
 
 def sections(found: Mapping[str, list[Row]], captions: Mapping[str, str]) -> Iterator[str]:
-    """Make a table of each section, with its caption."""
+    """Tabulate each section, with its caption."""
     for name, rows in found.items():
         yield from paragraphs(captions[name])
         yield from table_of(rows)
 
 
 def table_of(rows: list[Row]) -> Iterator[str]:
-    """Return each measured number a column of its own; leave out what all rows have in common."""
+    """Tabulate every measured number; leave out fields that all rows share."""
     flat: list[Row] = []
     for row in rows:
         ratios = {f"{name}, ratio": value for name, value in row.get("over_plain", {}).items()}
@@ -81,12 +81,12 @@ def table_of(rows: list[Row]) -> Iterator[str]:
 
 
 def _digits(value: Any) -> str:
-    """Show three digits of a measured number, or its whole part where that has more."""
+    """Format a measured number with three digits, or its whole part if that has more."""
     return shown(value, (".0f" if value >= 100 else ".3g") if isinstance(value, float) else "")
 
 
 def origin_of(result: Row) -> str:
-    """Name the command, the machine, the versions, the commit and the day."""
+    """Describe the command, machine, versions, commit and date."""
     machine = result["machine"]
     versions = {"driver": "driver", "CUDA": "cuda", "CuPy": "cupy"}
     if "gpu" not in machine:

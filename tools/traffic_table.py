@@ -23,10 +23,10 @@ from the L2 cache, forward and backward together. *Model* evaluates the formulas
 *L2* are counted. Standard attention runs in PyTorch, step by step with autograd, and in CuPy, whose
 batched 16-bit matmul converts to float32 and back.
 """
-BESIDE = """
-GPT-2 medium, the setting of figure 2 of FlashAttention[^fa1], beside the numbers of the paper. The
+PAPER = """
+GPT-2 medium, the setting of figure 2 of FlashAttention[^fa1], with the numbers of the paper. The
 paper counts FLOPs differently. Here they are the FLOPs of the matmuls; the backward pass of
-FlashAttention has one matmul more than that of standard attention.
+FlashAttention has one matmul more than standard attention.
 """
 
 
@@ -58,9 +58,9 @@ def lines(result: Row) -> Iterator[str]:
     yield from paragraphs(OPENING, f"Measured by {origin}.")
     for row in rows:
         if "paper" in row:
-            yield from paragraphs(BESIDE)
+            yield from paragraphs(PAPER)
             head = ["", "on", "GFLOP", "HBM, GB", "L2 cache, GB", "ms"]
-            yield from table(head, _beside(row, machine["gpu"]))
+            yield from table(head, _with_paper(row, machine["gpu"]))
     sizes = ", ".join(f"{name} = {rows[0][name]}" for name in ("H", "D"))
     same = "The same number of tokens in sequences of other lengths"
     yield from paragraphs(f"{same}, {sizes}, {rows[0]['dtype']}:")
@@ -78,8 +78,8 @@ def lines(result: Row) -> Iterator[str]:
                     yield f"{who.name} {said} at N = {row['N']}: `{why}`."
 
 
-def _beside(row: Row, gpu: str) -> Iterator[list[Any]]:
-    """Set a row beside the figures of the paper."""
+def _with_paper(row: Row, gpu: str) -> Iterator[list[Any]]:
+    """Compare a row with the figures of the paper."""
     for name, title in (("standard", "standard attention"), ("flash1", "FlashAttention")):
         paper = row["paper"][name]
         numbers = [paper["gflop"], paper["hbm_gbytes"], None, paper["ms"]]

@@ -1,4 +1,4 @@
-"""Peak memory by sequence length, naive attention beside tileattn."""
+"""Peak memory by sequence length, of naive attention and tileattn."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""TFLOP/s by sequence length, beside the baselines."""
+"""TFLOP/s by sequence length, with baselines."""
 
 from pathlib import Path
 from typing import Any

@@ -419,7 +419,7 @@ def test_what_is_longer_is_refused(name: str) -> None:
     assert LlvmBackend().why_not(replace(problem, **longest)) is None
     reason = LlvmBackend().why_not(replace(problem, **longer))
     assert reason is not None
-    assert reason.startswith(f"{name} is 2,147,483,648, and the kernels take up to 2,147,483,647")
+    assert reason.startswith(f"{name} is 2,147,483,648; the kernels take at most 2,147,483,647")
 
 
 def test_an_explanation_names_the_target_and_its_tiles() -> None:
