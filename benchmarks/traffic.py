@@ -123,7 +123,7 @@ def lengths(
         yield row | ({"paper": PAPER} if PAPER["N"] == N else {})
 
 
-def density(N: int, tile: Tile, device: Gpu | None, *, flex: bool) -> Iterator[Row]:
+def density(N: int, tile: Tile, device: Gpu | None, *, compare: bool) -> Iterator[Row]:
     """Measure the time by the density of a block mask, and model the bytes."""
     for target in DENSITIES:
         mask = random_blocks(N, target)
@@ -131,16 +131,16 @@ def density(N: int, tile: Tile, device: Gpu | None, *, flex: bool) -> Iterator[R
             one = Configuration(kind, **sizes_of(N) | {"B": 1})
             bytes_there = nbytes(one, tile, density=mask.density)
             row = one.row() | {"density": mask.density, "modelled_bytes": bytes_there}
-            yield row | ({} if device is None else sparse(mask, one, device, flex=flex))
+            yield row | ({} if device is None else sparse(mask, one, device, compare=compare))
 
 
-def sparse(mask: BlockMask, one: Configuration, device: Gpu, *, flex: bool) -> Row:
+def sparse(mask: BlockMask, one: Configuration, device: Gpu, *, compare: bool) -> Row:
     """Time a call with a block mask, and FlexAttention unless its results differ."""
     row: Row = {}
     try:
         times, expected = measure(Tileattn(block_mask=mask), one, device)
         row = {"ms": 1e3 * median(times)}
-        if not flex:
+        if not compare:
             return row
         flex, found = measure(Flex(mask), one, device)
         distance = difference(found, expected, device.xp)
@@ -227,8 +227,8 @@ def asked(
     if arguments.blocks == "gpu":
         return "traffic_blocks_gpu", gpu_blocks(N or 4096, device, count)
     if arguments.density:
-        flex = "pytorch" not in absent
-        return "traffic_density", density(N or 16384, tile, device, flex=flex)
+        compare = "pytorch" not in absent
+        return "traffic_density", density(N or 16384, tile, device, compare=compare)
     names = [name for name in NAMES if name not in absent]
     return "traffic", lengths(arguments.length or LENGTHS, tile, device, count, names)
 
