@@ -167,7 +167,7 @@ __device__ inline void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" 
 // A semaphore in global memory orders the bulk stores of different CTAs. They go through the async proxy,
 // so both sides need a proxy fence. Publish: bulk stores that this thread has waited for become visible
 // before the value does. The wait alone makes them visible only to the waiting thread: with a relaxed store
-// an H100 gave wrong sums (docs/performance.md).
+// an H100 gave wrong sums (docs/tuning-log.md).
 __device__ inline void publish_semaphore(u32* place, u32 value) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
