@@ -1,7 +1,7 @@
 """What each tuned number of the CUDA kernels is worth, on the GPU at hand.
 
     python -m tileattn bench tuning                            every number, and where it comes from
-    python -m tileattn bench tuning --constant late_keys,late_dim
+    python -m tileattn bench tuning --constant late_rows,late_dim
     python -m tileattn bench tuning --constant wave_keys --value 8192 32768
 
 Calls whose plan the number changes run with the number as it is and with another value, mostly the

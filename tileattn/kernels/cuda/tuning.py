@@ -150,7 +150,6 @@ class Tuning:
     )
     late_rows: int = _tuned(192, _NEVER, "queries", "late thread blocks if a tile has >= x", _LATE)
     late_share: float = _tuned(1 / 16, 0.0, "of all work", "that late thread blocks take", _LATE)
-    late_keys: int = _tuned(4096, 0, "keys", "late thread blocks if Nk >= x", _LATE)
     late_dim: int = _tuned(64, 256, "D", "late thread blocks if D <= x", _LATE)
     # Lockstep of thread blocks that would drift apart.
     lockstep_l2: float = _tuned(

@@ -111,8 +111,8 @@ def _assigned(
     steps = _lockstep_steps(P, P.B * P.Hq * blocks, tiles, launch.workers) if drifts else 0
     # A late thread block has one group, and no block waits for it in lockstep.
     is_tall = key.block_q >= tuning.late_rows and key.groups == 1
-    is_long = max(P.D, P.Dv) <= tuning.late_dim and P.Nk >= tuning.late_keys
-    late_share = tuning.late_share if is_tall and is_long and not steps else 0
+    is_narrow = max(P.D, P.Dv) <= tuning.late_dim
+    late_share = tuning.late_share if is_tall and is_narrow and not steps else 0
     assignment = _assignment(P, layout, launch, groups, late_share, tuning)
     return Schedule(groups, assignment, lockstep_steps=steps)
 
