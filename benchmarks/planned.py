@@ -19,8 +19,8 @@ def planned(
     import cupy
 
     from tileattn.backends.cupy import describe
-    from tileattn.backends.cupy.execute import Executable
-    from tileattn.backends.cupy.passes import Pass
+    from tileattn.backends.cupy.cached_passes import Pass
+    from tileattn.backends.cupy.executable import Executable
 
     ordinal = cupy.cuda.runtime.getDevice()
     addresses = describe.addresses_of(arrays, ordinal)

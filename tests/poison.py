@@ -155,7 +155,7 @@ def _in_jax(patch: pytest.MonkeyPatch, cuda: ModuleType) -> None:
 
 
 _LOADED: dict[str, Callable[[pytest.MonkeyPatch, ModuleType], None]] = {
-    "tileattn.backends.cupy.passes": _in_cupy,
+    "tileattn.backends.cupy.cached_passes": _in_cupy,
     "tileattn.torch.cuda": _in_torch,
     "tileattn.jax.cuda": _in_jax,
 }

@@ -16,9 +16,9 @@ import pytest
 
 import tileattn
 from tests.on_gpu import bits, busy, needs_gpu, poisoned, random_arrays, sent
-from tileattn.backends.cupy import execute, passes
+from tileattn.backends.cupy import cached_passes, executable
+from tileattn.backends.cupy.driver_launch import can_overlap
 from tileattn.backends.cupy.graph import Graph
-from tileattn.backends.cupy.launches import can_overlap
 from tileattn.call.prepared import CALLS
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.load import load
@@ -41,7 +41,7 @@ def overlapping() -> None:
 def one_after_the_other() -> Iterator[None]:
     """Launch without the attribute."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute, "can_overlap", lambda _: False)
+        patch.setattr(executable, "can_overlap", lambda _: False)
         CALLS.clear()
         yield
     CALLS.clear()
@@ -272,7 +272,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
         found.append(Graph(*given))
         return found[-1]
 
-    monkeypatch.setattr(execute, "Graph", counted)
+    monkeypatch.setattr(executable, "Graph", counted)
     return found
 
 
@@ -319,7 +319,7 @@ def test_other_threads_may_wait_for_the_device_while_graphs_are_made(made: list[
         waits = pool.submit(waiting)
         try:
             for _ in range(20):
-                passes._met.clear()
+                cached_passes._met.clear()
                 for _ in range(4):
                     repeated.once()
         finally:
@@ -348,7 +348,7 @@ def test_graphs_are_made_beside_a_capture_of_another_thread(made: list[Graph]) -
             calls
         ).result()  # takes memory, which is not allowed during another thread's capture
         made.clear()
-        passes._met.clear()
+        cached_passes._met.clear()
         with streams[0]:
             x = cupy.zeros(10)
             x += 1  # loads the kernel
@@ -414,13 +414,13 @@ def test_a_thread_of_its_own_gets_a_context(monkeypatch: pytest.MonkeyPatch) -> 
     case = forward((2, 4, 70, 64), *2 * [(2, 2, 90, 64)], dtype=np.float32)
     expected = [x.get() for x in case.call(case.given)]
     launched: list[tuple[Any, ...]] = []
-    launch = passes.Pass.launch
+    launch = cached_passes.Pass.launch
 
     def put_off(*given: Any) -> bool:
         launched.append(given)
         return True
 
-    monkeypatch.setattr(passes.Pass, "launch", put_off)
+    monkeypatch.setattr(cached_passes.Pass, "launch", put_off)
     found = case.call(case.given)
     for x in found:
         x.fill(np.nan)

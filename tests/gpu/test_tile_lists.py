@@ -16,8 +16,8 @@ from tests.kernels.cuda.src.test_tile_lists import (
 )
 from tests.on_gpu import bits, needs_gpu, sent
 from tileattn.backends.cupy import describe
-from tileattn.backends.cupy.execute import Executable
-from tileattn.backends.cupy.passes import Pass
+from tileattn.backends.cupy.cached_passes import Pass
+from tileattn.backends.cupy.executable import Executable
 from tileattn.kernels.cuda.plan.plan import plan_backward, plan_forward
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("on_hopper")]

@@ -17,9 +17,9 @@ from tests.backends.cupy.fake_graphs import Graphs, Node, Work
 from tileattn.backends.cupy import (
     backend,
     describe,
-    execute,
+    driver_launch,
+    executable,
     explain,
-    launches,
     tensor_maps,
 )
 from tileattn.call.prepared import CALLS
@@ -315,7 +315,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         lambda: SimpleNamespace(is_capturing=lambda: made.capturing, ptr=made.stream),
     )
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
-    for user in (execute, explain):
+    for user in (executable, explain):
         monkeypatch.setattr(user, "load_all", lambda keys: [made.load(key) for key in keys])
     monkeypatch.setattr(describe, "device_of", made.device_of)
     pointer, number = ctypes.c_void_p, ctypes.c_int
@@ -323,7 +323,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     encode = ctypes.CFUNCTYPE(number, *arguments)(made.encode)
     start = ctypes.CFUNCTYPE(number, *4 * [pointer])(made.start)
     monkeypatch.setattr(tensor_maps, "_driver_function", lambda: encode)
-    monkeypatch.setattr(launches, "_driver_function", lambda: start)
+    monkeypatch.setattr(driver_launch, "_driver_function", lambda: start)
     Graphs(made).patch(monkeypatch)
     monkeypatch.setattr(backend, "_unavailable", lambda: None)
     CALLS.clear()

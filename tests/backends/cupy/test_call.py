@@ -11,7 +11,7 @@ from tests.backends.cupy.fake_cupy import Machine, at_host, launch_together
 from tileattn import api
 from tileattn.backends import registry
 from tileattn.backends.cupy import backend as cupy_backend
-from tileattn.backends.cupy import describe, passes
+from tileattn.backends.cupy import cached_passes, describe
 from tileattn.backends.cupy.backend import CupyBackend, CupyCall
 from tileattn.kernels.cuda.plan.device import device_of_arch
 from tileattn.kernels.cuda.plan.params import POINTERS
@@ -194,10 +194,10 @@ def test_results_are_arrays_as_cupy_makes_them(
 
     expected = cupy.ndarray(shape, dtype)
     if not private:
-        monkeypatch.setattr(passes, "_PART", "_none")
-        passes._own_part.cache_clear()
-    make = passes.maker([(shape, np.dtype(dtype), 256), (shape, np.dtype(dtype), 1024)])
-    passes._own_part.cache_clear()
+        monkeypatch.setattr(cached_passes, "_PART", "_none")
+        cached_passes._own_part.cache_clear()
+    make = cached_passes.maker([(shape, np.dtype(dtype), 256), (shape, np.dtype(dtype), 1024)])
+    cached_passes._own_part.cache_clear()
     piece = gpu.allocate(2048)
     gpu.allocated.clear()
     places = [x.data.ptr - piece.ptr for x in make(piece)]

@@ -12,8 +12,8 @@ import pytest
 import tileattn
 from tests.backends.cupy.fake_cupy import Machine
 from tests.backends.cupy.test_workspace import inputs
-from tileattn.backends.cupy import passes, tensor_maps
-from tileattn.backends.cupy.execute import Bound
+from tileattn.backends.cupy import cached_passes, tensor_maps
+from tileattn.backends.cupy.executable import Bound
 from tileattn.call.prepared import CALLS
 
 
@@ -154,7 +154,7 @@ def test_an_older_driver_gets_single_launches(h200: Machine) -> None:
 
 def test_graphs_are_those_of_the_last_calls(h200: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """More addresses in turn than are remembered have none."""
-    monkeypatch.setattr(passes, "MOST", 3)
+    monkeypatch.setattr(cached_passes, "MOST", 3)
     given = inputs(h200, Nq=3, Nk=5)
     calls = []
     for _ in range(4):
@@ -170,20 +170,20 @@ def test_graphs_are_those_of_the_last_calls(h200: Machine, monkeypatch: pytest.M
     calls[3]()  # drops the first
     calls[1]()
     assert len(h200.graphs) == 2
-    assert len(passes._met) == 3
+    assert len(cached_passes._met) == 3
 
 
 def test_graphs_are_dropped_with_their_plan(h200: Machine) -> None:
-    before = len(passes._met)
+    before = len(cached_passes._met)
     given = inputs(h200)
     call = h200.reusing(lambda: tileattn.backward(**given))
     for _ in range(3):
         call()
-    assert len(passes._met) > before
+    assert len(cached_passes._met) > before
     assert h200.destroyed == []
     CALLS.clear()
     gc.collect()
-    assert len(passes._met) == before
+    assert len(cached_passes._met) == before
     assert h200.destroyed == [1]
 
 
@@ -194,7 +194,7 @@ def test_two_threads_do_not_launch_one_graph_at_a_time(h200: Machine) -> None:
     for _ in range(3):
         call()
     expected = started(h200, call)
-    [graph] = [x._graph for x in passes._met.values() if isinstance(x, Bound) and x._graph]
+    [graph] = [x._graph for x in cached_passes._met.values() if isinstance(x, Bound) and x._graph]
     launch, inner = graph.launch, []
 
     def meanwhile(stream: int) -> None:
@@ -229,7 +229,7 @@ def test_one_launch_is_bound_to_addresses_that_come_back(
             assert (found, where) == (same, [stream] * len(streams))
             assert [h200.launches[-1][-1][name] for name in "qkv"] == [x.data.ptr for x in given]
     assert len(h200.encoded) == made
-    assert {type(x) for x in passes._met.values()} >= {Bound}
+    assert {type(x) for x in cached_passes._met.values()} >= {Bound}
 
 
 def test_what_is_captured_first_is_not_bound(h200: Machine) -> None:

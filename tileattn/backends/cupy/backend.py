@@ -8,10 +8,10 @@ from typing import Any
 
 from tileattn.backends.cupy import describe, token_rows
 from tileattn.backends.cupy.block_sparse import mask_addresses
+from tileattn.backends.cupy.cached_passes import ArrayPass, Pass
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
-from tileattn.backends.cupy.execute import Executable
+from tileattn.backends.cupy.executable import Executable
 from tileattn.backends.cupy.external_memory import CupyMemory
-from tileattn.backends.cupy.passes import ArrayPass, Pass
 from tileattn.backends.protocol import Explanation, PreparingBackend
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tileattn.backends.cupy.passes import OwnPieces
+from tileattn.backends.cupy.cached_passes import OwnPieces
 
 
 class _Handle(NamedTuple):

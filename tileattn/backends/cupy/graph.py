@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from tileattn.backends.cupy.driver import driver_by
-from tileattn.backends.cupy.launches import LaunchBlock
+from tileattn.backends.cupy.driver_launch import LaunchBlock
 from tileattn.backends.cupy.streams import unrestricted
 
 SINCE = 12_030  # first CUDA version whose driver has all functions

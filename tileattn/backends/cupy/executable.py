@@ -1,4 +1,4 @@
-"""Plans on a device: kernels are loaded once, and started on the addresses of each call."""
+"""`Executable`: a plan with loaded kernels, which starts them on the addresses of each call."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tileattn.backends.cupy.driver_launch import LaunchBlock, PlannedLaunch, can_overlap
 from tileattn.backends.cupy.graph import SINCE, Graph
-from tileattn.backends.cupy.launches import LaunchBlock, PlannedLaunch, can_overlap
 from tileattn.backends.cupy.streams import (
     is_capturing,
     outlive_readers,

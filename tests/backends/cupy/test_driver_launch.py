@@ -11,8 +11,8 @@ import pytest
 import tileattn
 from tests.backends.cupy.fake_cupy import Machine, launch_together
 from tests.backends.cupy.test_workspace import inputs
-from tileattn.backends.cupy import driver, execute, launches, tensor_maps
-from tileattn.backends.cupy.launches import LaunchBlock, PlannedLaunch
+from tileattn.backends.cupy import driver, driver_launch, executable, tensor_maps
+from tileattn.backends.cupy.driver_launch import LaunchBlock, PlannedLaunch
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.families.grid import OPEN
 from tileattn.kernels.cuda.families.key import KernelKey
@@ -106,7 +106,7 @@ def test_threads_at_a_time_have_blocks_of_their_own(
             super().__init__(*given)
             made.append(threading.get_ident())
 
-    monkeypatch.setattr(execute, "LaunchBlock", Counted)
+    monkeypatch.setattr(executable, "LaunchBlock", Counted)
     sets: Any = [[inputs(h200)[name] for name in "qkv"] for _ in range(4)]
     tileattn.forward(*sets[0])
     assert len(made) == 1
@@ -164,8 +164,8 @@ def test_a_thread_without_a_context_gets_one(h200: Machine, refusals: list[int])
 @pytest.mark.parametrize(("system", "library"), [("posix", "libcuda.so.1"), ("nt", "nvcuda.dll")])
 @pytest.mark.parametrize(
     ("module", "loader", "name"),
-    [(tensor_maps, "PyDLL", "cuTensorMapEncodeTiled"), (launches, "CDLL", "cuLaunchKernelEx")],
-    ids=["tensor_maps", "launches"],
+    [(tensor_maps, "PyDLL", "cuTensorMapEncodeTiled"), (driver_launch, "CDLL", "cuLaunchKernelEx")],
+    ids=["tensor_maps", "driver_launch"],
 )
 def test_a_function_of_the_driver_is_found_once(
     monkeypatch: pytest.MonkeyPatch, module: Any, loader: str, name: str, system: str, library: str

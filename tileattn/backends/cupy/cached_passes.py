@@ -16,7 +16,7 @@ import numpy as np
 
 from tileattn.backends.addresses import Overlap
 from tileattn.backends.cupy.describe import refuse_device
-from tileattn.backends.cupy.execute import Bound, Executable
+from tileattn.backends.cupy.executable import Bound, Executable
 from tileattn.backends.cupy.streams import is_capturing
 from tileattn.call.options import PAIR_ARRAYS, Options
 from tileattn.call.sequences import given_for
