@@ -15,7 +15,7 @@ from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.intervals import ROUNDED, bounds, may_be_negative
 from tileattn.expressions.nodes import Node, elements
 from tileattn.expressions.quadtree import find_blocks
-from tileattn.kernels.cuda.families.functions import functions_text
+from tileattn.kernels.cuda.families.cuda_text import functions_text
 
 SIZES = {"b": B, "h": HQ, "i": NQ, "j": NK}
 EXTREMA = [RangeExtrema(x) for x in AUX]

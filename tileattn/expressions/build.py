@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.expressions import special
 from tileattn.expressions.nodes import Kind, Node, constant
+from tileattn.expressions.special_functions import erf, sigmoid
 
 INT64 = np.iinfo(np.int64)
 _NAMES = """
@@ -18,7 +18,7 @@ bitwise_and bitwise_or bitwise_xor invert left_shift right_shift
 """
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _NAMES.split()},
-    **{"erf": special.erf, "sigmoid": special.sigmoid},
+    **{"erf": erf, "sigmoid": sigmoid},
 }
 """Operations on values, as NumPy has them, and two more; on booleans the bitwise ones are logical.
 

@@ -2,24 +2,27 @@
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tileattn.backends.cupy import describe, token_rows
-from tileattn.backends.cupy.block_sparse import mask_addresses
 from tileattn.backends.cupy.cached_passes import ArrayPass, Pass
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.executable import Executable
 from tileattn.backends.cupy.external_memory import CupyMemory
+from tileattn.backends.cupy.streams import outlive_readers, stream_name, uploaded
 from tileattn.backends.protocol import Explanation, PreparingBackend
+from tileattn.call.block_mask import BlockMask
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families.pages import why_not_paged
 from tileattn.kernels.cuda.plan.aux_gradient import daux_name, why_not_learned
+from tileattn.kernels.cuda.plan.block_sparse import once, partial_blocks
 from tileattn.kernels.cuda.plan.layout import ROWS, Constant
 from tileattn.kernels.cuda.plan.plan import plan_backward, plan_forward
+from tileattn.kernels.cuda.plan.tile_lists import TileLists
 from tileattn.results import Attention, Gradients
 
 _REMEDY = (
@@ -168,7 +171,7 @@ class CupyCall(PreparedCall):
         else:
             plan = executable.plan
         if plan.block_mask and operands.block_mask is not None:
-            addresses |= mask_addresses(operands.block_mask, device, plan.tile_lists)
+            addresses |= _mask_addresses(operands.block_mask, device, plan.tile_lists)
         if executable is None:
             executable = Executable(plan, tuple(addresses))
             copied = plan.copies_in or plan.copies_out or operands.block_mask is not None
@@ -178,6 +181,41 @@ class CupyCall(PreparedCall):
         # Memory is allocated and kernels are loaded before the first byte of out is written.
         known.run(executable, addresses, arrays, device, workspace)
         return known
+
+
+class _Uploaded(NamedTuple):
+    """Arrays on a device, and the stream on which their memory was allocated."""
+
+    arrays: tuple[Any, ...]
+    stream: tuple[int, int]
+
+
+def _mask_addresses(mask: BlockMask, device: int, lists: TileLists | None) -> dict[str, int]:
+    """Upload a block mask to CuPy's current device; return addresses by parameter name.
+
+    ``lists`` are the lists that kernels read, None if they read none.
+    """
+    kinds, bits = _uploaded(mask, device, lambda: partial_blocks(mask))
+    found: dict[str, int] = {"block_kinds": kinds.data.ptr, "block_bits": bits.data.ptr}
+    if lists is not None:
+        (entries,) = _uploaded(mask, (device, lists), lambda: (lists.lists(mask),))
+        found["tile_list"] = entries.data.ptr
+    return found
+
+
+def _uploaded(mask: BlockMask, key: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Upload arrays made from a mask to CuPy's current device, once.
+
+    The copy is complete before any stream reads it, since all streams do. It outlives the mask if
+    the current stream may still read it.
+    """
+
+    def copied() -> _Uploaded:
+        return _Uploaded(tuple(map(uploaded, make())), stream_name())
+
+    there: _Uploaded = once(mask, key, copied)
+    outlive_readers(there, there.stream)
+    return there.arrays
 
 
 def _aux_gradients(P: Problem, x: Operands) -> tuple[Any, ...] | None:

@@ -10,7 +10,7 @@ from tests.kernels.cuda.plan.planning import A100, H200, kernels
 from tileattn.call.parse import parse
 from tileattn.call.problem import Problem
 from tileattn.expressions.nodes import elements
-from tileattn.kernels.cuda.families.functions import NEAR
+from tileattn.kernels.cuda.families.cuda_text import NEAR
 from tileattn.kernels.cuda.plan.aux_gradient import MOST_OF_TILE, daux_name, elements_of_tile
 from tileattn.kernels.cuda.plan.host_arrays import host_arrays
 from tileattn.kernels.cuda.plan.layout import CallLayout, Constant, array_layout

@@ -19,13 +19,13 @@ from tileattn.kernels.cuda.families.block_order import (
     order_bytes,
     ordered_blocks,
 )
-from tileattn.kernels.cuda.families.functions import functions_text
+from tileattn.kernels.cuda.families.cuda_text import functions_text
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.families.tile_lists import KERNELS
 from tileattn.kernels.cuda.jit.compile import SOURCES
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, array_layout
 from tileattn.kernels.cuda.plan.params import PARAMS, aux_name, slots, template
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
+from tileattn.kernels.cuda.plan.tile_lists import KERNELS
 
 Array = NDArray[Any]
 

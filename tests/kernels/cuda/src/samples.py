@@ -23,12 +23,12 @@ from tileattn.kernels.cuda.families.hopper import (
 )
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.latent import LATENT_FAMILY
-from tileattn.kernels.cuda.families.tile_lists import KERNELS as TILE_LISTS
 from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS, tuned_tiles
 from tileattn.kernels.cuda.plan.catalog import WINDOWS, context_of
 from tileattn.kernels.cuda.plan.device import device_of_arch
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, contiguous, contiguous_inputs
 from tileattn.kernels.cuda.plan.plan import plans_of
+from tileattn.kernels.cuda.plan.tile_lists import KERNELS as TILE_LISTS
 from tileattn.kernels.cuda.plan.token_rows import plan_append, plan_rope
 
 # Options that are part of a key. All others are parameters of every kernel, though the right window

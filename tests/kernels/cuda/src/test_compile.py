@@ -21,9 +21,9 @@ from tileattn.kernels.cuda.families.hopper import (
 )
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.latent import LATENT
-from tileattn.kernels.cuda.families.tile_lists import LISTS
 from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
 from tileattn.kernels.cuda.plan.catalog import common_keys
+from tileattn.kernels.cuda.plan.tile_lists import LISTS
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 

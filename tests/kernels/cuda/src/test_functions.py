@@ -24,7 +24,7 @@ from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.nodes import Kind, Node, constant
 from tileattn.expressions.trace import _input_count
-from tileattn.kernels.cuda.families.functions import NEAR, functions_text
+from tileattn.kernels.cuda.families.cuda_text import NEAR, functions_text
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
 from tileattn.kernels.cuda.plan.device import device_of_arch

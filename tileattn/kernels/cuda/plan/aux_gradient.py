@@ -12,7 +12,7 @@ from tileattn.call.problem import Problem
 from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.intervals import all_bounds, index_range
 from tileattn.expressions.nodes import Node, depends_on
-from tileattn.kernels.cuda.families.functions import Learned
+from tileattn.kernels.cuda.families.cuda_text import Learned
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, Constant, contiguous
 from tileattn.kernels.cuda.plan.params import aux_name

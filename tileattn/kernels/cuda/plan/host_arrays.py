@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.call.problem import Operands
-from tileattn.kernels.cuda.families.functions import NEAR
+from tileattn.kernels.cuda.families.cuda_text import NEAR
 from tileattn.kernels.cuda.plan.layout import Constant
 from tileattn.kernels.cuda.plan.params import aux_name
 

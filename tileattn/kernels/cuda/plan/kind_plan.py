@@ -13,8 +13,8 @@ from tileattn.kernels.cuda.families.context import (
     LearnedLaunch,
     main_of,
 )
+from tileattn.kernels.cuda.families.cuda_text import Learned, functions_text
 from tileattn.kernels.cuda.families.families import forward_launches
-from tileattn.kernels.cuda.families.functions import Learned, functions_text
 from tileattn.kernels.cuda.families.size_class import (
     FEW_ROWS,
     MOST_ROWS,
@@ -22,7 +22,6 @@ from tileattn.kernels.cuda.families.size_class import (
     has_keys,
     has_queries,
 )
-from tileattn.kernels.cuda.families.tile_lists import classify_launch, list_launches
 from tileattn.kernels.cuda.plan.aux_gradient import learned_arrays
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import (
@@ -33,6 +32,7 @@ from tileattn.kernels.cuda.plan.layout import (
     copies,
 )
 from tileattn.kernels.cuda.plan.tensor_map import can_map
+from tileattn.kernels.cuda.plan.tile_lists import classify_launch, list_launches
 
 _MAPPED = ("q", "k", "v", "dout")
 _DQKV = ("dq", "dk", "dv")

@@ -11,11 +11,19 @@ from numpy.typing import NDArray
 
 from tileattn.call.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.call.problem import Problem
+from tileattn.kernels.cuda.families.context import ROW_WARPS, KernelLaunch
+from tileattn.kernels.cuda.families.grid import Grid, Over
+from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan.block_sparse import once
 from tileattn.kernels.cuda.plan.tile_kinds import TileKinds, tile_kinds_of
 
 END = np.iinfo(np.int32).max  # minus the number of entries: stands after the last entry
 
+# Kernels that classify the tiles of a ``mask_mod`` that reads arrays, and list them.
+CLASSIFY = "classify_tiles"
+LISTS = {"forward": ("list_key_tiles",), "backward": ("rank_key_tiles", "list_query_tiles")}
+KERNELS = (CLASSIFY, *LISTS["forward"], *LISTS["backward"])
+_CLASSIFY_WARPS = 16
 
 _Make = Callable[["TileLists", BlockMask | None], NDArray[Any]]
 
@@ -134,6 +142,31 @@ def query_tile_lists(kinds: NDArray[Any]) -> NDArray[np.int32]:
     found = np.zeros_like(entries)
     found[..., :-1] = np.take_along_axis(ranks, tiles, axis=-1)
     return np.stack([entries, found], axis=-1).reshape(*entries.shape[:-1], -1)
+
+
+def classify_launch(dtype: str, tile: tuple[int, int], functions: str) -> KernelLaunch:
+    """Launch the kernel that marks each tile as empty, partial or full."""
+    key = KernelKey(
+        *(CLASSIFY, dtype),
+        block_q=tile[0],
+        block_k=tile[1],
+        warps_m=_CLASSIFY_WARPS,
+        mask_mod=True,
+        functions=functions,
+    )
+    why = "mask_mod reads arrays, whose values decide which tiles are computed"
+    return KernelLaunch(key, Grid("tile rows"), why=why)
+
+
+def list_launches(dtype: str, tile: tuple[int, int], direction: str) -> tuple[KernelLaunch, ...]:
+    """Launch the kernels that list the tiles that are not empty."""
+    launches = []
+    for name in LISTS[direction]:
+        key = KernelKey(name, dtype, block_q=tile[0], block_k=tile[1], warps_m=ROW_WARPS)
+        over: Over = "listed columns" if name == "list_query_tiles" else "listed rows"
+        grid = Grid(over, together=ROW_WARPS)
+        launches.append(KernelLaunch(key, grid, why="one warp for each line of tiles"))
+    return tuple(launches)
 
 
 @lru_cache(maxsize=64)

@@ -1,5 +1,5 @@
 // Layer 3. score_mod and mask_mod of one head. This file is for calls without them. For other calls the
-// host generates a file of this name (families/functions.py).
+// host generates a file of this name (families/cuda_text.py).
 #pragma once
 
 #include "config.cuh"
