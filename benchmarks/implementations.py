@@ -234,7 +234,7 @@ class Flex(Torch):
     def __init__(self, blocks: BlockMask) -> None:
         super().__init__()
         if (blocks.kinds == PARTIAL).any():
-            raise ValueError("blocks has partial ones; full and empty ones are accepted")
+            raise ValueError("blocks must have only full and empty blocks")
         self._blocks = blocks
         self._made: Any = None  # for the inputs of one measurement
 

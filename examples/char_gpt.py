@@ -422,7 +422,7 @@ def arguments() -> argparse.Namespace:
     if min(*sizes, args.steps, args.seconds) < 1:
         parser.error("sizes, --steps and --seconds must be at least 1")
     if args.width % args.heads:
-        parser.error(f"--width is {args.width}; a multiple of --heads, {args.heads}, is accepted")
+        parser.error(f"--width must be a multiple of --heads, {args.heads}; got {args.width}")
     return args
 
 

@@ -151,7 +151,7 @@ def arguments() -> argparse.Namespace:
     if min(args.samples, args.tokens, args.seconds) < 1:
         parser.error("--samples, --tokens and --seconds must be at least 1")
     if not args.prompt:
-        parser.error("--prompt is empty; one character or more is accepted")
+        parser.error("--prompt must not be empty")
     args.context = len(args.prompt.encode()) + args.tokens
     return args
 

@@ -34,7 +34,7 @@ def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
     Parameters
     ----------
     q : array, shape (B, Hq, Nq, D)
-        Queries. ``(Hq, Nq, D)`` and ``(Nq, D)`` are accepted, too. With ``cu_seqlens_q`` or
+        Queries. ``(Hq, Nq, D)`` and ``(Nq, D)`` are allowed. With ``cu_seqlens_q`` or
         ``cu_seqlens_k``, B is 1 and Nq and Nk count the tokens of all sequences.
     k : array, shape (B, Hkv, Nk, D)
         Keys.

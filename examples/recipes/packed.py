@@ -1,4 +1,4 @@
-"""Sequences of different lengths one behind the other: no padding is computed."""
+"""Sequences of different lengths, concatenated: no padding is computed."""
 
 import itertools
 

@@ -43,9 +43,9 @@ _GENERIC_TILE = (128, 128)  # tile by which generic kernels skip what a mask_mod
 class KindPlan:
     """What a pass launches, whatever the numbers of the call are.
 
-    Calls of the same kind, context, device and `size_class` share it, if they also agree in the
-    dtypes of integers and in whether dsinks is wanted. `tileattn.kernels.cuda.plan.plan.fill` makes
-    a `LaunchPlan` of it and the numbers of a call.
+    Calls of the same kind, context, device and `size_class` have equal ones, if they also agree in
+    the dtypes of integers and in whether dsinks is wanted. `tileattn.kernels.cuda.plan.plan.fill`
+    makes a `LaunchPlan` of it and the numbers of a call.
 
     Parameters
     ----------
