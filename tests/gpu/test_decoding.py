@@ -89,7 +89,7 @@ class Kernel(NamedTuple):
         if not self.name.endswith("sm90"):
             return
         if describe.device_of(0).arch != "sm_90a":
-            pytest.skip("the GPU is not of compute capability 9.0")
+            pytest.skip("the GPU does not have compute capability 9.0")
         said = kernels(arrays, **options)
         assert said.startswith(self.name), said
 

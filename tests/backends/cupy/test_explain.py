@@ -73,7 +73,7 @@ def test_few_queries_share_tiles_and_split_the_keys() -> None:
     sums = 16 * 32 * 8 * (128 + 2) * 4
     assert found.bytes_moved["sums"] == 2 * sums
     for line in (
-        "forward_split: few queries over many keys: one thread block for each split of 1,024 keys",
+        "forward_split: few queries over many keys, cut into splits of 1,024 keys",
         "forward_combine: one warp for each query, which joins its splits",
         f"the sums of the splits take {sums / 1e6:.2f} MB besides the results",
     ):
@@ -108,7 +108,7 @@ def test_a_gpu_that_is_there_is_explained_alike(monkeypatch: pytest.MonkeyPatch)
 def test_why_the_hopper_kernels_do_not_run() -> None:
     problem, operands = asked((2, 4, 4, 1000, 1000, 60))
     found = explain_on(H200, problem, contiguous_inputs(problem), operands)
-    why = "not the Hopper kernel, because the head dimension of v is no multiple of 8; tiles"
+    why = "not the Hopper kernel, because the head dimension of v is not a multiple of 8; tiles"
     for kernel in ("forward", "backward_dkdv"):
         assert any(r.startswith(f"{kernel}: {why}") for r in found.reasons)
     assert "sm90" not in str(found)

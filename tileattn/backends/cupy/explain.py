@@ -121,7 +121,7 @@ def explain_on(
         workspace_bytes=max(plan.workspace.nbytes for plan in (backward, deterministic)),
         reasons=(
             f"q, k and v are CuPy arrays on {device.name}",
-            f"rows are aligned to {alignment} bytes, which one copy moves",
+            f"rows are aligned to {alignment} bytes, so each copy moves {alignment} bytes",
             *dict.fromkeys(f"{launch.key.kernel}: {launch.why}" for launch in launches),
             *([_SUMS.format(sums / 1e6)] if sums else []),
             *([_UNCOUNTED] if own is not None and not counted else []),

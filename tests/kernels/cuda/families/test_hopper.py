@@ -46,7 +46,7 @@ MANY = (1 << 31) - (1 << 16)
 BIAS: dict[str, Any] = {"enabled_options": frozenset({"bias"})}
 STAGED = {"bias": "float32", "bias_alignment_bytes": 16}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("the GPU is not of compute capability 9.0", {}, {"arch": "sm_90"}),
+    ("the GPU does not have compute capability 9.0", {}, {"arch": "sm_90"}),
     ("dtype is neither float16 nor bfloat16", {"dtype": NAMED["float32"]}, {}),
     ("a head dimension is above 256", {"D": 264}, {}),
     ("a head dimension is above 256", {"Dv": 264}, {}),
@@ -54,12 +54,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (LONG, {"B": 1 << 10, "Hq": 1 << 10, "Nq": 1 << 11}, {}),
     (LONG, {"Nk": MANY}, {}),
     (LONG, {"B": 2, "Nq": MANY // 2}, {}),
-    ("the head dimension of v is no multiple of 8", {"Dv": 60}, {}),
+    ("the head dimension of v is not a multiple of 8", {"Dv": 60}, {}),
     ("a row is not aligned to 16 bytes", {}, {"alignment_bytes": 8}),
-    ("an array has an axis that is broadcast, reversed or of", {}, {"tensor_maps": False}),
+    ("an array has a broadcast or reversed axis", {}, {"tensor_maps": False}),
     ("no tile has room for the bias", {"D": 192, "Dv": 192, **BIAS}, STAGED),
     ("bias is in use, and a head dimension is above 128", {"D": 256, **BIAS}, STAGED),
-    ("the head dimension of q and k is no multiple of 8", {"D": 60}, {}),
+    ("the head dimension of q and k is not a multiple of 8", {"D": 60}, {}),
 ]
 BACKWARD_ALONE = [reason for reason, *_ in REFUSED[-2:]]
 
@@ -94,7 +94,8 @@ def test_every_clause_of_the_rule_is_tried() -> None:
     assert [why for why, _ in hopper._UNSUPPORTED_BACKWARD if not why.startswith(tried)] == []
     assert set(hopper._UNSUPPORTED) < set(hopper._UNSUPPORTED_BACKWARD)
     forward_alone = set(hopper._UNSUPPORTED_FORWARD) - set(hopper._UNSUPPORTED)
-    assert [why for why, _ in forward_alone] == ["pages are no multiple of 8 keys"]  # test_pages.py
+    # test_pages.py
+    assert [why for why, _ in forward_alone] == ["the page size is not a multiple of 8 keys"]
     assert hopper.why_not_backward(replace(SUPPORTED, Nk=MANY - 1), ON_HOPPER) is None
 
 

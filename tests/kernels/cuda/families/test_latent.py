@@ -75,8 +75,8 @@ def test_one_split_is_not_joined() -> None:
 @pytest.mark.parametrize(
     ("changed", "v_is_k", "device", "why"),
     [
-        ({}, False, H200, "v is no view"),
-        ({}, True, A100, "not of compute capability 9.0"),
+        ({}, False, H200, "v is not a view"),
+        ({}, True, A100, "does not have compute capability 9.0"),
         ({"dtype": "float32"}, True, H200, "dtype is neither"),
         ({"options": {"mask"}}, True, H200, "mask is in use"),
         ({"D": 640}, True, H200, "the head dimension of k is above 576"),
@@ -95,7 +95,7 @@ def test_pages_that_no_kernel_reads() -> None:
     assert why_not_paged(latent(page=64)) is None
     assert "pages of fewer" in str(why_not_paged(latent(page=50)))
     assert "above 576" in str(why_not_paged(latent(page=64, D=640)))
-    with pytest.raises(UnsupportedError, match="v is no view"):
+    with pytest.raises(UnsupportedError, match="v is not a view"):
         plan(latent(page=64), v_is_k=False)
 
 

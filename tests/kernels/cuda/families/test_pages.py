@@ -63,9 +63,9 @@ def test_tiles_of_packed_sequences_do_not_depend_on_how_many_there_are(page: int
 @pytest.mark.parametrize(
     ("page", "changed", "why"),
     [
-        (50, {}, "pages are no multiple of 8 keys"),
-        (16, {"Dv": 20}, "the head dimension of v is no multiple of 8"),
-        (16, {"device": A100}, "the GPU is not of compute capability 9.0"),
+        (50, {}, "the page size is not a multiple of 8 keys"),
+        (16, {"Dv": 20}, "the head dimension of v is not a multiple of 8"),
+        (16, {"device": A100}, "the GPU does not have compute capability 9.0"),
     ],
     ids=str,
 )

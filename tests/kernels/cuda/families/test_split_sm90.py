@@ -55,7 +55,7 @@ def test_splits_are_joined(problem: Problem) -> None:
         (wide(["tree_mask"], mask_mod=TREE, mask_options=("tree_mask",)), "tree_mask is in use"),
         (wide(["mask_mod"], mask_mod=TREE), "mask_mod is in use"),
         (wide(Nk=1024), "there is one split"),
-        (wide(Dv=124), "the head dimension of v is no multiple of 8"),
+        (wide(Dv=124), "the head dimension of v is not a multiple of 8"),
     ],
 )
 def test_what_it_leaves_to_the_generic_kernel(problem: Problem, why: str) -> None:

@@ -13,7 +13,7 @@ Clause = tuple[str, Callable[[Problem, LaunchContext], bool]]
 """A reason not to run a pass, and the condition under which it applies."""
 
 NOT_HOPPER: Clause = (
-    "the GPU is not of compute capability 9.0",
+    "the GPU does not have compute capability 9.0",
     lambda _, context: context.arch != "sm_90a",
 )
 NOT_16_BIT: Clause = (
@@ -29,7 +29,7 @@ NOT_ALIGNED: Clause = (
     lambda _, context: context.alignment_bytes < 16,
 )
 NO_TENSOR_MAPS: Clause = (
-    "an array has an axis that is broadcast, reversed or of too long strides",
+    "an array has a broadcast or reversed axis, or too large a stride",
     lambda _, context: not context.tensor_maps,
 )
 

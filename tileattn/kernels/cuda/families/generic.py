@@ -44,8 +44,7 @@ NAIVE = {
 }
 
 _REPAIRS = (
-    "for heads with large scores or with something not finite; mostly there are none, and it "
-    "returns at once"
+    "for heads with large scores, NaN or infinity; usually there are none, and it returns at once"
 )
 
 # Tiles for GPUs with so little shared memory that no row of `TILES` fits.
@@ -167,7 +166,7 @@ def configure(
             if launch is not None:
                 return launch
     key = KernelKey(NAIVE[kernel], P.dtype.name, warps_m=ROW_WARPS, **options)
-    why = f"no tile fits for head dimensions {P.D} and {P.Dv}: naive, row by row"
+    why = f"no tile fits head dimensions {P.D} and {P.Dv}: one warp for each row"
     return KernelLaunch(key, OPEN, why=why, traits=replace(_NAIVE, main=kernel in _MAIN))
 
 

@@ -72,7 +72,7 @@ _BACKWARD_BUCKETS = {
 _PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
 _SUPPORTED = "wgmma and tensor maps"
 _DQ_CONVERT = "one thread block for each tile of dq"
-_NAN_SAFE = "for heads with something not finite; mostly there are none, and it returns at once"
+_NAN_SAFE = "for heads with NaN or infinity; usually there are none, and it returns at once"
 
 _UNSUPPORTED: tuple[Clause, ...] = (
     NOT_HOPPER,
@@ -80,7 +80,7 @@ _UNSUPPORTED: tuple[Clause, ...] = (
     (f"a head dimension is above {MAX_HEAD_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_HEAD_DIM),
     ("an array is empty", lambda P, _: bool(empty_axes(P)) or 0 in (P.D, P.Dv)),
     ("an array has nearly 2**31 rows or more", lambda P, _: not fits_positions(P)),
-    ("the head dimension of v is no multiple of 8", lambda P, _: P.Dv % 8 > 0),
+    ("the head dimension of v is not a multiple of 8", lambda P, _: P.Dv % 8 > 0),
     NOT_ALIGNED,
     NO_TENSOR_MAPS,
     (
@@ -91,11 +91,11 @@ _UNSUPPORTED: tuple[Clause, ...] = (
 _UNSUPPORTED_FORWARD: tuple[Clause, ...] = (
     *_UNSUPPORTED,
     # A swizzle atom has eight rows.
-    ("pages are no multiple of 8 keys", lambda P, _: (P.page or 0) % 8 > 0),
+    ("the page size is not a multiple of 8 keys", lambda P, _: (P.page or 0) % 8 > 0),
 )
 _UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
     *_UNSUPPORTED,
-    ("the head dimension of q and k is no multiple of 8", lambda P, _: P.D % 8 > 0),
+    ("the head dimension of q and k is not a multiple of 8", lambda P, _: P.D % 8 > 0),
     (
         "bias is in use, and a head dimension is above 128",
         lambda P, _: P.has_bias and max(P.D, P.Dv) > _NARROW_DIM,

@@ -64,7 +64,7 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Problem], bool]], ...] = (
 _UNSUPPORTED_ARRAYS: tuple[Clause, ...] = (
     NOT_HOPPER,
     ("there are no keys", lambda P, _: "Nk" in empty_axes(P)),
-    ("v is no view of the first columns of k", lambda _, context: not context.v_is_k),
+    ("v is not a view of the first columns of k", lambda _, context: not context.v_is_k),
     NOT_ALIGNED,
     NO_TENSOR_MAPS,
 )

@@ -54,7 +54,7 @@ _WIDEST = (TileSize(128, 32, 8, 1, 4), *_WIDE)
 
 _FEW = "few queries over many keys"
 _PAGED = "keys are in pages"
-_CUT = "one thread block for each split of {:,} keys"
+_CUT = "cut into splits of {:,} keys"
 _JOIN = "one {} for each query, which joins its splits"
 
 
@@ -115,7 +115,7 @@ def joined(
     count = splits(P, keys, context.tuning)
     if count == 1:
         return (split,)
-    split = split._replace(why=f"{split.why}: {_CUT.format(keys)}")
+    split = split._replace(why=f"{split.why}, {_CUT.format(keys)}")
     row_bytes = key.value_dim * P.accum_dtype.itemsize
     by_warp = count <= FEW_SPLITS and row_bytes <= _WARP_BYTES
     rows, warps = (_GROUPS, 1) if by_warp else (1, _GROUPS)

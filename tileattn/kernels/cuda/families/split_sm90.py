@@ -15,7 +15,7 @@ from tileattn.kernels.cuda.families.size_class import shared_rows, split_keys, s
 from tileattn.kernels.cuda.families.tiles import bucket
 from tileattn.kernels.cuda.tuning import TileSize
 
-_WHY = "many rows that share keys: each SM takes an equal share of the splits of {:,} keys"
+_WHY = "each SM takes an equal share of the keys that many rows share"
 
 # By the larger head-dimension bucket. The keys of a tile divide those of a split.
 _TILES = {
@@ -53,7 +53,7 @@ def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
     launch = launch._replace(
         key=replace(launch.key, split_kv=True),
         blocks=Grid("splits", launch.key.block_q, split_keys=keys, most=context.sm_count),
-        why=_WHY.format(keys),
+        why=_WHY,
         traits=replace(launch.traits, split_keys=keys),
     )
     return split.joined(P, context, launch)
