@@ -11,6 +11,7 @@ from tileattn.call.parse import parse
 from tileattn.distributed import Layout
 from tileattn.distributed.model.memory_plan import CPU, PassPlanner
 from tileattn.distributed.rank_blocks import RankBlocks
+from tileattn.distributed.schedules.schedule import schedule_of
 from tileattn.distributed.visibility import Visibility
 from tileattn.testing import AttentionCase
 
@@ -48,9 +49,9 @@ def test_blocks_hold_what_is_visible(right: int | None, rows: int | None, seed: 
                     assert not found[a.rows, c.rows].any()
                     found[a.rows, c.rows] = seen
             assert np.array_equal(found, expected)
-        pieces = blocks.pieces
-        assert [n for x in pieces for n in range(x.start, x.stop)] == [*range(len(number))]
-        for x in pieces:
+        row_ranges = blocks.row_ranges
+        assert [n for x in row_ranges for n in range(x.start, x.stop)] == [*range(len(number))]
+        for x in row_ranges:
             assert {*number[x].tolist()} == {blocks.number[x.start]}
 
 
@@ -78,7 +79,7 @@ def test_query_heads_of_a_key_head_in_several_calls(
     problem, _ = parse(q, k, v, case.options)
     visibility = Visibility(problem.window, np.array([45]), np.array([0]))
     same = Layout.zigzag(45, 4), Layout.zigzag(45, 4)
-    given = problem, same, schedule, tireless(CPU), visibility
+    given = problem, same, schedule_of(schedule, 4), tireless(CPU), visibility
     assert PassPlanner(*given, backward=True, only_order=True).plan.splits > 1
     for layout in (Layout.zigzag(45, 4), layouts(rng, 45, 4), Layout.contiguous([0, 30, 0, 15])):
         check(case, layout, layout, schedule=schedule)

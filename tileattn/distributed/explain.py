@@ -13,7 +13,7 @@ from tileattn.distributed.layout import Layout, count
 from tileattn.distributed.model.cost import CPU_RATES, Cost, Rates
 from tileattn.distributed.model.planner import costs_of, default_rates, fastest
 from tileattn.distributed.model.workload import Workload, workload, workload_of
-from tileattn.distributed.schedules.names import Schedule
+from tileattn.distributed.schedules.schedule import ScheduleName
 from tileattn.distributed.validation import (
     agreed,
     check_supported,
@@ -44,15 +44,15 @@ class Prediction:
     ranks: int
     rates: Rates
     costs: tuple[Cost, ...]
-    refused: Mapping[Schedule, str]
+    refused: Mapping[ScheduleName, str]
 
     @property
-    def chosen(self) -> Schedule:
+    def chosen(self) -> ScheduleName:
         """Schedule with the least time for both passes together; the first of equals."""
         return min(self.costs, key=lambda cost: cost.seconds).schedule
 
     @property
-    def fastest(self) -> tuple[Schedule, Schedule]:
+    def fastest(self) -> tuple[ScheduleName, ScheduleName]:
         """Schedules with the least time forward and backward, which ``"auto"`` uses."""
         return fastest(self.costs)
 

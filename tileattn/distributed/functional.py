@@ -13,8 +13,8 @@ from tileattn.distributed.comm.connect import check_timeout, communicator
 from tileattn.distributed.comm.failures import CheckedComm
 from tileattn.distributed.comm.protocol import TIMEOUT
 from tileattn.distributed.model.planner import plan_passes
-from tileattn.distributed.schedules.names import Schedule, check_divisible, check_known
 from tileattn.distributed.schedules.passes import Passes
+from tileattn.distributed.schedules.schedule import ScheduleName, check_divisible, check_known
 from tileattn.distributed.validated_calls import (
     ValidatedCall,
     recall,
@@ -35,7 +35,7 @@ def forward(
     *,
     layout: Any = None,
     layout_k: Any = None,
-    schedule: Schedule = "ring",
+    schedule: ScheduleName = "ring",
     backend: str = "auto",
     timeout: float = TIMEOUT,
     **options: Unpack[Options],
@@ -148,7 +148,7 @@ def backward(
     wrt: Sequence[str] | None = None,
     layout: Any = None,
     layout_k: Any = None,
-    schedule: Schedule = "ring",
+    schedule: ScheduleName = "ring",
     backend: str = "auto",
     deterministic: bool = False,
     timeout: float = TIMEOUT,
@@ -291,7 +291,7 @@ def _validated(
     *,
     layout: Any,
     layout_k: Any,
-    schedule: Schedule,
+    schedule: ScheduleName,
     backend: str,
     timeout: float,
     deterministic: bool = False,

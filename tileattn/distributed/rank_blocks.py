@@ -56,16 +56,16 @@ class RankBlocks:
 
     def _apart(self, keys: list[Segment]) -> Blocks:
         """Return a block for each pair of segments."""
-        queries = [piece for x in self._segments for piece in _cut(x, self._rows)]
+        queries = [cut for x in self._segments for cut in _cut(x, self._rows)]
         pairs = ((c, [a for a in queries if self.visibility.block(a, c)]) for c in keys)
-        return [(c, pieces) for c, pieces in pairs if pieces]
+        return [(c, attending) for c, attending in pairs if attending]
 
     def _joined(self, keys: list[Segment]) -> Blocks:
         """Return as few blocks as possible, joining segments."""
         step = None if self._rows is None or not self._end else _step(self._end, self._rows)
         window, *_ = self.visibility.entries(self.q_layout.length)  # all entries have the same
         runs = runs_of(window, self._segments, keys)
-        pairs = (piece.segments(window) for run in runs for piece in run.cut(step))
+        pairs = (cut.segments(window) for run in runs for cut in run.cut(step))
         return [(c, [a]) for c, a in pairs]
 
     @cached_property
@@ -85,7 +85,7 @@ class RankBlocks:
         return dict(zip(ends[:-1], accumulate(changes[n] for n in ends), strict=False))
 
     @cached_property
-    def pieces(self) -> list[slice]:
+    def row_ranges(self) -> list[slice]:
         """Row ranges that are in the same blocks, in ascending order."""
         return [slice(*x) for x in pairwise((*self.number, self._end))]
 
@@ -93,7 +93,7 @@ class RankBlocks:
         """List the row ranges of a block."""
         starts = list(self.number)
         first, end = (bisect_left(starts, x) for x in (rows.start, rows.stop))
-        return self.pieces[first:end]
+        return self.row_ranges[first:end]
 
     @cached_property
     def attending(self) -> list[Any]:
@@ -118,7 +118,7 @@ class RankBlocks:
 
 
 def _cut(segment: Segment, rows: int | None) -> list[Segment]:
-    """Cut a segment into pieces of nearly equal length, at most ``rows`` but for alignment."""
+    """Cut a segment into segments of nearly equal length, at most ``rows`` but for alignment."""
     start, at, length = segment.start, segment.rows.start, segment.stop - segment.start
     step = length if rows is None else _step(length, rows)
     ends = [min(n, length) for n in range(0, length + step, step)]
@@ -128,7 +128,7 @@ def _cut(segment: Segment, rows: int | None) -> list[Segment]:
 
 
 def _step(length: int, rows: int) -> int:
-    """Return the length of equal pieces of at most ``rows``, rounded up to the alignment."""
+    """Return the length of equal row ranges of at most ``rows``, rounded up to the alignment."""
     count = -(-length // rows)
     return -(-length // (count * _ALIGNED)) * _ALIGNED
 
@@ -163,7 +163,7 @@ def runs_of(
 ) -> list[Run]:
     """List the runs of a rank's queries over the ascending key segments of a rank."""
     found: list[Run] = []
-    for x in _pieces(window, queries, [c for c in keys if c.start < c.stop]):
+    for x in _even_runs(window, queries, [c for c in keys if c.start < c.stop]):
         before = found[-1] if found else None
         if before is not None and before.last and before.stop == x.start:
             end = before.first + before.stop - before.start - 1  # as if keys went on
@@ -175,7 +175,7 @@ def runs_of(
     return [x for x in found if x.last]
 
 
-def _pieces(
+def _even_runs(
     window: SlidingWindow, queries: Sequence[Segment], keys: Sequence[Segment]
 ) -> Iterator[Run]:
     """Yield rows of each segment whose number of keys is constant, or grows by one per row."""

@@ -13,7 +13,7 @@ from tileattn.distributed.comm.agreement import on_all, same
 from tileattn.distributed.comm.connect import communicator
 from tileattn.distributed.comm.failures import CheckedComm
 from tileattn.distributed.comm.protocol import TIMEOUT
-from tileattn.distributed.schedules.names import Schedule
+from tileattn.distributed.schedules.schedule import ScheduleName
 from tileattn.expressions.aux_arrays import AuxArrays, check_kind
 from tileattn.messages import must_be
 from tileattn.results import Attention
@@ -33,7 +33,7 @@ def distributed_attention(
     return_lse: bool = False,
     layout: Any = None,
     layout_k: Any = None,
-    schedule: Schedule = "ring",
+    schedule: ScheduleName = "ring",
     backend: str = "auto",
     timeout: float = TIMEOUT,
     **options: Any,

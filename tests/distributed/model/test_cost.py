@@ -16,7 +16,7 @@ from tests.distributed.threads import Rank, on_ranks
 from tests.distributed.whole_sequence import cut, layouts
 from tileattn.distributed import CPU_RATES, GPU_RATES, Layout, Link, Rates, predict
 from tileattn.distributed.layout import Segment
-from tileattn.distributed.schedules.names import every
+from tileattn.distributed.schedules.schedule import every
 from tileattn.distributed.visibility import Visibility
 from tileattn.distributed.visibility import _attending_segments as attending_segments
 from tileattn.testing import AttentionCase, problems

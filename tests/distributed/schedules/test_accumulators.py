@@ -39,7 +39,9 @@ def on_host(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partial_rows, "load", load)
     monkeypatch.setattr(partial_rows, "_address", lambda x: x.ctypes.data)
     monkeypatch.setattr(Call, "on_gpu", True)
-    monkeypatch.setattr("tileattn.distributed.schedules.blocks.add", partial_rows.add_rows)
+    monkeypatch.setattr(
+        "tileattn.distributed.schedules.blockwise_attention.add", partial_rows.add_rows
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

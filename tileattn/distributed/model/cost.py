@@ -13,15 +13,9 @@ from numpy.typing import NDArray
 
 from tileattn.distributed.layout import Layout, layout_across
 from tileattn.distributed.model.memory_plan import PassPlanner, planners
-from tileattn.distributed.model.message_counts import (
-    Sent,
-    exchanged,
-    gathered,
-    lengths_of,
-    passed_on,
-)
+from tileattn.distributed.model.message_counts import MessageCounts, counts_of, lengths_of
 from tileattn.distributed.model.workload import Workload, flops_per_pair
-from tileattn.distributed.schedules.names import Schedule, group_size
+from tileattn.distributed.schedules.schedule import Schedule, ScheduleName, schedule_of
 from tileattn.distributed.visibility import BlockCounts
 
 Array = NDArray[Any]
@@ -139,7 +133,7 @@ class Cost(NamedTuple):
         Cost of each pass; backward computes all gradients.
     """
 
-    schedule: Schedule
+    schedule: ScheduleName
     forward: PassCost
     backward: PassCost
 
@@ -149,48 +143,32 @@ class Cost(NamedTuple):
         return self.forward.seconds + self.backward.seconds
 
 
-def cost_of(work: Workload, schedule: Schedule, rates: Rates, *, on_gpu: bool) -> Cost:
+def cost_of(work: Workload, name: ScheduleName, rates: Rates, *, on_gpu: bool) -> Cost:
     """Predict both passes of a schedule that the call supports."""
-    n, passes = group_size(schedule, work.ranks), planners(work, schedule, on_gpu=on_gpu)
-    groups = [x.plan.groups for x in passes]
+    schedule = schedule_of(name, work.ranks)
+    n, passes = schedule.group_size, planners(work, schedule, on_gpu=on_gpu)
     one_host, whole_groups = work.ranks <= rates.ranks_per_host, rates.ranks_per_host % n == 0
     everywhere, inside = (rates.between(on_host=x) for x in (one_host, one_host or whole_groups))
-    # For each pass: messages before the matmuls, during them, and after them, and their links.
-    if schedule == "gather":
-        keys, gradients = gathered(work)
-        messages = [
-            [(_in_groups(x, count), everywhere) for x in (keys * 0, keys, back)]
-            for count, back in zip(groups, (gradients * 0, gradients), strict=True)
-        ]
-    else:
-        none = np.zeros((2, work.ranks)), everywhere
-        both = zip(exchanged(work, n, groups), passed_on(work, n, groups), strict=True)
-        messages = [[(heads, inside), (ring, everywhere), none] for heads, ring in both]
+    links = inside, everywhere, everywhere
+    messages = counts_of(work, schedule, [x.plan.groups for x in passes])
+    computing = _computing(work, schedule, rates, passes)
     costs = []
-    for x, own, parts in zip(
-        passes, _computing(work, schedule, rates, passes), messages, strict=True
-    ):
-        before, during, after = (_seconds(*part) for part in parts)
-        if schedule == "gather":  # the keys of the first head group arrive before its matmuls
+    for x, own, counts in zip(passes, computing, messages, strict=True):
+        before, during, after = map(_seconds, counts, links)
+        if schedule.gathers_keys:  # the keys of the first head group arrive before its matmuls
             before = during / x.plan.groups if x.plan.ahead else during
             during -= before
         seconds = before + max(during, own) + after
-        count, sent = (int(y) for y in np.sum([part for part, _ in parts], axis=0).max(axis=1))
+        count, nbytes = (int(y) for y in np.sum(counts, axis=0).max(axis=1))
         held = x.nbytes(x.plan)
         share = held / x.fair_share if x.fair_share else 1.0
-        costs.append(PassCost(count, sent, float(seconds), x.plan.groups, held, share))
-    return Cost(schedule, *costs)
+        costs.append(PassCost(count, nbytes, float(seconds), x.plan.groups, held, share))
+    return Cost(name, *costs)
 
 
-def _in_groups(sent: Sent, count: int) -> Sent:
-    """Send the same bytes in ``count`` times as many messages."""
-    found: Sent = sent * np.array([[count], [1]])
-    return found
-
-
-def _seconds(sent: Sent, link: Link) -> float:
+def _seconds(counts: MessageCounts, link: Link) -> float:
     """Return the time of the rank that sends for longest."""
-    messages, nbytes = sent
+    messages, nbytes = counts
     return float(np.max(messages * link.latency + nbytes / link.bandwidth))
 
 
@@ -201,7 +179,7 @@ def _computing(
 
     A block takes one call for each head group, each split of its heads and each cut of its queries.
     """
-    P, n, gathers = work.problem, group_size(schedule, work.ranks), schedule == "gather"
+    P, n, gathers = work.problem, schedule.group_size, schedule.gathers_keys
     layouts = layout_across(work.q_layout, n), layout_across(work.k_layout, n)
     queries, keys = map(lengths_of, layouts)
     occupancy = [x.occupancy(x.plan) if rates.on_gpu else 1.0 for x in passes]

@@ -17,7 +17,7 @@ from tileattn.distributed.layout import Layout, layout_across
 from tileattn.distributed.model.message_counts import lengths_of
 from tileattn.distributed.model.occupancy import Occupancy
 from tileattn.distributed.model.workload import Workload, flops_per_pair
-from tileattn.distributed.schedules.names import Plan, Schedule, group_size
+from tileattn.distributed.schedules.schedule import Plan, Schedule
 from tileattn.distributed.visibility import Visibility
 
 _MAX_QUERY_CUTS = 8
@@ -63,9 +63,10 @@ class PassPlanner:
         only_order: bool,
     ) -> None:
         ranks, (queries, keys) = layouts[0].ranks, (x.length for x in layouts)
-        P, n = problem, group_size(schedule, ranks)
+        P, n = problem, schedule.group_size
         self._P, self._n, self._device, self._backward = P, n, device, backward
-        self._ring, self._gathers, self._all_keys = ranks // n, schedule == "gather", keys
+        self._ring, self._all_keys = ranks // n, keys
+        self._gathers, self._is_one_call = schedule.gathers_keys, schedule.is_one_call
         self._only_order = only_order
         flops = visibility.pairs(layouts[0]).sum() * P.Hq * flops_per_pair(P, backward=backward)
         self._seconds = float(flops) / ranks / device.flops
@@ -98,11 +99,11 @@ class PassPlanner:
 
     def _plans(self) -> Iterator[Plan]:
         """Yield plans with long enough calls: overlapped ones first, then by number of calls."""
-        P, n, is_single = self._P, self._n, self._n > 1 and self._ring == 1
+        P, n = self._P, self._n
         keys, splits = max(1, P.Hkv // n), [1]
         groups = group_counts(P.Hq // n, P.Hkv // n)
         cuts: Sequence[int] = (1,)
-        if not is_single:  # more groups would send keys again
+        if not self._is_one_call:  # more groups would send keys again
             groups = [count for count in groups if count <= keys]
             splits = [count for count in range(1, P.group + 1) if P.group % count == 0] or [1]
             cuts = range(1, _MAX_QUERY_CUTS + 1)
@@ -160,7 +161,7 @@ class PassPlanner:
         exchanged = self._exchanged(hq, hk) if self._n > 1 else 0
         if self._gathers:
             buffers = self._gather_buffers(hq, hk, plan)
-        elif self._n > 1 and self._ring == 1:
+        elif self._is_one_call:
             buffers = self._row_sums(hq, self._queries)
             if self._backward and hq < P.group:  # sums over groups that share keys
                 buffers += self._pair(hk, self._keys, self._wide)

@@ -6,20 +6,54 @@ large.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.distributed.layout import Layout, layout_across
 from tileattn.distributed.model.workload import Workload
+from tileattn.distributed.schedules.schedule import GATHER, RING, ULYSSES, Schedule
 from tileattn.distributed.visibility import reach
 
 Array = NDArray[Any]
-Sent = NDArray[Any]  # shape (2, P): messages and bytes that each of P ranks sends in a pass
+MessageCounts = NDArray[
+    Any
+]  # shape (2, P): messages and bytes that each of P ranks sends in a pass
 
 
-def exchanged(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
+class PassCounts(NamedTuple):
+    """Messages of a pass before its matmuls, during them, and after them.
+
+    All messages of an all-to-all count as before the matmuls, also those that return results.
+    """
+
+    before: MessageCounts
+    during: MessageCounts
+    after: MessageCounts
+
+
+def counts_of(work: Workload, schedule: Schedule, groups: Sequence[int]) -> list[PassCounts]:
+    """Count the messages of both passes; ``groups`` are their numbers of head groups."""
+    return _COUNTS[schedule.name](work, schedule.group_size, groups)
+
+
+def _count_ring(work: Workload, n: int, groups: Sequence[int]) -> list[PassCounts]:
+    """Count a ring over groups of n ranks, which exchange heads."""
+    none = np.zeros((2, work.ranks))
+    both = zip(exchanged(work, n, groups), passed_on(work, n, groups), strict=True)
+    return [PassCounts(heads, keys, none) for heads, keys in both]
+
+
+def _count_gather(work: Workload, _: int, groups: Sequence[int]) -> list[PassCounts]:
+    """Count an all-gather: each head group sends its keys, and its gradients after the matmuls."""
+    none, (keys, gradients) = np.zeros((2, work.ranks)), gathered(work)
+    times = [np.array([[count], [1]]) for count in groups]  # as many bytes, in more messages
+    forward, backward = (keys * x for x in times)
+    return [PassCounts(none, forward, none), PassCounts(none, backward, gradients * times[1])]
+
+
+def exchanged(work: Workload, n: int, groups: Sequence[int]) -> list[MessageCounts]:
     """Count the all-to-all messages inside groups of n ranks, for both passes.
 
     ``groups`` are the numbers of head groups of the passes.
@@ -56,7 +90,7 @@ def exchanged(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
     return found
 
 
-def passed_on(work: Workload, n: int, groups: Sequence[int]) -> list[Sent]:
+def passed_on(work: Workload, n: int, groups: Sequence[int]) -> list[MessageCounts]:
     """Count the messages of a ring over groups of n ranks, for both passes."""
     queries, keys = (layout_across(x, n) for x in (work.q_layout, work.k_layout))
     P, size = work.problem, keys.ranks
@@ -86,7 +120,7 @@ def _sums_on_the_way(steps: Array, sizes: Array) -> Array:
     return under_way
 
 
-def gathered(work: Workload) -> tuple[Sent, Sent]:
+def gathered(work: Workload) -> tuple[MessageCounts, MessageCounts]:
     """Count the messages of an all-gather with one head group, and of the gradients sent back."""
     P, size = work.problem, work.ranks
     elements = lengths_of(work.k_layout) * (P.B * P.Hkv * (P.D + P.Dv))
@@ -102,3 +136,6 @@ def gathered(work: Workload) -> tuple[Sent, Sent]:
 def lengths_of(layout: Layout) -> Array:
     """Count the tokens of each rank."""
     return np.array([layout.length_of(rank) for rank in range(layout.ranks)], np.float64)
+
+
+_COUNTS = {RING.name: _count_ring, ULYSSES.name: _count_ring, GATHER.name: _count_gather}

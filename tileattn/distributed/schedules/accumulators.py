@@ -50,7 +50,7 @@ class RowsOnCpu:
         call, blocks = self._call, self._call.blocks
         if call.sums == np.float64 or not has_large_lse(lse, call.problem.dtype).any():
             return False
-        return any(blocks.number[piece.start] > 1 for piece in blocks.within(rows))
+        return any(blocks.number[row_range.start] > 1 for row_range in blocks.within(rows))
 
     def finish(self) -> None:
         """Divide by the denominators."""
@@ -88,22 +88,22 @@ class _OnGpu:
         self._split = set[int]()  # row ranges whose sums are in two halves
         self._to, self._low = to, None
 
-    def _is_first(self, piece: slice) -> bool:
-        return self._left[piece.start] == self._blocks.number[piece.start]
+    def _is_first(self, row_range: slice) -> bool:
+        return self._left[row_range.start] == self._blocks.number[row_range.start]
 
-    def _next(self, piece: slice) -> bool:
+    def _next(self, row_range: slice) -> bool:
         """Count a part; return True for the last one."""
-        self._left[piece.start] -= 1
-        return not self._left[piece.start]
+        self._left[row_range.start] -= 1
+        return not self._left[row_range.start]
 
-    def _halves(self, piece: slice, *, is_last: bool) -> tuple[Any, dict[str, bool]]:
+    def _halves(self, row_range: slice, *, is_last: bool) -> tuple[Any, dict[str, bool]]:
         """Return the lower halves, and whether the sum is in two halves before and after a part.
 
         There are no lower halves if sums are as wide as results, or if there are only two parts.
         """
-        is_split = piece.start in self._split
+        is_split = row_range.start in self._split
         if not is_last:
-            self._split.add(piece.start)
+            self._split.add(row_range.start)
             if self._to.dtype.itemsize == 2 and self._low is None:
                 self._low = library(self._to).empty(self._to.shape, np.uint16)
         low = self._low if is_split or not is_last else None
@@ -121,35 +121,35 @@ class RowsOnGpu(_OnGpu):
 
     def attend(self, queries: Segment, k: Any, v: Any, options: dict[str, Any]) -> None:
         """Compute the first part in place; merge the others."""
-        rows, pieces = queries.rows, self._blocks.within(queries.rows)
+        rows, row_ranges = queries.rows, self._blocks.within(queries.rows)
         q, to, part = self._call.operands.q[..., rows, :], self._to[..., rows, :], None
-        if all(map(self._is_first, pieces)):
+        if all(map(self._is_first, row_ranges)):
             self._lse[..., rows] = tileattn.forward(q, k, v, out=to, **options).lse
         else:
             part = tileattn.forward(q, k, v, **options)
-        for piece in pieces:
-            own = _within(piece, rows)
-            self._add(piece, part and Attention(part.out[..., own, :], part.lse[..., own]))
+        for row_range in row_ranges:
+            own = _within(row_range, rows)
+            self._add(row_range, part and Attention(part.out[..., own, :], part.lse[..., own]))
 
-    def _add(self, piece: slice, part: Attention | None) -> None:
+    def _add(self, row_range: slice, part: Attention | None) -> None:
         """Add a part of a row range; None is a first part that was computed in place."""
-        is_first, is_last = self._is_first(piece), self._next(piece)
+        is_first, is_last = self._is_first(row_range), self._next(row_range)
         if is_first and part is not None:
-            self._to[..., piece, :], self._lse[..., piece] = part
+            self._to[..., row_range, :], self._lse[..., row_range] = part
             part = None
         if part is not None or (is_last and self._sinks is not None):
-            self._join(piece, part, is_last=is_last)
+            self._join(row_range, part, is_last=is_last)
 
-    def _join(self, piece: slice, part: Attention | None, *, is_last: bool) -> None:
+    def _join(self, row_range: slice, part: Attention | None, *, is_last: bool) -> None:
         from tileattn.backends.cupy.partial_rows import join_rows
 
-        low, halves = self._halves(piece, is_last=is_last)
+        low, halves = self._halves(row_range, is_last=is_last)
         sinks = self._sinks if is_last else None
-        join_rows(Attention(self._to, self._lse), low, part, sinks, piece, **halves)
+        join_rows(Attention(self._to, self._lse), low, part, sinks, row_range, **halves)
 
     def finish(self) -> None:
         """Fill the rows without keys: zeros, and the sink as lse."""
-        for rows in self._blocks.pieces:
+        for rows in self._blocks.row_ranges:
             if not self._blocks.number[rows.start]:
                 sinks = -np.inf if self._sinks is None else self._sinks[:, np.newaxis]
                 self._to[..., rows, :], self._lse[..., rows] = 0, sinks
@@ -163,22 +163,22 @@ class SumsOnGpu(_OnGpu):
         """Add a part; the last one rounds."""
         from tileattn.backends.cupy.partial_rows import add_halves
 
-        rows, pieces = queries.rows, self._blocks.within(queries.rows)
-        in_place = all(map(self._is_first, pieces))
+        rows, row_ranges = queries.rows, self._blocks.within(queries.rows)
+        in_place = all(map(self._is_first, row_ranges))
         if in_place:
             self._to[..., rows, :] = part
-        for piece in pieces:
-            own = part[..., _within(piece, rows), :]
-            is_first, is_last = self._is_first(piece), self._next(piece)
+        for row_range in row_ranges:
+            own = part[..., _within(row_range, rows), :]
+            is_first, is_last = self._is_first(row_range), self._next(row_range)
             if not is_first:
-                low, halves = self._halves(piece, is_last=is_last)
-                add_halves(self._to, low, own, piece, **halves)
+                low, halves = self._halves(row_range, is_last=is_last)
+                add_halves(self._to, low, own, row_range, **halves)
             elif not in_place:
-                self._to[..., piece, :] = own
+                self._to[..., row_range, :] = own
 
     def finish(self) -> None:
         """Fill the rows without keys with zeros."""
-        for rows in self._blocks.pieces:
+        for rows in self._blocks.row_ranges:
             if not self._blocks.number[rows.start]:
                 self._to[..., rows, :] = 0
         self._low = None
@@ -198,6 +198,6 @@ def sums_of(call: Call, to: Array) -> RowSums:
     return SumsOnGpu(call, to) if call.on_gpu else SumsOnCpu(call, to)
 
 
-def _within(piece: slice, rows: slice) -> slice:
+def _within(row_range: slice, rows: slice) -> slice:
     """Return a row range relative to the rows of a block."""
-    return slice(piece.start - rows.start, piece.stop - rows.start)
+    return slice(row_range.start - rows.start, row_range.stop - rows.start)

@@ -17,30 +17,30 @@ from tileattn.distributed.arrays import library
 from tileattn.distributed.call import Call
 from tileattn.distributed.comm.failures import wait
 from tileattn.distributed.comm.protocol import Transfer
-from tileattn.distributed.schedules.blocks import Pair, Sums, attend, zero_sums
-from tileattn.distributed.schedules.parts import GradientPart, RowPart
+from tileattn.distributed.schedules.blockwise_attention import Pair, Sums, attend, zero_sums
+from tileattn.distributed.schedules.head_groups import BackwardGroup, ForwardGroup
 
 Array = NDArray[Any]
 
 _KEYS, _GRADIENTS = 0, 2  # tags; each has one for k and one for v
 
-Part = TypeVar("Part", RowPart, GradientPart)
+Group = TypeVar("Group", ForwardGroup, BackwardGroup)
 
 
-def forward(parts: Iterable[RowPart], *, ahead: bool) -> None:
+def forward(groups: Iterable[ForwardGroup], *, ahead: bool) -> None:
     """Compute the rows of this rank's queries."""
-    for part, keys in _arriving(parts, ahead=ahead):
-        to = part.room()
-        attend(_whole(part.call), keys.arrived(), to)
-        part.finish(to)
+    for group, keys in _arriving(groups, ahead=ahead):
+        to = group.room()
+        attend(_whole(group.call), keys.arrived(), to)
+        group.finish(to)
         del to
 
 
-def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
+def backward(groups: Iterable[BackwardGroup], *, ahead: bool) -> None:
     """Compute the gradients of this rank's arrays, and its part of shared gradients."""
-    for part, keys in _arriving(parts, ahead=ahead):
-        call, dq = part.call, part.room()
-        sums = Sums(_whole(call), part.upstream, part.wrt, dq, part.parameters)
+    for group, keys in _arriving(groups, ahead=ahead):
+        call, dq = group.call, group.room()
+        sums = Sums(_whole(call), group.upstream, group.wrt, dq, group.parameters)
         for source, pair in keys.arrived():
             found = sums.of_keys(
                 source, *pair, partial(zero_sums, call, call.blocks.k_layout.length)
@@ -49,8 +49,8 @@ def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
         sums.finish()
         own = _scattered(call, found)
         del sums, call, found
-        part.finish_rows(dq)
-        part.finish_keys(*own)
+        group.finish_rows(dq)
+        group.finish_keys(*own)
         del dq, own
 
 
@@ -103,13 +103,13 @@ class _Keys:
         return joined
 
 
-def _arriving(parts: Iterable[Part], *, ahead: bool) -> Iterator[tuple[Part, _Keys]]:
+def _arriving(groups: Iterable[Group], *, ahead: bool) -> Iterator[tuple[Group, _Keys]]:
     """Yield each head group with its keys; with ``ahead`` they arrive during the group before."""
     before = None
-    for part in parts:
+    for group in groups:
         if before is not None:
             before[1].wait()  # no pending messages: the next ones start before a kernel
-        following = part, _Keys(part.call)
+        following = group, _Keys(group.call)
         if not ahead:
             yield following
             continue

@@ -1,8 +1,7 @@
 """Both passes of a schedule: head groups one after the other, each exchanged and computed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,10 @@ from tileattn.distributed.comm.protocol import Communicator
 from tileattn.distributed.comm.subset import across
 from tileattn.distributed.layout import layout_across
 from tileattn.distributed.rank_blocks import RankBlocks
-from tileattn.distributed.schedules import gather, ring, ulysses
 from tileattn.distributed.schedules.all_to_all import Exchange
-from tileattn.distributed.schedules.blocks import Upstream
-from tileattn.distributed.schedules.names import Plan, Schedule, group_size
-from tileattn.distributed.schedules.parts import GradientPart, RowPart, Totals
+from tileattn.distributed.schedules.blockwise_attention import Upstream
+from tileattn.distributed.schedules.head_groups import BackwardGroup, ForwardGroup, Totals
+from tileattn.distributed.schedules.schedule import Plan, Schedule
 from tileattn.results import Attention, Gradients
 
 Array = NDArray[Any]
@@ -29,9 +27,9 @@ class Passes:
     """Both passes of a schedule, for calls with one signature; it keeps no arrays."""
 
     def __init__(self, call: Call, schedule: Schedule, plans: tuple[Plan, Plan]) -> None:
-        comm, blocks, n = call.comm, call.blocks, group_size(schedule, call.comm.size)
+        comm, blocks, n = call.comm, call.blocks, schedule.group_size
         queries, keys = blocks.q_layout, blocks.k_layout
-        self._n, self._plans = n, plans
+        self._schedule, self._n, self._plans = schedule, n, plans
         self._exchange = Exchange(comm, queries, keys, n)
         self._comm: Communicator = comm
         if n > 1:
@@ -44,22 +42,14 @@ class Passes:
             )
             for plan in plans
         }
-        self._is_single = n > 1 and self._comm.size == 1
-        self._forward: Callable[[Iterator[RowPart]], None] = ring.forward
-        self._backward: Callable[[Iterator[GradientPart]], None]
-        self._backward = partial(ring.backward, ahead=plans[1].ahead)
-        if self._is_single:
-            self._forward, self._backward = ulysses.forward, ulysses.backward
-        elif schedule == "gather":
-            self._forward = partial(gather.forward, ahead=plans[0].ahead)
-            self._backward = partial(gather.backward, ahead=plans[1].ahead)
 
     def forward(self, call: Call) -> Attention:
         """Compute the rows of this rank's queries."""
         P, xp = call.problem, library(call.operands.q)
         rows = P.B, P.Hq, P.Nq
         result = Attention(xp.empty((*rows, P.Dv), P.dtype), xp.empty(rows, call.sums))
-        self._forward(self._row_parts(call, result))
+        groups = self._forward_groups(call, result)
+        self._schedule.forward(groups, ahead=self._plans[0].ahead)
         return result
 
     def backward(
@@ -71,10 +61,11 @@ class Passes:
         wrt: frozenset[str],
     ) -> Gradients:
         """Compute the gradients of this rank's arrays, and of inputs that all ranks share."""
-        if not self._is_single:
+        if not self._schedule.is_one_call:
             call, attention = self._precise(call, attention)
         totals = Totals(call, self._exchange, wrt)
-        self._backward(self._gradient_parts(totals, Upstream(dout, *attention, dlse)))
+        groups = self._backward_groups(totals, Upstream(dout, *attention, dlse))
+        self._schedule.backward(groups, ahead=self._plans[1].ahead)
         return totals.gradients()
 
     def _precise(self, call: Call, attention: Attention) -> tuple[Call, Attention]:
@@ -90,19 +81,19 @@ class Passes:
             attention = Attention(attention.out, self.forward(call).lse)
         return call, attention
 
-    def _row_parts(self, call: Call, result: Attention) -> Iterator[RowPart]:
+    def _forward_groups(self, call: Call, result: Attention) -> Iterator[ForwardGroup]:
         for one, _, heads, _ in self._calls(call, self._plans[0]):
-            part = RowPart(self._exchange, one, heads, result)
+            group = ForwardGroup(self._exchange, one, heads, result)
             del one
-            yield part
+            yield group
 
-    def _gradient_parts(self, totals: Totals, upstream: Upstream) -> Iterator[GradientPart]:
+    def _backward_groups(self, totals: Totals, upstream: Upstream) -> Iterator[BackwardGroup]:
         rows = [x for x in upstream if x is not None]
         for one, found, heads, is_last in self._calls(totals.call, self._plans[1], rows):
             given = Upstream(*found, *[None] * (4 - len(found)))
-            part = GradientPart(totals, one, heads, given, is_last=is_last)
+            group = BackwardGroup(totals, one, heads, given, is_last=is_last)
             del one, found, given
-            yield part
+            yield group
 
     def _calls(
         self, call: Call, plan: Plan, rows: Sequence[Array] = ()

@@ -3,7 +3,7 @@
 In ring step t rank r computes with the keys of rank ``r - t`` and sends them to rank ``r + 1``. The
 messages of a step start together. Keys travel only as far as the last rank that attends to them. In
 the backward pass each rank adds its dk and dv to the sums it receives and sends them on, always in
-the same order. The last rank returns the sums to the owner of the keys, which adds its own part.
+the same order. The last rank returns the sums to the owner of the keys, which adds its own group.
 
 References
 ----------
@@ -17,30 +17,30 @@ from tileattn.distributed.arrays import add_narrow, library
 from tileattn.distributed.call import Call
 from tileattn.distributed.comm.failures import wait
 from tileattn.distributed.comm.protocol import Transfer
-from tileattn.distributed.schedules.blocks import Pair, Sums, attend, zero_sums
-from tileattn.distributed.schedules.parts import GradientPart, RowPart
+from tileattn.distributed.schedules.blockwise_attention import Pair, Sums, attend, zero_sums
+from tileattn.distributed.schedules.head_groups import BackwardGroup, ForwardGroup
 
 _KEYS, _GRADIENTS, _RETURNED = 0, 2, 4  # tags; each has one for k and one for v
 _KINDS = 6
 
 
-def forward(parts: Iterable[RowPart]) -> None:
-    """Compute the rows of this rank's queries."""
-    for part in parts:
-        to = part.room()
-        attend(part.call, _arriving(part.call), to)
-        part.finish(to)
+def forward(groups: Iterable[ForwardGroup], *, ahead: bool) -> None:  # noqa: ARG001 - of all schedules
+    """Compute the rows of this rank's queries; keys of a head group travel during its matmuls."""
+    for group in groups:
+        to = group.room()
+        attend(group.call, _arriving(group.call), to)
+        group.finish(to)
         del to
 
 
-def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
+def backward(groups: Iterable[BackwardGroup], *, ahead: bool) -> None:
     """Compute the gradients of this rank's arrays, and its part of shared gradients.
 
     With ``ahead``, dk and dv return while the next head group is computed.
     """
     returned: Callable[[], None] | None = None
-    for part in parts:
-        returned = _backward(part, returned)
+    for group in groups:
+        returned = _backward(group, returned)
         if not ahead:
             returned()
             returned = None
@@ -48,13 +48,13 @@ def backward(parts: Iterable[GradientPart], *, ahead: bool) -> None:
         returned()
 
 
-def _backward(part: GradientPart, earlier: Callable[[], None] | None) -> Callable[[], None]:
+def _backward(group: BackwardGroup, earlier: Callable[[], None] | None) -> Callable[[], None]:
     """Compute the gradients of a head group; return a function that waits for dk and dv.
 
     ``earlier`` is this function of the head group before; it is called after the first step.
     """
-    call, dq = part.call, part.room()
-    sums = Sums(call, part.upstream, part.wrt, dq, part.parameters)
+    call, dq = group.call, group.room()
+    sums = Sums(call, group.upstream, group.wrt, dq, group.parameters)
     gradients = _Gradients(call)
     for step, source, pair in _steps(call):
         arrived = partial(gradients.arrived, source)
@@ -69,14 +69,14 @@ def _backward(part: GradientPart, earlier: Callable[[], None] | None) -> Callabl
     if own is None:
         raise RuntimeError("a rank has no gradients of its own keys")
     del call, sums, gradients, arrived
-    part.finish_rows(dq)
+    group.finish_rows(dq)
 
     def returned() -> None:
         wait(under_way)
         under_way.clear()  # release the arrays that were sent
         for total, x in zip(own, others or (), strict=False):
             add_narrow(total, x)
-        part.finish_keys(*own)
+        group.finish_keys(*own)
 
     return returned
 

@@ -14,29 +14,29 @@ import tileattn
 from tileattn.distributed.arrays import add_narrow
 from tileattn.distributed.call import Call, requested_gradients
 from tileattn.distributed.layout import Segment
-from tileattn.distributed.schedules.parts import GradientPart, RowPart
+from tileattn.distributed.schedules.head_groups import BackwardGroup, ForwardGroup
 
 
-def forward(parts: Iterable[RowPart]) -> None:
+def forward(groups: Iterable[ForwardGroup], *, ahead: bool) -> None:  # noqa: ARG001 - of all schedules
     """Compute all rows."""
-    for part in parts:
-        x = part.call.operands
-        found = tileattn.forward(x.q, x.k, x.v, **_options(part.call))
+    for group in groups:
+        x = group.call.operands
+        found = tileattn.forward(x.q, x.k, x.v, **_options(group.call))
         del x  # free the operands before the next group
-        part.finish(found)
+        group.finish(found)
         del found
 
 
-def backward(parts: Iterable[GradientPart]) -> None:
+def backward(groups: Iterable[BackwardGroup], *, ahead: bool) -> None:  # noqa: ARG001 - of all schedules
     """Compute all gradients."""
-    for part in parts:
-        x, given, (dbias, dsinks, daux) = part.call.operands, part.upstream, part.parameters
-        options = _options(part.call)
+    for group in groups:
+        x, given, (dbias, dsinks, daux) = group.call.operands, group.upstream, group.parameters
+        options = _options(group.call)
         grads = tileattn.backward(
             *(given.dout, x.q, x.k, x.v, given.out, given.lse),
             dlse=given.dlse,
-            wrt=requested_gradients(part.wrt, options),
-            deterministic=part.call.deterministic,
+            wrt=requested_gradients(group.wrt, options),
+            deterministic=group.call.deterministic,
             **options,
         )
         del x, given, options
@@ -46,9 +46,9 @@ def backward(parts: Iterable[GradientPart]) -> None:
                 add_narrow(total, found)
         dq, dk, dv = grads[:3]
         del grads
-        part.finish_rows(dq)
+        group.finish_rows(dq)
         del dq
-        part.finish_keys(dk, dv)
+        group.finish_keys(dk, dv)
         del dk, dv
 
 

@@ -133,7 +133,7 @@ class Sums:
         sinks = x.sinks.astype(np.float64)  # the sum over the queries is rounded once
         options = {"sinks": sinks, "backend": call.backend}
         total: Array = library(x.q).zeros(sinks.shape, np.float64)
-        for rows in call.blocks.pieces:
+        for rows in call.blocks.row_ranges:
             wrt = frozenset({"sinks"})
             total += _gradients(call, self._upstream, rows, k, v, options, wrt).dsinks
         return total

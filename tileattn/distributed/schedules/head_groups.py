@@ -9,13 +9,13 @@ from tileattn.distributed.arrays import add_narrow, library
 from tileattn.distributed.call import Call, Heads
 from tileattn.distributed.comm.agreement import sum_in_order
 from tileattn.distributed.schedules.all_to_all import Exchange
-from tileattn.distributed.schedules.blocks import Pair, Parameters, Upstream
+from tileattn.distributed.schedules.blockwise_attention import Pair, Parameters, Upstream
 from tileattn.results import Attention, Gradients
 
 Array = NDArray[Any]
 
 
-class RowPart:
+class ForwardGroup:
     """A head group of the forward pass: the call of its heads, and where its results go."""
 
     def __init__(self, exchange: Exchange, call: Call, heads: Heads, result: Attention) -> None:
@@ -100,7 +100,7 @@ class Totals:
         total += found
 
 
-class GradientPart:
+class BackwardGroup:
     """A head group of the backward pass: the call of its heads, and where its gradients go.
 
     ``is_last`` is True if no later group reads the same keys.
