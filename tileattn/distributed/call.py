@@ -43,8 +43,7 @@ class Call:
     operands: Operands  # this rank's arrays with four axes; bias and mask cover all keys
     options: Mapping[str, Any]  # as the caller gave them
     backend: str  # computes the blocks
-    bias_rows: bool  # True if each rank has its own rows of the bias
-    mask_rows: bool  # True if each rank has its own rows of the mask
+    with_rows: tuple[str, ...]  # pair arrays of which each rank has the rows of its queries
     sums: np.dtype[Any]  # accumulation dtype; on a CPU also the dtype in which blocks are computed
     deterministic: bool = False  # on a CPU gradients are bitwise reproducible anyway
     splits: int = 1  # calls per block; each computes some query heads of all key heads

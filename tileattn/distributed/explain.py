@@ -145,10 +145,10 @@ def predict(
         _on_paper("layout", layout, problem.Nq, ranks),
         _on_paper("layout_k", layout_k, problem.Nk, ranks),
     )
-    shared = [name for name in PAIR_ARRAYS if _has_rows(getattr(x, name))]
+    with_rows = [name for name in PAIR_ARRAYS if _has_rows(getattr(x, name))]
     _check_rates(rates)
     rates = rates or CPU_RATES
-    return _predicted(workload(problem, x, *layouts, shared), rates, on_gpu=rates.on_gpu)
+    return _predicted(workload(problem, x, *layouts, with_rows), rates, on_gpu=rates.on_gpu)
 
 
 def explain(

@@ -82,15 +82,15 @@ def _compared(name: str, P: Problem, x: Operands, options: Mapping[str, Any]) ->
     return array
 
 
-def compare(found: list[Arguments]) -> dict[str, bool]:
-    """Raise ValueError if ranks differ; return whether ranks have rows of each pair array."""
+def compare(found: list[Arguments]) -> tuple[str, ...]:
+    """Raise ValueError if ranks differ; name the pair arrays of which each rank has own rows."""
     same([x.common for x in found])
     has_rows = {name: any(x.has_rows[name] for x in found) for name in PAIR_ARRAYS}
     # A mask has no gradient to sum over ranks, so single rows may be different on each rank.
     has_rows["mask"] = has_rows["mask"] or all(x.has_one_row for x in found)
     shared = [name for name, rows in has_rows.items() if not rows]
     same([{name: x.values[name] for name in shared} for x in found])
-    return has_rows
+    return tuple(name for name, rows in has_rows.items() if rows)
 
 
 def agreed(
@@ -126,12 +126,11 @@ def agreed(
         found = arguments_of(problem, operands, options)
         return found._replace(common=found.common | {name: shown(x) for name, x in more.items()})
 
-    has_rows = compare(on_all(comm, step, arguments))
+    with_rows = compare(on_all(comm, step, arguments))
     q_layout, k_layout, problem, operands = kept[0]
     visibility = Visibility(problem.window, operands.kv_lengths, operands.q_offset)
     blocks = RankBlocks(visibility, q_layout, k_layout, comm.rank)
-    rows = has_rows["bias"], has_rows["mask"]
-    facts = problem, operands, options, backend, *rows, problem.accum_dtype
+    facts = problem, operands, options, backend, with_rows, problem.accum_dtype
     return Call(comm, blocks, *facts)
 
 

@@ -62,10 +62,8 @@ def workload(
 
 def workload_of(call: Call) -> Workload:
     """Describe the call of a rank."""
-    shared = {"bias": call.bias_rows, "mask": call.mask_rows}
-    with_rows = [name for name, has_rows in shared.items() if has_rows]
     layouts = call.blocks.q_layout, call.blocks.k_layout
-    return workload(call.problem, call.operands, *layouts, with_rows)
+    return workload(call.problem, call.operands, *layouts, call.with_rows)
 
 
 def flops_per_pair(P: Problem, *, backward: bool) -> int:

@@ -52,7 +52,7 @@ class Totals:
             [None if a is None else xp.zeros(a.shape, np.float64) for a in learned],
         )
         self.of_keys: Pair | None = None  # sums of the groups so far that read the same keys
-        self.exchanges_bias = "bias" in wrt and call.bias_rows and not exchange.is_alone
+        self.exchanges_bias = "bias" in wrt and "bias" in call.with_rows and not exchange.is_alone
         self.shared_rows: Array | None = None  # dbias of all tokens, if heads share the bias
         if self.exchanges_bias and x.bias.shape[1] == 1:
             shape = x.bias.shape[0], 1, exchange.queries.length, x.bias.shape[3]
@@ -73,7 +73,7 @@ class Totals:
         with np.errstate(all="ignore"):
             if dbias is not None:
                 bias = given["bias"]
-                dbias = dbias if call.bias_rows else sum_in_order(call.comm, dbias)
+                dbias = dbias if "bias" in call.with_rows else sum_in_order(call.comm, dbias)
                 dbias = dbias.reshape(bias.shape).astype(bias.dtype, copy=False)
             if dsinks is not None:
                 dtype = given["sinks"].dtype

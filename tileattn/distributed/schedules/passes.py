@@ -125,12 +125,12 @@ class Passes:
         return replace(call, comm=self._comm, blocks=self._blocks[plan.rows], splits=plan.splits)
 
     def _exchanged(self, call: Call, *, shared: bool) -> Iterator[tuple[str, Any]]:
-        """Yield the bias and mask whose rows are exchanged, with one head or with all."""
+        """Yield the pair arrays whose rows are exchanged, with one head or with all."""
         if self._n == 1:
             return
-        for name, has_rows in (("bias", call.bias_rows), ("mask", call.mask_rows)):
+        for name in call.with_rows:
             x = getattr(call.operands, name)
-            if x is not None and has_rows and (x.shape[1] == 1) == shared:
+            if (x.shape[1] == 1) == shared:
                 shape = *x.shape[:2], call.problem.Nq, x.shape[3]
                 yield name, library(x).broadcast_to(call.wider(x), shape)
 
