@@ -236,8 +236,13 @@ def mapped(function: Any) -> Any:
     import torch
 
     def run(q: Any, k: Any, v: Any, more: Any) -> Any:
-        batch = (torch.stack((torch.zeros_like(x), x)) for x in (q, k, v))
-        out, lse = torch.vmap(lambda *rows: function(*rows, more))(*batch)
+        aux = more.get("aux", ())
+        batch = [torch.stack((torch.zeros_like(x), x)) for x in (q, k, v, *aux)]
+
+        def one(q: Any, k: Any, v: Any, *aux: Any) -> Any:
+            return function(q, k, v, more | ({"aux": aux} if aux else {}))
+
+        out, lse = torch.vmap(one)(*batch)
         return out[1], lse[1]
 
     return run
@@ -256,15 +261,14 @@ def on_jax(transformed: Callable[[Any], Any] = lambda function: function) -> Ent
         fixed = {name: x for name, x in call.options.items() if name not in TRACED}
         floating = {name: arrays.pop(name) for name in ("bias", "sinks", "aux") if name in arrays}
 
-        def forward(rows: Any, more: Any) -> Any:
-            q, k, v = rows
-            options = {**more, **arrays, **fixed}
-            return attention(q, k, v, return_lse=True, backend="numpy", **options)
+        def forward(rows: Any, more: Any, others: Any) -> Any:
+            options = {**more, **others, **fixed}
+            return attention(*rows, return_lse=True, backend="numpy", **options)
 
         function = transformed(forward)
         if call.is_forward_only:
-            return Results(Attention(*map(np.asarray, function(call[:3], floating))), None)
-        found, pullback = jax.vjp(function, call[:3], floating)
+            return Results(Attention(*map(np.asarray, function(call[:3], floating, arrays))), None)
+        found, pullback = jax.vjp(lambda *x: function(*x, arrays), call[:3], floating)
         dlse = jax.numpy.zeros_like(found[1])
         rows, more = pullback(type(found)(jax.numpy.asarray(call.dout), dlse))
         dbias, dsinks = (
@@ -289,9 +293,9 @@ def batched(function: Any) -> Any:
     """Map a function of JAX arrays over a batch of calls, of which it returns the last."""
     import jax
 
-    def run(rows: Any, more: Any) -> Any:
+    def run(rows: Any, more: Any, others: Any) -> Any:
         batch = [jax.numpy.stack((jax.numpy.zeros_like(x), x)) for x in rows]
-        found = jax.vmap(function, in_axes=(0, None))(batch, more)
+        found = jax.vmap(function, in_axes=(0, None, None))(batch, more, others)
         return jax.tree.map(lambda x: x[1], found)
 
     return run

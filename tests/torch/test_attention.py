@@ -81,6 +81,15 @@ def test_results_are_those_of_the_library_bit_for_bit(backend: str, case: Attent
         assert array_of(x).tobytes() == expected_grads["d" + name].tobytes(), name
 
 
+def test_gradients_are_those_of_finite_differences() -> None:
+    def f(q: Any, k: Any, v: Any, bias: Any, sinks: Any, table: Any) -> Any:
+        options = {"bias": bias, "sinks": sinks, "aux": (table,), "q_offset": 1, **FUNCTIONS}
+        return attention(q, k, v, return_lse=True, causal=True, softcap=3.0, **options)
+
+    shapes = (2, 4, 3, 4), (2, 2, 5, 4), (2, 2, 5, 3), (4, 1, 5), (4,), (4, 8)
+    assert torch.autograd.gradcheck(f, tuple(drawn(0, *shapes)), fast_mode=True)
+
+
 def test_the_gradient_of_lse_alone() -> None:
     q, k, v = drawn(0, (2, 3, 4), (2, 5, 4), (2, 5, 3))
     (dq,) = torch.autograd.grad(attention(q, k, v, return_lse=True)[1].sum(), q)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.cuda.plan.planning import H200, asked, backward, forward
+from tileattn.kernels.cuda.families.size_class import shared_rows
 from tileattn.kernels.cuda.tuning import TunedNumber, tuned_numbers
 
 ROOT = Path(__file__).parents[3]
@@ -26,6 +27,12 @@ def test_sources_exist() -> None:
             assert words in docs, number.name
         elif not file.startswith("measured "):
             assert (ROOT / file).exists(), number.name
+
+
+def test_rows_of_the_split_kernel_for_hopper_are_a_class() -> None:
+    """Kernels know shared rows only rounded up to a class."""
+    rows = H200.tuning.split_wgmma_rows
+    assert shared_rows(asked("float16", B=1, Hq=rows, Hkv=1, Nq=1, Nk=64, D=64, Dv=64)) == rows
 
 
 @pytest.mark.parametrize("number", tuned_numbers(), ids=lambda number: number.name)
