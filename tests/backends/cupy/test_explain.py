@@ -80,6 +80,19 @@ def test_few_queries_share_tiles_and_split_the_keys() -> None:
         assert line in found.reasons
 
 
+@pytest.mark.parametrize(
+    ("sizes", "line"),
+    [
+        ((1, 8, 8, 4096, 4096, 128), "query blocks are assigned in advance, the longest first"),
+        ((8, 32, 32, 512, 512, 128), "query blocks are claimed one by one, head by head"),
+    ],
+)
+def test_the_order_of_query_blocks_is_told(sizes: Any, line: str) -> None:
+    problem, operands = asked(sizes, causal=True)
+    found = explain_on(H200, problem, contiguous_inputs(problem), operands)
+    assert [x for x in found.reasons if x.startswith("query blocks")] == [line]
+
+
 def test_keys_in_pages_have_no_backward_pass() -> None:
     q, pages = np.zeros((1, 8, 4, 64), np.float16), np.zeros((16, 2, 16, 64), np.float16)
     options = {"block_table": np.arange(16).reshape(1, 16), "kv_lengths": [256]}
