@@ -8,6 +8,7 @@ import pytest
 
 from tileattn import BlockMask
 from tileattn.backends import registry
+from tileattn.call.options import OPTIONS, ROWS
 from tileattn.call.parse import parse
 from tileattn.call.prepared import (
     MAX_CALLS,
@@ -216,6 +217,16 @@ INTEGERS: list[Any] = [
 FLOATS: list[Any] = [0.5, np.float32(0.5), np.float64(0.5), 1, True, 0.0, -0.0, np.nan, "1", None]
 PAIRS = np.ones((3, 3), np.bool_)
 TREE = np.ones((1, 3, 3), np.bool_)
+OFFSETS: list[Any] = [
+    *(np.array(x) for x in ([0, 1, 3], [0, 2, 3], [0, 1, 4], [0, 3], [0.0, 1.0, 3.0])),
+    *([0, 1, 3], (0, 1, 3), [0, True, 3], [0, 4, 3], 3, None),
+]
+
+
+def _add_table(s: Any, _b: Any, _h: Any, _i: Any, j: Any, table: Any) -> Any:
+    return s + table[j]
+
+
 VALUES: dict[str, list[Any]] = {
     **dict.fromkeys("qkv", HOSTS),
     "kv_lengths": INTEGERS,
@@ -233,8 +244,26 @@ VALUES: dict[str, list[Any]] = {
     "block_mask": [MASK, BlockMask(np.ones((1, 1), bool), (8, 8)), MASK.kinds, None],
     "tree_mask": [TREE, ~TREE, PAIRS, TREE[..., ::-1], TREE.swapaxes(1, 2), TREE * 1, None],
     "prefix": INTEGERS,
+    "cu_seqlens_q": OFFSETS,
+    "cu_seqlens_k": OFFSETS,
+    "block_table": [np.array(x) for x in ([[0], [1]], [[1], [0]], [[0], [9]], [0, 1], [[0.0]])],
+    "origin": [(1, 2, 3, 4), [1, 2, 3, 4], (1, 2, 3, 5), (1, 2, 3, True), (1, 2, 3), INTEGERS[0]],
+    "score_mod": [_add_table, lambda s, *_: s * 2, lambda s, *_: s * 3, 1],
+    "mask_mod": [lambda _b, _h, i, j, _t: i > j, lambda _b, _h, i, j, _t: i >= j, 1],
+    "aux": [(np.ones(3),), (np.zeros(3),), [np.ones(3)], (np.ones(4),), (np.ones(3, "f4"),), ()],
     "unknown": [1],
 }
+OFFSETS_BESIDE: dict[str, Any] = {"cu_seqlens_q": [0, 1, 3], "cu_seqlens_k": [0, 1, 3]}
+FUNCTION_BESIDE: dict[str, Any] = {"score_mod": _add_table, "aux": (PAIRS[0],)}
+BESIDE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(OFFSETS_BESIDE, dict.fromkeys("qkv", PLAIN[:1]) | OFFSETS_BESIDE),
+    "block_table": {"kv_lengths": [3, 3]},
+    "origin": {"dropout_p": 0.5, "seed": 1},
+    "score_mod": FUNCTION_BESIDE,
+    "mask_mod": FUNCTION_BESIDE,
+    "aux": FUNCTION_BESIDE,
+}
+"""What an option needs beside it to be valid."""
 
 
 def validated(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -248,12 +277,22 @@ def validated(q: Any, k: Any, v: Any, **options: Any) -> Any:
     return str(problem), x.kv_lengths.tolist(), x.q_offset.tolist(), layouts
 
 
+def test_every_option_has_values() -> None:
+    assert VALUES.keys() == {*ROWS, *OPTIONS, "unknown"}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_the_first_value_is_valid(name: str) -> None:
+    call = {**dict.fromkeys("qkv", PLAIN), **BESIDE[name], name: VALUES[name][0]}
+    assert validated(**call) is not None
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_calls_of_equal_signatures_are_all_valid_and_the_same_or_all_refused(name: str) -> None:
     """Any two values of one argument."""
     found: dict[Any, Any] = {}
     for value in VALUES[name]:
-        call = {"q": PLAIN, "k": PLAIN, "v": PLAIN, name: value}
+        call = {**dict.fromkeys("qkv", PLAIN), **BESIDE.get(name, {}), name: value}
         result = validated(**call)
         arrays = [call.pop(n) for n in "qkv"]
         key = signature(arrays, "numpy", call)
