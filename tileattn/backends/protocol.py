@@ -107,23 +107,24 @@ class Backend(Protocol):
     A method ``prepare(problem)`` may return a new `tileattn.call.prepared.PreparedCall`, which then
     runs all calls of one signature; `PreparingBackend` derives the two passes from it.
 
-    Methods ``append_kv`` and ``rope`` may run these two, validated; without them array expressions
-    do. They are those of ``tileattn.backends.cupy.token_rows``.
+    Methods ``append_kv`` and ``rope`` are optional. They get validated arguments; without them
+    array expressions run. For an example see ``tileattn.backends.cupy.token_rows``.
 
-    A mapping ``external_memory`` may have, by kind of device, such as ``"cuda"``, what returns a
-    `tileattn.backends.external_memory.ExternalMemory`. Bridges to other libraries need it there.
+    An optional mapping ``external_memory`` has, for each kind of device such as ``"cuda"``, a class
+    or function that returns a `tileattn.backends.external_memory.ExternalMemory`. Bridges to other
+    libraries need it.
     """
 
     name: str
 
     def owns(self, x: Any) -> bool:
-        """Whether ``x`` is an array of this backend; must not import its library."""
+        """Return True if ``x`` is an array of this backend; must not import its library."""
 
     def unavailable(self) -> str | None:
-        """Why the backend cannot run here, with the command that fixes it; None if it can."""
+        """Return why the backend cannot run here, with the command that fixes it; else None."""
 
     def why_not(self, problem: Problem) -> str | None:
-        """One sentence that says why a problem is not supported; None if it is."""
+        """Return one sentence that says why a problem is not supported; None if it is."""
 
     def forward(self, problem: Problem, operands: Operands, out: Any | None) -> Attention:
         """Compute ``out`` and ``lse`` with four axes; ``out`` is written where it is given."""
@@ -137,7 +138,7 @@ class Backend(Protocol):
         dlse: Any | None,
         deterministic: bool,
     ) -> Gradients:
-        """Compute the gradients with four axes, those of bias and sinks in their own shape."""
+        """Compute the gradients. They have four axes, but bias and sinks keep their own shape."""
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
         """Say what would run."""

@@ -180,7 +180,7 @@ def _preferred() -> list[Backend]:
 
 
 def _owners(backends: Iterable[Backend], arrays: Iterable[Any]) -> list[Backend]:
-    """Return those of some backends that own all arrays."""
+    """Return the backends that own all arrays."""
     given = list(arrays)
     return [backend for backend in backends if all(map(backend.owns, given))]
 

@@ -42,11 +42,11 @@ class RangeExtrema:
         levels = [np.frexp(b - a + 1)[1] - 1 for a, b in zip(first, last, strict=True)]
         shape = first[0].shape
         low, high = (np.empty(shape, table[(0,) * len(levels)].dtype) for _, table in self._tables)
-        code = np.zeros(shape, np.int64)
+        level_code = np.zeros(shape, np.int64)
         for level in levels:
-            code = code * 64 + level
-        for one in np.unique(code):
-            chosen = code == one
+            level_code = level_code * 64 + level
+        for unique_code in np.unique(level_code):
+            chosen = level_code == unique_code
             key = tuple(int(level[chosen][0]) for level in levels)
             for out, (choose, tables) in zip((low, high), self._tables, strict=True):
                 table = self._table(choose, tables, key)

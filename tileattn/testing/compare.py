@@ -20,7 +20,7 @@ def assert_attention_close(
     names: Iterable[str] | None = None,
     array_type: type[Any] = np.ndarray,
 ) -> None:
-    """Compare the results of a call with those of the oracle.
+    """Compare the results of a call with the oracle.
 
     Parameters
     ----------

@@ -108,7 +108,7 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Compute what ``flash_attn.flash_attn_varlen_func`` does.
 
-    The parameters that are not listed are those of `flash_attn_func`.
+    Parameters that are not listed are as in `flash_attn_func`.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """Compute what ``flash_attn.flash_attn_qkvpacked_func`` does.
 
-    Other parameters and results are those of `flash_attn_func`.
+    Other parameters and results are as in `flash_attn_func`.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ def flash_attn_kvpacked_func(
 ) -> Any:
     """Compute what ``flash_attn.flash_attn_kvpacked_func`` does.
 
-    Other parameters and results are those of `flash_attn_func`.
+    Other parameters and results are as in `flash_attn_func`.
 
     Parameters
     ----------
@@ -235,7 +235,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """Compute what ``flash_attn.flash_attn_varlen_qkvpacked_func`` does.
 
-    Other parameters and results are those of `flash_attn_varlen_func`.
+    Other parameters and results are as in `flash_attn_varlen_func`.
 
     Parameters
     ----------
@@ -274,7 +274,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """Compute what ``flash_attn.flash_attn_varlen_kvpacked_func`` does.
 
-    Other parameters and results are those of `flash_attn_varlen_func`.
+    Other parameters and results are as in `flash_attn_varlen_func`.
 
     Parameters
     ----------

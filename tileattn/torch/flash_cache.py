@@ -58,7 +58,7 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Compute what ``flash_attn.flash_attn_with_kvcache`` does, without gradients.
 
-    The parameters that are not listed are those of `flash_attn_func`.
+    Parameters that are not listed are as in `flash_attn_func`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Translate the layouts and arguments of flash_attn's functions to those of the library."""
+"""Translate the layouts and arguments of flash_attn's functions to the library's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def attend_flash(
     names: Mapping[str, str] = NAMES,
     **places: Any,
 ) -> Any:
-    """Attend with flash_attn's layout and arguments; ``given`` are those of `to_options`."""
+    """Attend with flash_attn's layout and arguments; ``given`` are arguments of `to_options`."""
     check_flags(return_attn_probs=return_attn_probs, deterministic=deterministic)
     options = places | new_dropout(dropout_p) | to_options(*given)
     q, k, v = heads_first(rows)

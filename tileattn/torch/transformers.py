@@ -79,7 +79,7 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention of a layer; the arguments are those of ``AttentionInterface``.
+    """Compute the attention of a layer; it takes the arguments of ``AttentionInterface``.
 
     Parameters
     ----------

@@ -109,7 +109,7 @@ def make_mask(
     device: Any = "cpu",
     **others: Any,
 ) -> torch.Tensor:
-    """Make the mask of a layer; the arguments are those of ``AttentionMaskInterface``.
+    """Make the mask of a layer; it takes the arguments of ``AttentionMaskInterface``.
 
     Parameters
     ----------

@@ -259,7 +259,7 @@ def _traffic(
 
 
 def _width(P: Problem, name: str) -> int:
-    """Elements of a row of an array; those of whole matrices are counted one by one."""
+    """Elements of a row of an array; elements of whole matrices are counted one by one."""
     if name in _COLUMNS_OF_K:
         return P.D
     return P.Dv if name in _COLUMNS_OF_V else 1

@@ -26,8 +26,8 @@ class TileCounts(NamedTuple):
     Parameters
     ----------
     visited, parts, full : int
-        Tiles that are not empty, the parts that they are cut into, and those of them that are
-        full, with query blocks outside.
+        Tiles that are not empty; the parts that they are cut into; full parts, with query blocks
+        outside.
     keys, rows : int
         Keys of all parts with query blocks outside; queries of all parts with key blocks outside.
     held : array of bool
@@ -134,7 +134,7 @@ def _with_boundary(
 
 
 def _spans(window: SlidingWindow, k: Ints, tile: tuple[int, int]) -> tuple[Ints, ...]:
-    """Query blocks that attend to a key block, and within them those of inner tiles."""
+    """Return the query blocks that attend to a key block, and which of them have inner tiles."""
     block_q, block_k = tile
     some = window.query_range(k, k + block_k)
     every = window.transposed.full_key_range(k, k + block_k)

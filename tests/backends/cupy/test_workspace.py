@@ -26,7 +26,7 @@ COUNTERS = ("tile_counter", "dq_semaphore", "dq_counter")
 @pytest.fixture
 def gpu(h200: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Let each result have its own memory, so that what is taken besides is the rest."""
-    monkeypatch.setattr(cached_passes, "ONE_PIECE", 0)
+    monkeypatch.setattr(cached_passes, "ONE_ALLOCATION_MAX_BYTES", 0)
     return h200
 
 
@@ -218,7 +218,7 @@ def test_small_results_of_a_second_call_lie_in_one_piece(
     """
     import cupy
 
-    monkeypatch.setattr(cached_passes, "ONE_PIECE", 1 << 18)
+    monkeypatch.setattr(cached_passes, "ONE_ALLOCATION_MAX_BYTES", 1 << 18)
     given = inputs(gpu, Hq=heads[0], Hkv=heads[1], Nq=30, Nk=50, D=64, Dv=64)
 
     def taken() -> list[int]:
@@ -241,10 +241,10 @@ def test_small_results_of_a_second_call_lie_in_one_piece(
     assert len(together) == 1 + (heads[0] > heads[1])
     for _ in range(3):
         assert taken() == together
-    with cupy.cuda.using_allocator(cached_passes.OwnPieces(gpu.allocate)):
+    with cupy.cuda.using_allocator(cached_passes.SeparateAllocations(gpu.allocate)):
         assert sorted(taken()) == sorted(first)
     assert taken() == together
-    monkeypatch.setattr(cached_passes, "ONE_PIECE", rounded - 1)
+    monkeypatch.setattr(cached_passes, "ONE_ALLOCATION_MAX_BYTES", rounded - 1)
     CALLS.clear()
     for _ in range(3):
         assert sorted(taken()) == sorted(first)
@@ -255,7 +255,7 @@ def test_small_results_of_a_second_call_are_in_the_places_that_xla_gives(
 ) -> None:
     import cupy
 
-    monkeypatch.setattr(cached_passes, "ONE_PIECE", 1 << 18)
+    monkeypatch.setattr(cached_passes, "ONE_ALLOCATION_MAX_BYTES", 1 << 18)
     monkeypatch.setattr(cupy.cuda, "Device", nullcontext)
     external = CupyMemory()
     external.stream = nullcontext

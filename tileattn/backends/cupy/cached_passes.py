@@ -34,13 +34,13 @@ MOST = 512  # sets of addresses of all passes; a graph takes 100 KiB of GPU memo
 _met: OrderedDict[tuple[int, ...], Bound | Executable] = OrderedDict()
 _numbers = count()
 
-# Results of up to so many bytes share one allocation, which lives as long as any of them. Larger
+# Bytes. Results of up to this size share one allocation, which lives as long as any of them. Larger
 # passes keep the GPU busy for longer than the host needs for several allocations.
-ONE_PIECE = 1 << 20
+ONE_ALLOCATION_MAX_BYTES = 1 << 20
 
 
-class OwnPieces(partial[Any]):
-    """An allocator of another library, which needs memory of its own for each result.
+class SeparateAllocations(partial[Any]):
+    """An allocator of another library, which needs a separate allocation for each result.
 
     PyTorch takes arrays in one allocation for views of each other, and XLA has a buffer for each.
     """
@@ -205,7 +205,7 @@ class ArrayPass:
         for x in results.values():
             parts.append((x.shape[4 - ndim :], x.dtype, end))
             end += -(-x.nbytes // ALIGNED) * ALIGNED
-        self._bytes, self._is_one_piece = end, end <= ONE_PIECE
+        self._bytes, self._is_one_allocation = end, end <= ONE_ALLOCATION_MAX_BYTES
         self._make, self._make_others = maker(parts), maker(parts[1:])
         self._overlaps = Overlap(next(iter(results.values())), inputs.values())
         self._returned = partial(tuple.__new__, kind)
@@ -234,12 +234,12 @@ class ArrayPass:
                 return None
             made = self._make_others(None)
             results = [out, *made]
-        elif not self._is_one_piece or type(alloc) is OwnPieces:
+        elif not self._is_one_allocation or type(alloc) is SeparateAllocations:
             made = results = self._make(None)
         elif nbytes <= self._bytes:
-            piece = alloc(self._bytes + nbytes)
-            at, nbytes = piece.ptr + self._bytes, 0
-            made = results = self._make(piece)
+            memory = alloc(self._bytes + nbytes)
+            at, nbytes = memory.ptr + self._bytes, 0
+            made = results = self._make(memory)
         else:
             made = results = self._make(alloc(self._bytes))
         addresses.extend(map(_address, made))

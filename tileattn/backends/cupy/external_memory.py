@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tileattn.backends.cupy.cached_passes import OwnPieces
+from tileattn.backends.cupy.cached_passes import SeparateAllocations
 
 
 class _Handle(NamedTuple):
@@ -48,7 +48,7 @@ class CupyMemory:
             address, owner = allocate(nbytes)
             return memory_at(address, nbytes, owner, device)
 
-        return OwnPieces(memory)
+        return SeparateAllocations(memory)
 
     def array(
         self,

@@ -22,7 +22,7 @@ class EncodedMaps(dict[tuple[int, ...], tuple[Any, int]]):
 
     An entry is the memory of the maps, which is not written again, and its aligned start. The
     launching thread keeps a reference to it. A full dictionary is cleared; single steps are safe
-    among threads. ``pick`` selects the addresses from those of all arrays, in the order of the
+    among threads. ``pick`` selects them from the addresses of all arrays, in the order of the
     parameter block.
     """
 

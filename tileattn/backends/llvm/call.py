@@ -192,7 +192,7 @@ class LlvmCall(PreparedCall):
 class CachedForward:
     """The forward pass of calls of one signature with no arrays but q, k, v and out.
 
-    ``executable``, ``arrays`` and ``out`` are those of an earlier call.
+    ``executable``, ``arrays`` and ``out`` come from an earlier call.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from tileattn.kernels.cuda.families.size_class import size_class
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.kind_plan import KindPlan
 from tileattn.kernels.cuda.plan.layout import CallLayout, contiguous, contiguous_inputs
-from tileattn.kernels.cuda.plan.plan import LaunchPlan, fill, plan_backward, plan_forward
+from tileattn.kernels.cuda.plan.plan import LaunchPlan, launch_plan, plan_backward, plan_forward
 
 LENGTHS = (0, 1, 7, 60, 64, 65, 200, 512, 513, 1000, 2048, 3072, 4100, 8200, 40000)
 WINDOWS = {
@@ -92,6 +92,6 @@ def test_numbers_beyond_the_size_class_do_not_decide_about_kernels(
             earlier = known.setdefault((device, kind.kind, sizes, kind.context), kind)
             reused += earlier is not kind
             assert kind == earlier
-            assert fill(earlier, problem.numbers, arrays) == plan
+            assert launch_plan(earlier, problem.numbers, arrays) == plan
             assert kind.fields.items() <= plan.fields.items()
     assert reused > 20

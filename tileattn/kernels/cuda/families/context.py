@@ -1,4 +1,4 @@
-"""What a family is asked, `LaunchContext`, and what it answers, `KernelLaunch`."""
+"""`LaunchContext`, the input of a kernel family, and `KernelLaunch`, its output."""
 
 import re
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""How many thread blocks a launch has: a rule of its kind, which the numbers of a call fill in."""
+"""Rules for the number of thread blocks of a launch; sizes are filled in later."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple

@@ -59,8 +59,8 @@ HOPPER_DQ_CONVERT = "backward_dq_convert_sm90"
 HOPPER_BACKWARDS = (HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_WIDE)
 HOPPER_DS = ("backward_dbias_sm90", "backward_daux_sm90")  # which sum dS over pairs
 
-# Head-dimension buckets; for each backward kernel those of q and of v. The first kernel with both
-# buckets runs.
+# Head-dimension buckets; for each backward kernel the buckets of q and of v. The first kernel with
+# both buckets runs.
 _NARROW = tuple(range(32, 129, 16))  # multiples of the K extent of wgmma
 _NARROW_DIM = _NARROW[-1]
 _FORWARD_BUCKETS = (*_NARROW, 192, 256)

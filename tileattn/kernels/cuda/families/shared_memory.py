@@ -19,8 +19,8 @@ def generic_bytes(
 ) -> int:
     """Count the dynamic shared memory of a generic kernel.
 
-    ``size`` is the bytes of an element of q, ``bias_size`` those of the bias, or 0 if it is not
-    copied to shared memory.
+    ``size`` is the bytes of an element of q. ``bias_size`` is the bytes of an element of the bias,
+    or 0 if it is not copied to shared memory.
     """
 
     def tiled(rows: int, columns: int, size: int = size) -> int:

@@ -179,6 +179,6 @@ def is_head_major(P: Problem, tuning: Tuning) -> bool:
 
 
 def delta_beside(P: Problem, block_k: int, tuning: Tuning, sm_count: int) -> bool:
-    """Return True if key blocks are so many that delta is computed beside the main kernel."""
+    """Return True if there are enough key blocks to compute delta beside the main kernel."""
     blocks = P.B * P.Hkv * block_count(P, P.Nk, block_k)
     return blocks >= tuning.rows_beside_waves * sm_count

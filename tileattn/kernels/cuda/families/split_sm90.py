@@ -17,7 +17,7 @@ from tileattn.kernels.cuda.tuning import TileSize
 
 _WHY = "each SM takes an equal share of the keys that many rows share"
 
-# By the larger head-dimension bucket. The keys of a tile divide those of a split.
+# By the larger head-dimension bucket. The keys of a tile divide the keys of a split.
 _TILES = {
     64: TileSize(128, 128, 8, 1, 4),
     128: TileSize(128, 128, 8, 1, 2),

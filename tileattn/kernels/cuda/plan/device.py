@@ -1,4 +1,4 @@
-"""What a plan needs to know of a GPU; the GPU itself need not be there."""
+"""Properties of a GPU that a plan needs; the GPU need not be present."""
 
 import re
 from dataclasses import dataclass

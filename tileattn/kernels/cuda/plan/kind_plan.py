@@ -44,8 +44,8 @@ class KindPlan:
     """What a pass launches, whatever the numbers of the call are.
 
     Calls of the same kind, context, device and `size_class` have equal ones, if they also agree in
-    the dtypes of integers and in whether dsinks is wanted. `tileattn.kernels.cuda.plan.plan.fill`
-    makes a `LaunchPlan` of it and the numbers of a call.
+    the dtypes of integers and in whether dsinks is wanted. A `LaunchPlan` adds the numbers of a
+    call (`tileattn.kernels.cuda.plan.plan.launch_plan`).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How the arrays of a call lie in memory: all that a plan needs to know of them."""
+"""Layouts of a call's arrays: everything that a plan needs to know about them."""
 
 import math
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
 """The plan of a pass: what is launched, with what, decided without a GPU.
 
-The kind of a call decides which kernels run (`KindPlan`); its numbers fill in the rest (`fill`).
+The kind of a call decides which kernels run (`KindPlan`); its numbers decide the rest
+(`launch_plan`).
 """
 
 import math
@@ -117,7 +118,7 @@ def plan_forward(
     """Plan the forward pass; ``launches`` of None leaves them to the kernel families."""
     problem, layout = _evaluated(problem, layout)
     kind = forward_kind(problem, layout, device, launches)
-    return fill(kind, problem.numbers, layout)
+    return launch_plan(kind, problem.numbers, layout)
 
 
 def plan_backward(
@@ -126,7 +127,7 @@ def plan_backward(
     """Plan the backward pass."""
     problem, layout = _evaluated(problem, layout)
     kind = backward_kind(problem, layout, device, deterministic=deterministic)
-    return fill(kind, problem.numbers, layout)
+    return launch_plan(kind, problem.numbers, layout)
 
 
 def _evaluated(P: Problem, layout: CallLayout) -> tuple[Problem, CallLayout]:
@@ -146,7 +147,7 @@ def plans_of(problem: Problem, inputs: CallLayout, device: Device) -> tuple[Laun
     )
 
 
-def fill(kind: KindPlan, numbers: Numbers, layout: CallLayout) -> LaunchPlan:
+def launch_plan(kind: KindPlan, numbers: Numbers, layout: CallLayout) -> LaunchPlan:
     """Fill the numbers of a call into the plan of its kind.
 
     ``layout`` has the numbers of the arrays: sizes, strides, lengths and offsets.

@@ -133,7 +133,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Sche
     alternate = not in_order and _alternate(P, key, tuning)
     in_step = _goes_in_step(P, launch) and (in_order or not is_causal)
     heads, blocks = P.B * P.Hkv, -(-P.Nk // key.block_k)
-    apart = 0
+    stagger = 0
     if in_step:
         size = 2 * grid // blocks
     elif alternate:
@@ -143,11 +143,11 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Sche
     elif not in_order:
         size = _heads_in_cache(P, launch, row, device)
     elif _staggers(P, launch, tuning):
-        size = apart = _stagger(P.Nk, grid, blocks, heads, tuning)
+        size = stagger = _stagger(P.Nk, grid, blocks, heads, tuning)
     else:
         size = _heads_in_order(P, launch, row, device)
     groups = -(-heads // max(1, min(size, grid)))
-    inverse = pow(apart, -1, blocks) if apart else 0
+    inverse = pow(stagger, -1, blocks) if stagger else 0
     # Alternating runs, and key blocks that add in order, stay together without lockstep.
     drifts = not (alternate or in_order) and P.Nq * row > tuning.lockstep_l2 * device.l2_bytes
     tiles = P.group * -(-P.Nq // key.block_q)
@@ -156,7 +156,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Sche
         in_order=in_order,
         last_keys_first=in_step and is_causal,
         run_keys=_run_keys(P.Nk, tuning) if alternate else 0,
-        stagger=apart,
+        stagger=stagger,
         inverse_stagger=inverse,
         lockstep_steps=_lockstep_steps(P, heads * blocks, tiles, launch.workers) if drifts else 0,
     )
@@ -283,10 +283,10 @@ def _stagger(Nk: int, grid: int, blocks: int, heads: int, tuning: Tuning) -> int
     The result has no factor in common with the blocks: each claim is one block of one head.
     """
     waves = 1 if Nk <= tuning.stagger_one_wave else 2 if Nk <= tuning.stagger_two_waves else 3
-    apart = max(1, min(waves * grid // blocks, heads))
-    while math.gcd(apart, blocks) > 1:
-        apart += 1
-    return apart
+    stagger = max(1, min(waves * grid // blocks, heads))
+    while math.gcd(stagger, blocks) > 1:
+        stagger += 1
+    return stagger
 
 
 def _alternate(P: Problem, key: KernelKey, tuning: Tuning) -> bool:

@@ -151,7 +151,7 @@ class Code:
         return self.shuffle(one, ir.Constant(kind, ir.Undefined), [0] * lanes)
 
     def shuffle(self, x: Any, y: Any, lanes: list[int]) -> Any:
-        """Choose lanes of x and y; the lanes of y follow those of x."""
+        """Choose lanes of x and y; the lanes of y follow the lanes of x."""
         kind = ir.VectorType(I32, len(lanes))
         return self.b.shuffle_vector(x, y, ir.Constant(kind, lanes))
 
