@@ -4,9 +4,9 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     add_halves(Element* result, unsigned short* low, const Element* part, i64 entries, i64 heads,
-               i64 part_rows, i64 apart, i64 rows, i64 row0, i64 entry_rows, i64 columns,
+               i64 part_rows, i64 head_stride, i64 rows, i64 row0, i64 entry_rows, i64 columns,
                i64 is_split, i64 splits) {
-    const PartRows place = {heads, apart, rows, row0, entry_rows};
+    const PartRows place = {heads, head_stride, rows, row0, entry_rows};
     const Sums<Element> sums = {result, low};
     const i64 size = part_rows * columns, step = i64(gridDim.x) * THREADS;
     for (i64 head = blockIdx.y; head < entries * heads; head += gridDim.y) {

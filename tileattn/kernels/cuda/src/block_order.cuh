@@ -24,19 +24,19 @@ __device__ inline int* chunk_counts(const Params& p, int numbers) {
     return reinterpret_cast<int*>(p.block_order + numbers);
 }
 
-// The sort key of a block. Blocks with the highest `turn` come first. Blocks with the same turn are
+// The sort key of a block. Blocks with the highest `priority` come first. Blocks of equal priority are
 // interleaved, by ascending rank.
 struct BlockRank {
-    i64 turn;
+    i64 priority;
     int rank, heads;
 
     // `rows` is the number of rows that the longest block of the sequence visits, in whole tiles, so that
-    // sequences of similar length have the same number. Numbers without a block get turn 0, the last.
+    // sequences of similar length have the same number. Numbers without a block get priority 0, the last.
     __device__ BlockRank(const Params& p, const Sequence& sequence, int rows, int rank, bool exists)
         : rank(rank) {
         const int fit = max(1, min(int(p.swizzle_rows) / max(rows, 1), int(p.swizzle_heads)));
         const int Hkv = int(p.Hkv), sequences = fit < Hkv ? 1 : fit / Hkv;
-        turn = exists ? (i64(rows) + 1 << 32) - int(sequence.b) / sequences : 0;
+        priority = exists ? (i64(rows) + 1 << 32) - int(sequence.b) / sequences : 0;
         heads = min(fit, Hkv);
     }
 };
@@ -77,7 +77,7 @@ __device__ inline void count_blocks(const Params& p, const Integers& ends, i64 r
         bool exists = false;
         if (number < numbers) {
             const HeadBlock<BLOCK> at(p, ends, 1, 0, number);
-            exists = rank(Sequence(p, at.b), at.block * BLOCK).turn > 0;
+            exists = rank(Sequence(p, at.b), at.block * BLOCK).priority > 0;
         }
         count += __syncthreads_count(exists);
     }
@@ -89,7 +89,7 @@ __device__ inline void count_blocks(const Params& p, const Integers& ends, i64 r
 template <int BLOCK, class Rank>
 __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 rows, Rank rank) {
     __shared__ int near_ends[NEAR_ENDS];
-    __shared__ i64 turns[THREADS];
+    __shared__ i64 priorities[THREADS];
     __shared__ int ranks[THREADS];
     __shared__ PackedBlock blocks[ORDERED];
     const int numbers = block_count<BLOCK>(p, rows), entries = int(p.entries);
@@ -106,7 +106,7 @@ __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 r
     const int chunk_begin = first_own / chunk * chunk, chunk_end = min(chunk_begin + chunk, numbers);
     const int end = first_own + chunk_end - chunk_begin;
     const int slot = int(threadIdx.x) / TOGETHER, own = first_own + slot;
-    i64 turn = 0;
+    i64 priority = 0;
     int rank_of_own = 0, count = 0, first = 0, together = 0, before = 0, base = 0;
     for (int start = first_own; start < end; start += THREADS) {
         const int given = start + int(threadIdx.x);
@@ -115,7 +115,7 @@ __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 r
         const Sequence sequence(p, at.b);
         const BlockRank its = rank(sequence, at.block * BLOCK);
         __syncthreads();  // all threads have read the previous ranks
-        turns[threadIdx.x] = its.turn, ranks[threadIdx.x] = its.rank;
+        priorities[threadIdx.x] = its.priority, ranks[threadIdx.x] = its.rank;
         if (given < first_own + ORDERED)
             blocks[threadIdx.x] = {at.b,
                                    at.block,
@@ -129,13 +129,13 @@ __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 r
                                    its.heads,
                                    {}};
         __syncthreads();
-        if (start == first_own) turn = turns[slot], rank_of_own = ranks[slot];
+        if (start == first_own) priority = priorities[slot], rank_of_own = ranks[slot];
         const int compared = min(THREADS, end - start);
 #pragma unroll 4
         for (int n = int(threadIdx.x) % TOGETHER; n < compared; n += TOGETHER) {
-            const bool alike = turns[n] == turn, earlier = start + n < own || start + n >= chunk_end;
-            count += turns[n] > 0;
-            first += turns[n] > turn;
+            const bool alike = priorities[n] == priority, earlier = start + n < own || start + n >= chunk_end;
+            count += priorities[n] > 0;
+            first += priorities[n] > priority;
             together += alike;
             before += alike && ranks[n] < rank_of_own + earlier;
         }
@@ -159,5 +159,5 @@ __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 r
     PackedBlock block = blocks[slot];
     block.count = count, block.first = base + first, block.together = together;
     // Numbers without a block come after all blocks.
-    p.block_order[turn > 0 ? base + first + before : count + chunk_begin - base + before] = block;
+    p.block_order[priority > 0 ? base + first + before : count + chunk_begin - base + before] = block;
 }

@@ -154,9 +154,9 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
         smem.dq_empty(warpgroup, at.stage).wait(at.phase ^ 1);
         smem.dq_full(warpgroup, at.stage).wait(at.phase);
     };
-    auto release = [&](int behind) {
+    auto release = [&](int stages_back) {
         for (int w = 0; w < CONSUMERS; ++w)
-            smem.dq_empty(w, (dq_pipe.stage + DQ_STAGES - behind) % DQ_STAGES).arrive();
+            smem.dq_empty(w, (dq_pipe.stage + DQ_STAGES - stages_back) % DQ_STAGES).arrive();
     };
 #pragma unroll 1
     for (;; k_pipe.advance()) {
@@ -246,8 +246,8 @@ __device__ inline void zero_unattended(const Params& p, const Smem& smem, const 
     const Range attended = work.window.key_range(0, work.window.Nq);
     const int begin = attended.lo - work.k0, end = attended.hi - work.k0;
     // TMA has zeroed rows past the end of the array.
-    const bool behind = end < BLOCK_K && attended.hi + work.k_start < p.Nk;
-    if (!__any_sync(~0u, begin > 0 || behind)) return;
+    const bool unattended_after = end < BLOCK_K && attended.hi + work.k_start < p.Nk;
+    if (!__any_sync(~0u, begin > 0 || unattended_after)) return;
     smem.v_full().wait(parity);
     const u32 zeros[4] = {};
     auto zero = [&](const auto& tile, int columns) {

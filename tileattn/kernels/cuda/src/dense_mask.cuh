@@ -12,8 +12,7 @@ __device__ inline u32 transpose_bytes(u32 x, int at) {
 }
 
 // A vector holds the mask bytes of sixteen consecutive keys of one query. The lanes that hold a row of the
-// scores (TRANSPOSED: a column) divide its loads, and then exchange bits by shuffles. So loads are few and
-// wide.
+// scores (TRANSPOSED: a column) share its loads, then exchange bits by shuffles: few, wide loads.
 template <bool TRANSPOSED, int MT, int NT>
 struct DenseMask {
     static constexpr int SHARERS = TRANSPOSED ? 8 : 4;

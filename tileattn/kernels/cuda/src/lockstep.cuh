@@ -18,8 +18,8 @@ struct Lockstep {
         if (tiles % LOCKSTEP_TILES || step >= p.lockstep_steps) return;
         atomicAdd(p.lockstep_counters + step, 1);
         if (step <= LOCKSTEP_LAG) return;
-        const volatile u32 *const ended = p.lockstep_counters, *const behind = ended + step - LOCKSTEP_LAG;
-        for (int n = 0; *behind + *ended < worker_count(); ++n) {
+        const volatile u32 *const ended = p.lockstep_counters, *const lagging = ended + step - LOCKSTEP_LAG;
+        for (int n = 0; *lagging + *ended < worker_count(); ++n) {
             if (n == PATIENCE) {
                 end(p);
                 tiles = -(1 << 30);

@@ -13,9 +13,9 @@ struct Joined {
 
     __device__ Joined(Accum a, Accum b) {
         const Accum m = a > b || a != a ? a : b, shift = clip_finite(m);
-        const Accum mine = exp(a - shift), theirs = exp(b - shift), l = mine + theirs;
+        const Accum exp_a = exp(a - shift), exp_b = exp(b - shift), l = exp_a + exp_b;
         const Accum weight = l == 0 ? Accum(0) : Accum(1) / l;
-        first = mine * weight, second = theirs * weight;
+        first = exp_a * weight, second = exp_b * weight;
         lse = m + log(l);
     }
 };
@@ -26,12 +26,12 @@ __device__ inline Accum weighted(Accum weight, Accum x, Accum lse) {
 }
 
 // Indices of the rows of a part in the part itself, in the result, and in the array of lower halves. The
-// heads of the part are `apart` rows apart. The result has `rows` rows for each head, of which the part has
-// those from row0 on, and its batch entries are `entry_rows` rows apart.
+// heads of the part are `head_stride` rows apart. The result has `rows` rows for each head. The part has the
+// rows from row0 on. Batch entries of the result are `entry_rows` rows apart.
 struct PartRows {
-    i64 heads, apart, rows, row0, entry_rows;
+    i64 heads, head_stride, rows, row0, entry_rows;
 
-    __device__ i64 in_part(i64 head, i64 row) const { return head * apart + row; }
+    __device__ i64 in_part(i64 head, i64 row) const { return head * head_stride + row; }
     __device__ i64 in_result(i64 head, i64 row) const {
         return head / heads * entry_rows + head % heads * rows + row0 + row;
     }

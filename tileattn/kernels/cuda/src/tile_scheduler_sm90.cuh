@@ -262,9 +262,9 @@ struct WorkOrder<true> {
 // The first `single_heads` heads come one by one, the others in groups (L2 swizzle).
 __device__ inline BlockCoord forward_coord(const Params& p, const WorkSequence<PACKED>& sequence,
                                            int blocks, int heads, int index) {
-    const int single = PACKED ? 0 : int(p.single_heads), behind = index - single * blocks;
-    if (behind < 0) return {index % blocks, index / blocks};
-    BlockCoord at = sequence.coord(p, blocks, heads - single, behind);
+    const int single = PACKED ? 0 : int(p.single_heads), grouped_index = index - single * blocks;
+    if (grouped_index < 0) return {index % blocks, index / blocks};
+    BlockCoord at = sequence.coord(p, blocks, heads - single, grouped_index);
     at.head += single;
     return at;
 }
