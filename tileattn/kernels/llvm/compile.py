@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tileattn.call import options
 from tileattn.expressions import nodes
 from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.llvm.params import BATCHED, Layout
@@ -27,8 +28,8 @@ MODULES = {
 }
 """Functions of each module; with bfloat16 instructions ``bf16_prepare`` comes first."""
 
-SOURCE_FOLDERS = (Path(__file__).parent, Path(nodes.__file__).parent)
-"""Folders whose sources determine the IR: the builders, and the expressions of user functions."""
+SOURCES = (Path(__file__).parent, Path(nodes.__file__).parent, Path(options.__file__))
+"""What determines the IR: the builders, the expressions of user functions, the table of options."""
 
 Function = Callable[[int, int, int], None]
 """Takes the addresses of the parameters, the task counter and the scratch memory."""
@@ -199,6 +200,6 @@ def _initialize() -> None:
 @functools.cache
 def _sources() -> str:
     """Digest of the sources that shape IR; read once, when the first module is looked for."""
-    paths = [path for folder in SOURCE_FOLDERS for path in sorted(folder.rglob("*.py"))]
+    paths = [path for source in SOURCES for path in (sorted(source.rglob("*.py")) or [source])]
     texts = [path.read_text(encoding="utf-8") for path in paths]
     return hashlib.sha256(repr(texts).encode()).hexdigest()
