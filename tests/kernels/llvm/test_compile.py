@@ -124,7 +124,7 @@ def test_every_source_that_shapes_code_is_in_its_key(
     given = compiling.Module("backward", AVX2, "float32", "float32")
     *folders, file = compiling.SOURCES
     copies = [shutil.copytree(x, tmp_path / x.name) for x in folders]
-    copies.append(shutil.copy(file, tmp_path / file.name))
+    copies.append(Path(shutil.copy(file, tmp_path / file.name)))
     monkeypatch.setattr(compiling, "SOURCES", copies)
     monkeypatch.setattr(compiling, "_sources", compiling._sources.__wrapped__)
     keys = {compiling.key_of(given)}
