@@ -1,4 +1,4 @@
-"""What each tuned number of the CUDA kernels is worth, on the GPU at hand.
+"""List the tuned numbers of the CUDA kernels, and time what one saves on the GPU at hand.
 
     python -m tileattn bench tuning                            every number, and where it comes from
     python -m tileattn bench tuning --constant late_rows,late_dim

@@ -27,7 +27,7 @@ _SAME_FOR_BLOCKS = tuple(
 
 
 class Heads(NamedTuple):
-    """A group of query heads and the key heads that they read, as indices into those of a rank."""
+    """A group of query heads and the key heads that they read, as indices into a rank's heads."""
 
     queries: slice
     keys: slice

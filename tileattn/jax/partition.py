@@ -218,5 +218,5 @@ def _spec(mesh: Any, x: Any) -> Any:
     try:
         decode = importlib.import_module("jax._src.sharding_impls").parse_flatten_op_sharding
         return decode(x.sharding._hlo_sharding, mesh)[0]
-    except Exception:  # JAX's error has no public name, and the private names may move
-        return ()
+    except Exception:  # the function is private to JAX: it may move, or raise another error
+        return ()  # the array counts as replicated: a right result, with more communication

@@ -47,7 +47,7 @@ _MIN_RELATIVE_OCCUPANCY = 0.9  # of a divided call, relative to one call for all
 class PassPlanner:
     """Counts the memory of one pass of a schedule, and divides the pass.
 
-    The layouts are those of queries and of keys, on all ranks. The number of queries of the problem
+    The layouts distribute queries and keys over all ranks. The number of queries of the problem
     is ignored. ``fair_share`` is the bytes of one call divided by the number of ranks.
     """
 

@@ -130,7 +130,7 @@ class Tuning:
     split_wgmma_rows: int = _tuned(
         32, 128, "rows", "the Hopper kernel if > x share keys", _SPLIT_WGMMA
     )
-    warp_splits: int = _tuned(16, 0, "splits", "one warp joins those of a row if <= x", _JOIN)
+    warp_splits: int = _tuned(16, 0, "splits", "one warp joins the splits of a row if <= x", _JOIN)
     # Head groups: heads whose keys and values stay in the L2 cache together.
     grid_l2_share: float = _tuned(
         2.0, 0.5, "L2 caches", "that a head group fills, generic forward kernel", _FAMILIES

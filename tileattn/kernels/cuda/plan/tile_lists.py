@@ -45,7 +45,7 @@ class TileLists:
     """How the lists of a pass are made, given its block mask if it has one."""
 
     of: TileKinds
-    group: int  # query heads that share a list: those of a key head backward, 1 forward
+    group: int  # query heads that share a list: all of a key head backward, 1 forward
     backward: bool
 
     @property
