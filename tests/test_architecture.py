@@ -116,7 +116,7 @@ def own_imports(path: Path) -> set[str]:
 
 # What each module may import. A package stands for its modules that have no row of their own; they
 # may import one another.
-LEAVES = {"array_functions", "dtypes", "errors", "messages", "results", "validation"}
+LEAVES = {"array_functions", "dtypes", "errors", "lru", "messages", "results", "validation"}
 FACTS = LEAVES | {"call", "expressions"}
 CUDA = {f"kernels.cuda.{name}" for name in ("families", "jit", "plan", "tuning")}
 LLVM_FACTS = {f"kernels.llvm.{x}" for x in ("params", "sizes", "target", "user_functions")}
@@ -127,6 +127,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dtypes": set(),
     "errors": set(),
     "array_functions": set(),
+    "lru": set(),
     "messages": set(),
     "validation": {"dtypes", "messages"},
     "results": set(),

@@ -11,9 +11,6 @@ from tileattn.backends import registry
 from tileattn.call.options import OPTIONS, ROWS
 from tileattn.call.parse import parse
 from tileattn.call.prepared import (
-    MAX_CALLS,
-    CallCache,
-    PreparedCall,
     signature,
     signature_at_any_lengths,
 )
@@ -130,19 +127,6 @@ def test_a_block_mask_is_not_kept_alive() -> None:
     gone = key[-1]
     del mask
     assert gone() is None
-
-
-def test_the_cache_is_bounded() -> None:
-    calls = CallCache()
-    unread: Any = None  # the cache reads neither the backend nor the problem
-    made = [PreparedCall(unread, unread) for _ in range(MAX_CALLS + 3)]
-    for n, call in enumerate(made):
-        calls.keep(n, call)
-        assert calls[n] is call
-        assert len(calls) <= MAX_CALLS
-    assert list(calls) == [MAX_CALLS, MAX_CALLS + 1, MAX_CALLS + 2]
-    calls.keep(None, made[0])
-    assert None not in calls
 
 
 # --- signatures at any lengths --------------------------------------------------------------------

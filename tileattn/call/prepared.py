@@ -16,9 +16,10 @@ from tileattn.call.parse import operands_of
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.sequences import Places, given_for, places_of
 from tileattn.expressions.nodes import Node
+from tileattn.lru import Lru
 from tileattn.results import Attention, Gradients
 
-MAX_CALLS = 1024  # entries of the cache; programs with more signatures rarely repeat one
+MAX_CALLS = 1536  # entries of the cache; a loop over 1,024 signatures finds all of them
 
 _MAX_VALUES = 1 << 12  # lengths or offsets in a signature, which the cache keeps
 _REVALIDATED = options_with(revalidated=True)
@@ -122,20 +123,8 @@ class PreparedCall:
         return result
 
 
-class CallCache(dict[Any, Any]):
-    """Valid calls by signature; cleared when full. Single operations are thread-safe."""
-
-    def keep(self, key: Any, call: Any) -> None:
-        """Add a call, unless its signature is None."""
-        if key is None:
-            return
-        if len(self) >= MAX_CALLS:
-            self.clear()
-        self[key] = call
-
-
-CALLS = CallCache()
-"""The calls of this process. Registering a backend clears it: other calls may become valid."""
+CALLS = Lru(MAX_CALLS)
+"""Valid calls by signature. Registering a backend clears it: other calls may become valid."""
 
 
 def prepared_call(backend: Any, problem: Problem, operands: Operands) -> PreparedCall:

@@ -18,9 +18,10 @@ from tileattn.expressions.intervals import all_bounds
 from tileattn.expressions.nodes import INDICES, Kind, Node, constant, elements
 from tileattn.expressions.state import state_of
 from tileattn.expressions.trace import Source, Traced, TracedArray, node_of, trace
+from tileattn.lru import Lru
 from tileattn.messages import must_be
 
-_MOST = 256  # traced functions that are kept
+_MOST = 384  # traced functions that are kept
 
 Aux = Sequence[Any]
 
@@ -142,7 +143,7 @@ def _traced(
     kinds = _kinds(parameters) or ()
     state = state_of(function)
     key = state, name, kinds
-    node = _CACHE.get(key)
+    node: Node | None = _CACHE.get(key)
     if node is None:
         try:
             source = Source(name, arrays)
@@ -152,7 +153,7 @@ def _traced(
             raise
         node = checked(_result(value, name), name)
         if state is not None:
-            _keep(key, node)
+            _CACHE.keep(key, node)
     return node
 
 
@@ -200,12 +201,5 @@ def _result(value: Any, name: str) -> Node:
     )
 
 
-def _keep(key: Any, node: Node) -> None:
-    """Cache an expression; clear a full cache."""
-    if len(_CACHE) >= _MOST:
-        _CACHE.clear()
-    _CACHE[key] = node
-
-
-_CACHE: dict[Any, Node] = {}
-"""The expressions of functions of known state; single steps are safe among threads."""
+_CACHE = Lru(_MOST)
+"""The expressions of functions of known state."""

@@ -10,23 +10,24 @@ from tileattn.backends.cupy.driver import driver_by
 from tileattn.dtypes import tensor_map_type
 from tileattn.kernels.cuda.plan.params import POINTERS
 from tileattn.kernels.cuda.plan.tensor_map import TensorMap
+from tileattn.lru import Lru
 
 MAP_BYTES = 128
-MAX_ENTRIES = 64  # sets of maps that a launch remembers
+MAX_ENTRIES = 96  # sets of maps that a launch remembers
 # Values of the enumerations in cuda.h.
 _INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS = 0, 3, 3, 0
 
 
-class EncodedMaps(dict[tuple[int, ...], tuple[Any, int]]):
+class EncodedMaps(Lru):
     """The tensor maps of a launch by the addresses of its arrays, encoded at the first look-up.
 
     An entry is the memory of the maps, which is not written again, and its aligned start. The
-    launching thread keeps a reference to it. A full dictionary is cleared; single steps are safe
-    among threads. ``pick`` selects them from the addresses of all arrays, in the order of the
-    parameter block.
+    launching thread keeps a reference to it. ``pick`` selects them from the addresses of all
+    arrays, in the order of the parameter block.
     """
 
     def __init__(self, maps: Sequence[TensorMap]) -> None:
+        super().__init__(MAX_ENTRIES)
         self._encoders = tuple(map(_Encoder, maps))
         first, *others = (POINTERS.index(one.name) for one in maps)
         # An itemgetter of one index returns no tuple.
@@ -35,6 +36,9 @@ class EncodedMaps(dict[tuple[int, ...], tuple[Any, int]]):
         )
 
     def __missing__(self, addresses: tuple[int, ...]) -> tuple[Any, int]:
+        found: tuple[Any, int] | None = super().__missing__(addresses)
+        if found is not None:
+            return found
         from cupy.cuda import runtime
 
         runtime.setDevice(runtime.getDevice())  # the driver requires a context in this thread
@@ -43,10 +47,8 @@ class EncodedMaps(dict[tuple[int, ...], tuple[Any, int]]):
         start = -(-ctypes.addressof(memory) // MAP_BYTES) * MAP_BYTES
         for n, (encoder, address) in enumerate(zip(self._encoders, addresses, strict=True)):
             encoder.encode(start + n * MAP_BYTES, address)
-        if len(self) >= MAX_ENTRIES:
-            self.clear()
-        self[addresses] = made = memory, start
-        return made
+        self.keep(addresses, (memory, start))
+        return memory, start
 
 
 class _Encoder:
