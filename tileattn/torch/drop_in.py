@@ -105,7 +105,9 @@ def scaled_dot_product_attention(
             raise ValueError(f"{name} must have shape (..., N, D); got {tuple(x.shape)}")
     options = {"scale": scale}
     if is_causal:
-        options |= {"causal": True, "q_offset": 0}
+        options["causal"] = True
+        if query.shape[-2] != key.shape[-2]:
+            options["q_offset"] = 0
     elif variant:
         options |= _causal_variant(attn_mask, query, key)
     q, k, v = _broadcast(rows, 3 if enable_gqa else 2)
@@ -135,7 +137,7 @@ def _causal_variant(bias: Any, query: torch.Tensor, key: torch.Tensor) -> dict[s
     if own != shape:
         raise ValueError(f"attn_mask must be a CausalBias of shape {shape}; got one of {own}")
     lower = bias.variant.name == "LOWER_RIGHT"
-    return {"causal": True, "q_offset": own[1] - own[0] if lower else 0}
+    return {"causal": True} | ({} if lower or own[0] == own[1] else {"q_offset": 0})
 
 
 def _dropout(dropout_p: Any, q: torch.Tensor) -> dict[str, Any]:

@@ -143,8 +143,9 @@ def new_dropout(dropout_p: Any) -> dict[str, Any]:
     """Return the options of dropout with a new seed; draw none if nothing is dropped."""
     if dropout_p is None:
         raise TypeError("dropout_p must be a number; got None")
-    none = isinstance(dropout_p, int | float) and dropout_p == 0
-    return {"dropout_p": dropout_p} | ({} if none else {"seed": new_seed()})
+    if isinstance(dropout_p, int | float) and dropout_p == 0:
+        return {}
+    return {"dropout_p": dropout_p, "seed": new_seed()}
 
 
 def new_seed() -> torch.Tensor:
@@ -192,7 +193,9 @@ def integer_tensor(name: str, x: Any) -> torch.Tensor:
     try:
         if isinstance(x, int) and not isinstance(x, bool):
             return torch.full((), x, dtype=torch.int64, device="cpu")
-        return torch.as_tensor(x, device="cpu")
+        # Dynamo keeps the elements of a list symbolic for torch.tensor, not for torch.as_tensor.
+        make = torch.tensor if isinstance(x, list | tuple) else torch.as_tensor
+        return make(x, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(must_be(name, "integers", x)) from None
 
