@@ -236,7 +236,7 @@ def _bitwise(function: np.ufunc) -> Callable[[Interval, Interval], Interval]:
         ends = [np.where(exact, end[0], 0.0).astype(np.int64) for end in (x, y)]
         value = function(*ends).astype(np.float64)
         larger, smaller = np.maximum(x[1], y[1]), np.minimum(x[1], y[1])
-        bits = np.exp2(np.ceil(np.log2(np.maximum(larger, 0) + 1))) - 1
+        bits = np.ldexp(1.0, np.frexp(np.maximum(larger, 0))[1]) - 1
         high = smaller if function is np.bitwise_and else bits
         low, high = np.where(exact, value, 0.0), np.where(exact, value, high)
         return _unless(~exact & ~((x[0] >= 0) & (y[0] >= 0)), low, high)

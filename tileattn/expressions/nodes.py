@@ -92,6 +92,7 @@ def from_text(text: str) -> Node:
     return made[-1]
 
 
+@lru_cache(maxsize=1024)
 def depends_on(output: Node, name: str) -> bool:
     """Return True if an expression reads an input."""
     return any(node.op == "input" and node.value == name for node in ordered([output]))

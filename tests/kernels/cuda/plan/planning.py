@@ -24,11 +24,16 @@ def asked(dtype: str = "float16", enabled_options: Any = (), **changed: Any) -> 
 
 
 def forward(
-    problem: Problem, device: Device = B200, layout: CallLayout | None = None, **more: ArrayLayout
+    problem: Problem,
+    device: Device = B200,
+    layout: CallLayout | None = None,
+    *,
+    tables: bool = True,
+    **more: ArrayLayout,
 ) -> LaunchPlan:
     """Plan the forward pass; other arrays than ``more`` are contiguous."""
     inputs = (layout or contiguous_inputs(problem)).with_contiguous_results(problem, "forward")
-    return plan_forward(problem, inputs.with_arrays(**more), device)
+    return plan_forward(problem, inputs.with_arrays(**more), device, tables=tables)
 
 
 def backward(
@@ -37,12 +42,13 @@ def backward(
     layout: CallLayout | None = None,
     *,
     deterministic: bool = False,
+    tables: bool = True,
     **more: ArrayLayout,
 ) -> LaunchPlan:
     """Plan the backward pass; other arrays than ``more`` are contiguous."""
     inputs = (layout or contiguous_inputs(problem)).with_arrays(**more)
     layout = inputs.with_contiguous_results(problem, "backward").with_arrays(**more)
-    return plan_backward(problem, layout, device, deterministic=deterministic)
+    return plan_backward(problem, layout, device, deterministic=deterministic, tables=tables)
 
 
 def hopper_launches(problem: Problem, **changed: Any) -> tuple[KernelLaunch, ...]:

@@ -46,6 +46,8 @@ def schedule(
     offsets: Any = None,
     *,
     launch: KernelLaunch | None = None,
+    tables: bool = True,
 ) -> Schedule:
     layout = layout_of(problem, lengths, offsets)
-    return schedule_of(problem, layout, (launch or launch_of(problem),), H200)
+    launches = (launch or launch_of(problem),)
+    return schedule_of(problem, layout, launches, H200, tables=tables)

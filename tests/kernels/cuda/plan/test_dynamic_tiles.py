@@ -1,12 +1,14 @@
 """The dynamic scheduler of the forward pass; no GPU."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.kernels.cuda.plan.planning import H200, forward
 from tests.kernels.cuda.plan.schedules import CAUSAL, ON_GPU, launch_of, schedule, shaped
+from tileattn.call.problem import Problem
 
 # Six blocks a head.
 SMALL = shaped("float16", 128, B=5, Hq=24, Hkv=12, Nq=700, Nk=700, window=CAUSAL)
@@ -44,3 +46,29 @@ def test_the_workspace_holds_claims(Nk: int) -> None:
         return
     assert plan.workspace.nbytes - starts["tile_counter"] == 4
     assert starts["tile_counter"] == zeros >= starts["next_tiles"] + 4 * 5 * 24 * 6
+
+
+@pytest.mark.parametrize(
+    "lengths", [None, np.array([3000, 2000, 100, 900, 5])], ids=["", "lengths"]
+)
+@pytest.mark.parametrize("window", [(None, None), CAUSAL, (300, 0)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_schedule_without_tables(dim: int, window: Any, lengths: Any) -> None:
+    """Tiles of different lengths are claimed; a table may be faster exactly where one is made."""
+    problem = replace(SMALL, D=dim, Dv=dim, Nq=3000, Nk=3000, window=window)
+    found = schedule(problem, lengths, tables=False)
+    assert found.assignment is None
+    assert found.is_provisional == (schedule(problem, lengths).assignment is not None)
+    differ = lengths is not None or window != (None, None)
+    assert found.dynamic_tiles == (tiles_of(problem) if differ else 0)
+
+
+def test_tiles_in_lockstep_are_not_claimed() -> None:
+    problem = replace(SMALL, B=1, Hq=2, Hkv=2, Nq=1 << 17, Nk=1 << 17)
+    found = schedule(problem, tables=False)
+    assert found.lockstep_steps == schedule(problem).lockstep_steps > 0
+    assert found.dynamic_tiles == 0
+
+
+def tiles_of(problem: Problem) -> int:
+    return problem.B * problem.Hq * -(-problem.Nq // launch_of(problem).key.block_q)

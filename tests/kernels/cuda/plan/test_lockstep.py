@@ -9,8 +9,9 @@ from tests.kernels.cuda.plan.planning import H200, asked, backward, forward
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.cuda.jit.compile import SOURCES
+from tileattn.kernels.cuda.plan.assignment import work_tiles
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
-from tileattn.kernels.cuda.plan.scheduler import LOCKSTEP_TILES, MAX_STEPS, work_tiles
+from tileattn.kernels.cuda.plan.scheduler import LOCKSTEP_TILES, MAX_STEPS
 
 CAUSAL = (None, 0)
 FEW: dict[str, Any] = {"n": 1 << 20, "window": (None, 4000 - (1 << 19)), "D": 64, "Dv": 64}

@@ -26,13 +26,10 @@ from tileattn.algorithm.tiles import cut
 from tileattn.call.block_mask import EMPTY, FULL
 from tileattn.call.problem import Problem, problem_of
 from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.plan.assignment import TPC, work_tiles
 from tileattn.kernels.cuda.plan.block_sparse import tile_kinds
 from tileattn.kernels.cuda.plan.layout import CallLayout
-from tileattn.kernels.cuda.plan.scheduler import (
-    TPC,
-    schedule_of,
-    work_tiles,
-)
+from tileattn.kernels.cuda.plan.scheduler import schedule_of
 from tileattn.kernels.cuda.tuning import DEFAULT
 
 TILE_COST, START_COST = DEFAULT.tile_cost, DEFAULT.work_tile_cost

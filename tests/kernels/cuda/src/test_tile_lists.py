@@ -22,7 +22,6 @@ from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression
 from tileattn.expressions.intervals import ROUNDED
-from tileattn.expressions.nodes import elements
 from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.kernels.cuda.plan.device import device_of_arch
 from tileattn.kernels.cuda.plan.layout import CallLayout, array_layout, contiguous_inputs
@@ -111,6 +110,44 @@ def test_kinds_and_lists_of_the_gallery(name: str, group: int, device: Any, tmp_
         np.testing.assert_array_equal(found, expected)
 
 
+def bits_and_shifts(b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Use the functions whose bounds are powers of two."""
+    return ((i ^ (j << 1)) < 300 + 128 * h) | ((i | j) >> 2 < 31 + b)
+
+
+def of_floats(_b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Round in every operation."""
+    return (i - j) * 0.1 + h * 0.3 < np.sqrt(i / 7.0) + 1.7
+
+
+OWN = {n: x["mask_mod"] for n, x in calls(2, 4, 470, 917).items() if [*x] == ["mask_mod"]}
+OWN |= {"bits_and_shifts": bits_and_shifts, "of_floats": of_floats}
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_the_device_lists_what_the_host_lists(
+    name: str, group: int, device: Any, tmp_path: Path
+) -> None:
+    """A plan without tables computes the same tiles as a plan with tables, in the same order."""
+    P, layout = problem_of({"mask_mod": OWN[name], "aux": ()}, Hkv=4 // group)
+    for plan_pass in (forward, backward):
+        tables, plan = (plan_pass(P, device, layout, tables=tables) for tables in (True, False))
+        assert (tables.is_provisional, plan.is_provisional) == (False, True)
+        assert {"tile_kinds", "tile_list"}.isdisjoint(plan.constants)
+        made = launched(tmp_path, plan, ())
+        kinds = tables.constants["tile_kinds"].array()
+        np.testing.assert_array_equal(as_numbers(made["tile_kinds"], np.int8, kinds.shape), kinds)
+        if "tile_list" not in tables.constants:
+            continue
+        lists = tables.constants["tile_list"].array().copy()
+        found = as_numbers(made["tile_list"], np.int32, lists.shape)
+        if plan_pass is backward:
+            lists[..., 1::2][lists[..., ::2] >= END - lists.shape[-1]] = 0  # unused entries
+        np.testing.assert_array_equal(found, lists)
+
+
 @pytest.mark.parametrize("name", sorted(READING))
 def test_pairs_of_the_gallery(name: str, tmp_path: Path) -> None:
     """The function decides pair by pair; queries and keys past an end count as the last."""
@@ -197,11 +234,9 @@ def test_random_functions_are_bounded(tmp_path: Path, data: Any) -> None:
     """Empty and full tiles are so pair by pair, and the kernel finds the same kinds as NumPy."""
     mask = as_function(drawn(data.draw, "b", data.draw(st.integers(1, 6)), False), False)
     node = mask_expression(mask, AUX)
-    if not elements(node):
-        return
     options = {"mask_mod": mask, "aux": AUX}
     P, layout = problem_of(options, B=B, Hq=HQ, Hkv=HQ, Nq=NQ, Nk=NK)
-    plan = forward(P, DEVICES[1], layout)
+    plan = forward(P, DEVICES[1], layout, tables=False)
     plan = replace(plan, fields=plan.fields | {"kinds_tile_q": 1, "kinds_tile_k": 1})
     made = launched(tmp_path, plan, AUX)
     kinds = kinds_of(P, (128, 128), AUX)

@@ -17,8 +17,8 @@ from tileattn.algorithm.mask import SlidingWindow
 from tileattn.call.block_mask import EMPTY
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARDS, HOPPER_DQ_CONVERT
 from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.plan.assignment import work_tiles
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
-from tileattn.kernels.cuda.plan.scheduler import work_tiles
 
 CAUSAL = (None, 0)
 

@@ -84,11 +84,12 @@ def assert_each_once(found: Array, plan: LaunchPlan, wanted: set[tuple[int, int,
 @pytest.mark.parametrize("window", [(None, None), CAUSAL, (70, 20)], ids=str)
 @pytest.mark.parametrize("Nq", [100, 777, 2000])
 @pytest.mark.parametrize("sm_count", [1, 5, 132])
+@pytest.mark.parametrize("tables", [True, False])
 def test_every_work_tile_goes_to_one_worker(
-    D: int, window: Any, Nq: int, sm_count: int, tmp_path: Path
+    D: int, window: Any, Nq: int, sm_count: int, tables: bool, tmp_path: Path
 ) -> None:
     problem = asked(D=D, Dv=D, Hq=6, Hkv=3, Nq=Nq, Nk=900, window=window)
-    plan = forward(problem, replace(H200, sm_count=sm_count))
+    plan = forward(problem, replace(H200, sm_count=sm_count), tables=tables)
     (launch,) = plan.launches
     assert (launch.key.groups, launch.workers) == (128 // D, 128 // D * launch.grid)
     starts = range(0, Nq, launch.key.block_q)

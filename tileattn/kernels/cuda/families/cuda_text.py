@@ -18,7 +18,7 @@ from tileattn.expressions.derivative import derivatives
 from tileattn.expressions.diagonals import by_distance
 from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.intervals import INDEX_RANGES, all_bounds
-from tileattn.expressions.nodes import Kind, Node, constant, ordered
+from tileattn.expressions.nodes import Kind, Node, constant, elements, ordered
 
 Aux = tuple[tuple[str, int], ...]
 """The dtype's name and the number of axes of each array."""
@@ -84,6 +84,10 @@ struct {name} {{
 
 _INTERVAL = "Interval<{}>"
 
+_READS_ARRAYS = """\
+    static constexpr bool READS_ARRAYS = {};
+"""
+
 _LEARNED = """\
     static constexpr int AXES = {axes};
     static constexpr bool OWN_B = {b}, OWN_H = {h}, OWN_I = {i};  // whether it is indexed by them
@@ -140,7 +144,11 @@ def functions_text(
     structs = [
         score.struct("ScoreFunction", method, ("grad = {1};", "return {0};")),
         mask.struct("MaskFunction", "bool visible(int i, int j)"),
-        masks.struct("MaskIntervals", "Interval<bool> visible(Interval<int> i, Interval<int> j)"),
+        masks.struct(
+            "MaskIntervals",
+            "Interval<bool> visible(Interval<int> i, Interval<int> j)",
+            more=_READS_ARRAYS.format(str(bool(elements(visible))).lower()),
+        ),
     ]
     if learned is not None:
         for n in learned.arrays:

@@ -54,6 +54,8 @@ class LaunchPlan:
         True if the kernels read the call's block mask.
     aux : dict of str to ArrayLayout
         Arrays of the caller's own functions.
+    is_provisional : bool
+        True if it was made without tables, and a plan with tables may be faster.
     """
 
     kind: KindPlan
@@ -68,6 +70,7 @@ class LaunchPlan:
     tile_lists: TileLists | None
     block_mask: bool
     aux: dict[str, ArrayLayout]
+    is_provisional: bool = False
 
     def without_assignment(self) -> "LaunchPlan":
         """Assign work tiles round robin, to no more thread blocks than run together."""
@@ -114,20 +117,27 @@ def plan_forward(
     layout: CallLayout,
     device: Device,
     launches: Sequence[KernelLaunch] | None = None,
+    *,
+    tables: bool = True,
 ) -> LaunchPlan:
     """Plan the forward pass; ``launches`` of None leaves them to the kernel families."""
     problem, layout = _evaluated(problem, layout)
     kind = forward_kind(problem, layout, device, launches)
-    return launch_plan(kind, problem.numbers, layout)
+    return launch_plan(kind, problem.numbers, layout, tables=tables)
 
 
 def plan_backward(
-    problem: Problem, layout: CallLayout, device: Device, *, deterministic: bool = False
+    problem: Problem,
+    layout: CallLayout,
+    device: Device,
+    *,
+    deterministic: bool = False,
+    tables: bool = True,
 ) -> LaunchPlan:
     """Plan the backward pass."""
     problem, layout = _evaluated(problem, layout)
     kind = backward_kind(problem, layout, device, deterministic=deterministic)
-    return launch_plan(kind, problem.numbers, layout)
+    return launch_plan(kind, problem.numbers, layout, tables=tables)
 
 
 def _evaluated(P: Problem, layout: CallLayout) -> tuple[Problem, CallLayout]:
@@ -147,15 +157,20 @@ def plans_of(problem: Problem, inputs: CallLayout, device: Device) -> tuple[Laun
     )
 
 
-def launch_plan(kind: KindPlan, numbers: Numbers, layout: CallLayout) -> LaunchPlan:
+def launch_plan(
+    kind: KindPlan, numbers: Numbers, layout: CallLayout, *, tables: bool = True
+) -> LaunchPlan:
     """Fill the numbers of a call into the plan of its kind.
 
-    ``layout`` has the numbers of the arrays: sizes, strides, lengths and offsets.
+    ``layout`` has the numbers of the arrays: sizes, strides, lengths and offsets. With ``tables``
+    the host assigns work tiles and lists the tiles of a ``mask_mod``, in milliseconds that grow
+    with the lengths. Without, the device orders and lists tiles in each call. The results have the
+    same bits.
     """
     P, device = Problem.of(kind.kind, numbers), kind.device
     copied = dict(copies(P, layout))
     arrays = dict(layout.arrays) | copied
-    mask = _mask_tiles(kind, P, layout)
+    mask = _mask_tiles(kind, P, layout, tables)
     found = learned_arrays(P, layout, device.sm_count)
     learned = learned_layouts(layout, found)
     sizes = GridSizes(
@@ -166,7 +181,7 @@ def launch_plan(kind: KindPlan, numbers: Numbers, layout: CallLayout) -> LaunchP
         mask.lines,
     )
     launches = with_grids((*mask.launches, *kind.launches), sizes)
-    schedule = schedule_of(P, layout, launches, device)
+    schedule = schedule_of(P, layout, launches, device, tables=tables)
     constants = _constants(kind, P, layout)
     if schedule.assignment is not None:
         constants["assignment"] = Constant.of(schedule.assignment)
@@ -200,6 +215,7 @@ def launch_plan(kind: KindPlan, numbers: Numbers, layout: CallLayout) -> LaunchP
         tile_lists=mask.lists,
         block_mask=layout.block_mask is not None,
         aux=layout.aux_by_name | learned if kind.functions else {},
+        is_provisional=schedule.is_provisional or mask.is_provisional,
     )
 
 
@@ -212,13 +228,14 @@ class _MaskTiles(NamedTuple):
     parts: dict[str, int]  # bytes of the workspace
     constants: dict[str, Constant]
     lists: TileLists | None
+    is_provisional: bool
 
 
-def _mask_tiles(kind: KindPlan, P: Problem, layout: CallLayout) -> _MaskTiles:
+def _mask_tiles(kind: KindPlan, P: Problem, layout: CallLayout, tables: bool) -> _MaskTiles:
     mask, main, tile = layout.listed_mask, kind.main, kind.mask_tile
-    kinds, lists = tile_kinds_of(P, mask, tile), None
+    kinds, lists = tile_kinds_of(P, mask, tile, tables=tables), None
     if main is not None and main.traits.tile_lists:
-        lists = tile_lists(P, mask, tile, backward=kind.direction == "backward")
+        lists = tile_lists(P, kinds, mask, backward=kind.direction == "backward")
     launches: tuple[KernelLaunch, ...] = ()
     lines = 0, 0, 0
     arrays: dict[str, ArrayLayout] = {}
@@ -242,7 +259,7 @@ def _mask_tiles(kind: KindPlan, P: Problem, layout: CallLayout) -> _MaskTiles:
             parts |= lists.workspace()
         elif layout.block_mask is None:
             constants["tile_list"] = Constant.of(lists.lists(layout.evaluated_mask))
-    return _MaskTiles(launches, lines, arrays, parts, constants, lists)
+    return _MaskTiles(launches, lines, arrays, parts, constants, lists, kinds.is_provisional)
 
 
 def with_grids(launches: Iterable[KernelLaunch], sizes: GridSizes) -> tuple[KernelLaunch, ...]:

@@ -9,34 +9,27 @@ runs one thread block; late thread blocks start when others end.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tileattn.algorithm.mask import SlidingWindow
 from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
 from tileattn.kernels.cuda.families.context import KernelLaunch, main_of
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.plan.assignment import assign
+from tileattn.kernels.cuda.plan.assignment import Array, assignment_of
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import CallLayout
-from tileattn.kernels.cuda.plan.tile_lists import tile_lists
+from tileattn.kernels.cuda.plan.tile_kinds import kinds_agree
 from tileattn.kernels.cuda.tuning import Tuning
 
-TPC = 2  # SMs that share an instruction cache
 LOCKSTEP_TILES = 32  # tiles of a lockstep step: as in ``src/``
 MAX_STEPS = 1 << 20  # steps of a worker: memory must not grow with the square of a length
-
-Array = NDArray[Any]
 
 
 class Schedule(NamedTuple):
     """The order in which a pass takes its work tiles."""
 
     head_groups: int  # run one after the other: at least 1, at most B Hkv
-    assignment: Array | None = None  # from `assign`; None: tiles in the order of their numbers
+    assignment: Array | None = None  # None: tiles in the order of their numbers
     in_order: bool = False  # True: key blocks add to dq one after the other
     # Order of the key blocks of a head, and of their query tiles: as in `BwdWorkTile` in CUDA.
     last_keys_first: bool = False
@@ -52,11 +45,12 @@ class Schedule(NamedTuple):
     # Dynamic scheduler: work tiles; heads that come one by one, before all groups.
     dynamic_tiles: int = 0
     single_heads: int = 0
+    is_provisional: bool = False  # True: made without tables, and a table may be faster
 
     @property
     def fields(self) -> dict[str, int]:
         """Return the fields of the parameter block."""
-        of_host = {"assignment", "dynamic_tiles"}
+        of_host = {"assignment", "dynamic_tiles", "is_provisional"}
         return {name: x for name, x in self._asdict().items() if name not in of_host}
 
     @property
@@ -75,9 +69,17 @@ class Schedule(NamedTuple):
 
 
 def schedule_of(
-    problem: Problem, layout: CallLayout, launches: Sequence[KernelLaunch], device: Device
+    problem: Problem,
+    layout: CallLayout,
+    launches: Sequence[KernelLaunch],
+    device: Device,
+    *,
+    tables: bool = True,
 ) -> Schedule:
     """Decide in what order a pass takes its work tiles, by the needs of its main kernel.
+
+    Without ``tables`` the order is index arithmetic or a counter: no array is made, so the time of
+    this function does not grow with lengths. The results have the same bits either way.
 
     Packed lengths may be known only on the device, which orders the blocks itself. It interleaves
     as many heads and sequences as fit in half of the L2 cache, and one wave at most.
@@ -96,13 +98,21 @@ def schedule_of(
         return Schedule(groups)
     if _is_dynamic(P, layout, launch, device.tuning):
         return _dynamic(P, launch)
-    return _assigned(P, layout, launch, groups, device)
+    return _static_or_claimed(P, layout, launch, groups, device, tables)
 
 
-def _assigned(
-    P: Problem, layout: CallLayout, launch: KernelLaunch, groups: int, device: Device
+def _static_or_claimed(
+    P: Problem,
+    layout: CallLayout,
+    launch: KernelLaunch,
+    groups: int,
+    device: Device,
+    tables: bool,
 ) -> Schedule:
-    """Assign work tiles in advance, with late thread blocks or in lockstep."""
+    """Assign work tiles in advance, with late thread blocks or in lockstep.
+
+    Without ``tables`` workers take tiles round robin, or claim them if lengths differ.
+    """
     key, tuning = launch.key, device.tuning
     blocks, tiles = -(-P.Nq // key.block_q), -(-P.Nk // key.block_k)
     # Without a mask all work tiles have the same length, and start together.
@@ -113,8 +123,25 @@ def _assigned(
     is_tall = key.block_q >= tuning.late_rows and key.groups == 1
     is_narrow = max(P.D, P.Dv) <= tuning.late_dim
     late_share = tuning.late_share if is_tall and is_narrow and not steps else 0
-    assignment = _assignment(P, layout, launch, groups, late_share, tuning)
-    return Schedule(groups, assignment, lockstep_steps=steps)
+    # One block a head, as in decoding, is little work, and lengths may differ in each call.
+    few = blocks == 1 or P.B * P.Hq * blocks <= launch.workers
+    if few or P.B * P.Hq * blocks > tuning.max_waves * launch.workers:
+        return Schedule(groups, lockstep_steps=steps)
+    if tables:
+        assignment = assignment_of(P, layout, launch, groups, late_share, tuning)
+        return Schedule(groups, assignment, lockstep_steps=steps)
+    own = P.mask_mod
+    is_listed = layout.listed_mask is not None or (own is not None and kinds_agree(own))
+    differ = is_listed or P.window != (None, None) or not _are_alike(layout)
+    claims = (differ or own is not None) and not steps
+    order = claimed(P, launch, groups) if claims else Schedule(groups)
+    return order._replace(lockstep_steps=steps, is_provisional=differ or late_share > 0)
+
+
+def claimed(P: Problem, launch: KernelLaunch, groups: int) -> Schedule:
+    """Let workers claim work tiles, the longest of each head group first."""
+    blocks = -(-P.Nq // launch.key.block_q)
+    return Schedule(groups, dynamic_tiles=blocks * P.B * P.Hq)
 
 
 def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Schedule:
@@ -226,9 +253,8 @@ def _is_dynamic(P: Problem, layout: CallLayout, launch: KernelLaunch, tuning: Tu
     head, and miss its keys in the L2 cache, whose two halves keep copies of what both read.
     """
     blocks = -(-P.Nq // launch.key.block_q)
-    alike = all(len(set(x or ())) <= 1 for x in (layout.kv_lengths, layout.q_offset))
     few_keys = P.Nk <= tuning.dynamic_keys and _is_triangle(P) and not P.has_pair_mask
-    return few_keys and alike and blocks > 1 and blocks * P.B * P.Hq > launch.workers
+    return few_keys and _are_alike(layout) and blocks > 1 and blocks * P.B * P.Hq > launch.workers
 
 
 def _dynamic(P: Problem, launch: KernelLaunch) -> Schedule:
@@ -240,6 +266,11 @@ def _dynamic(P: Problem, launch: KernelLaunch) -> Schedule:
     blocks, heads = -(-P.Nq // launch.key.block_q), P.B * P.Hq
     last = -(-launch.workers // blocks)
     return Schedule(1, dynamic_tiles=blocks * heads, single_heads=max(0, heads - last))
+
+
+def _are_alike(layout: CallLayout) -> bool:
+    """Return True if batch entries have equal lengths and offsets, as far as the host knows."""
+    return all(len(set(x or ())) <= 1 for x in (layout.kv_lengths, layout.q_offset))
 
 
 def _lockstep_steps(P: Problem, count: int, tiles: int, workers: int) -> int:
@@ -334,85 +365,3 @@ def head_groups(problem: Problem, nbytes: int) -> int:
         return heads
     each = P.Nk * (P.D + P.Dv) * P.dtype.itemsize
     return -(-heads // max(1, nbytes // max(1, each)))
-
-
-def _assignment(
-    P: Problem,
-    layout: CallLayout,
-    launch: KernelLaunch,
-    groups: int,
-    late_share: float,
-    tuning: Tuning,
-) -> Array | None:
-    """Assign the work tiles of a forward pass; late workers take a share of all work.
-
-    A work tile has about as many instructions as the caches of an SM hold, or more. If the two SMs
-    of a TPC take tiles of one length in step, they share what they fetch. Wide heads have too few
-    tiles for that.
-    """
-    key, workers = launch.key, launch.workers
-    blocks, heads = -(-P.Nq // key.block_q), P.B * P.Hq
-    tiles = blocks * heads
-    # One block a head, as in decoding, is little work, and lengths may differ in each call.
-    if blocks == 1 or not workers < tiles <= tuning.max_waves * workers:
-        return None
-    costs = _costs(P, layout, key, tuning)
-    if costs.min() == costs.max() and not late_share:
-        return None
-    block, head, group = work_tiles(blocks, heads, groups)
-    alike = head % P.Hq if costs.shape[1] > 1 else 0
-    cost = costs[head // P.Hq, alike, block if P.window[1] is None else blocks - 1 - block]
-    # Long tiles go first within a group and among groups; equal ones stay in order.
-    longest = np.zeros(heads, np.int64)
-    np.maximum.at(longest, group, cost)
-    order = np.lexsort((-cost, group, -longest[group]))
-    cost = cost[order]
-    heads_alike = (costs == costs[:1, :1]).all()
-    many_tiles = max(P.D, P.Dv) <= tuning.team_dim
-    team = TPC if heads_alike and many_tiles and launch.grid % TPC == 0 else 1
-    late = np.searchsorted(cost[::-1].cumsum(), late_share * cost.sum(), side="right")
-    # Each worker that is not late has at least one tile.
-    return assign(order, cost, workers, team, min(int(late), tiles - workers))
-
-
-def work_tiles(blocks: int, heads: int, groups: int) -> tuple[Array, Array, Array]:
-    """Return block, head and first head of the group of each work tile: as ``BlockCoord``."""
-    index = np.arange(blocks * heads)
-    size, more = divmod(heads, groups)
-    longer = more * (size + 1)
-    straight = index // blocks  # the head, without groups
-    members = np.where(straight < longer, size + 1, size)
-    start = np.where(straight < longer, 0, longer)
-    first = start + (straight - start) // members * members
-    within = index - first * blocks
-    return within // members, first + within % members, first
-
-
-def _costs(P: Problem, layout: CallLayout, key: KernelKey, tuning: Tuning) -> Array:
-    """Return the cost of each query block, shape (B, Hq or 1, blocks): its tiles, and itself."""
-    # Values on the GPU are not waited for: a wrong guess only costs time.
-    lengths = layout.kv_lengths or (P.Nk,) * P.B
-    offsets = layout.q_offset or tuple(length - P.Nq for length in lengths)
-    places = zip(lengths, offsets, strict=True)
-    windows = [SlidingWindow(P.Nq, *place, *P.window) for place in places]
-    start = np.arange(0, P.Nq, key.block_q)
-    stop = np.minimum(start + key.block_q, P.Nq)
-    each = {window: window.key_range(start, stop) for window in {*windows}}
-    lo, hi = np.array([each[window] for window in windows]).swapaxes(0, 1)[..., None, :]
-    tiles_attended = _attended(P, layout, key, lo // key.block_k, -(-hi // key.block_k))
-    return tuning.tile_cost * tiles_attended + tuning.work_tile_cost
-
-
-def _attended(P: Problem, layout: CallLayout, key: KernelKey, begin: Array, end: Array) -> Array:
-    """Count the tiles from ``begin`` to ``end - 1`` that masks do not leave empty."""
-    lists = tile_lists(P, layout.listed_mask, key.tile, backward=False)
-    if lists is None or lists.on_device:
-        return end - begin
-    before = lists.tiles_before(layout.listed_mask)
-    before = np.broadcast_to(before, (len(begin), *before.shape[1:]))[:, :, : begin.shape[-1]]
-
-    def up_to(tile: Array) -> Array:
-        places = np.broadcast_to(tile[..., None], (*before.shape[:3], 1))
-        return np.take_along_axis(before, places, axis=-1)[..., 0]
-
-    return up_to(end) - up_to(begin)

@@ -1,9 +1,11 @@
 """Which tiles masks leave empty or full, as far as that is known before a pass.
 
 Arrays are on the device, and the host does not wait for their values: tiles of a ``mask_mod`` that
-reads an array are classified on the device, just before the pass.
+reads an array are classified on the device, just before the pass. A plan without tables leaves the
+tiles of other functions to the device as well.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -14,13 +16,16 @@ from numpy.typing import NDArray
 from tileattn.call.block_mask import FULL, PARTIAL, BlockMask
 from tileattn.call.problem import Problem
 from tileattn.expressions.build import apply
-from tileattn.expressions.nodes import Node, depends_on, elements, ordered
+from tileattn.expressions.intervals import ROUNDED
+from tileattn.expressions.nodes import Node, depends_on, ordered
 from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.kernels.cuda.plan.block_sparse import tile_kinds
 
-# Tiles that are classified on the host, where results are kept, and on the device, in each call. Of
-# more, kernels look into each.
+# Tiles that are classified on the host, where results are kept, and on the device, in each call. If
+# there are more, kernels look into each.
 _MOST, _MOST_ON_DEVICE = 1 << 20, 1 << 24
+
+_KNOWN_TO_DEVICE = frozenset({"aux", "power", *ROUNDED})  # operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ class TileKinds:
     shape: tuple[int, int, int, int]  # B, Hq, Nq, Nk
     function: Node | None = None  # the caller's own mask, where no block mask tells its tiles
     decided: str = ""  # where its kinds are found: on the "host", on the "device", or nowhere
+    is_provisional: bool = False  # True: on the device although the host could decide
 
     @property
     def on_device(self) -> bool:
@@ -63,8 +69,13 @@ class TileKinds:
         return np.asarray(kinds, np.int8)
 
 
-def tile_kinds_of(P: Problem, mask: BlockMask | None, tile: tuple[int, int]) -> TileKinds:
-    """Say what the kinds of tiles are made of; ``mask`` is the call's block mask."""
+def tile_kinds_of(
+    P: Problem, mask: BlockMask | None, tile: tuple[int, int], *, tables: bool = True
+) -> TileKinds:
+    """Say what the kinds of tiles are made of; ``mask`` is the call's block mask.
+
+    Without ``tables`` the device classifies the tiles of every ``mask_mod``.
+    """
     shape = P.B, P.Hq, P.Nq, P.Nk
     own = P.mask_mod
     if own is None or (mask is not None and own == mask.expression):
@@ -72,11 +83,22 @@ def tile_kinds_of(P: Problem, mask: BlockMask | None, tile: tuple[int, int]) -> 
     kinds = TileKinds(tile, shape, own)
     if P.sequences is not None:
         return kinds  # tiles begin where sequences do, which the device alone may know
-    count = int(np.prod(kinds.device_shape()))
-    if elements(own) and mask is None and 0 < count <= _MOST_ON_DEVICE:
-        return replace(kinds, decided="device")
+    count = math.prod(kinds.device_shape())
+    of_host = count <= _MOST and kinds_agree(own)
+    if mask is None and not (of_host and tables) and 0 < count <= _MOST_ON_DEVICE:
+        return replace(kinds, decided="device", is_provisional=of_host)
     decided = "host" if 0 < count <= _MOST else ""
     return replace(kinds, function=without_values(own), decided=decided)
+
+
+@lru_cache(maxsize=256)
+def kinds_agree(own: Node) -> bool:
+    """Return True if host and device find the same kinds, so that results have the same bits.
+
+    The host does not know the elements of arrays, and libraries round some functions differently.
+    Bounds of all other functions are exact or correctly rounded.
+    """
+    return not any(node.op in _KNOWN_TO_DEVICE for node in ordered([own]))
 
 
 def evaluating(P: Problem, visible: Node) -> Problem:

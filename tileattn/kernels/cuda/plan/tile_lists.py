@@ -15,7 +15,7 @@ from tileattn.kernels.cuda.families.context import ROW_WARPS, KernelLaunch
 from tileattn.kernels.cuda.families.grid import Grid, Over
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan.block_sparse import once
-from tileattn.kernels.cuda.plan.tile_kinds import TileKinds, tile_kinds_of
+from tileattn.kernels.cuda.plan.tile_kinds import TileKinds
 
 END = np.iinfo(np.int32).max  # minus the number of entries: stands after the last entry
 
@@ -112,13 +112,12 @@ class TileLists:
 
 
 def tile_lists(
-    P: Problem, mask: BlockMask | None, tile: tuple[int, int], *, backward: bool
+    P: Problem, kinds: TileKinds, mask: BlockMask | None, *, backward: bool
 ) -> TileLists | None:
     """Describe the lists that a pass reads; None if it goes through all tiles.
 
     In the backward pass a left limit already leaves few tiles, and ranks would depend on it.
     """
-    kinds = tile_kinds_of(P, mask, tile)
     unknown = mask is None and not kinds.decided
     if unknown or (backward and P.window[0] is not None):
         return None

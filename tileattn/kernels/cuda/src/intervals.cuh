@@ -249,7 +249,9 @@ __device__ inline Interval<T> of_bits(Function f, Interval<T> x, Interval<T> y, 
     return {0.0, most};
 }
 __device__ inline double all_bits_below(double x) {
-    return exp2(ceil(log2(fmax(x, 0.0) + 1))) - 1;
+    int bits;
+    frexp(fmax(x, 0.0), &bits);
+    return ldexp(1.0, bits) - 1;
 }
 
 template <class T>
@@ -279,12 +281,12 @@ __device__ inline Interval<T> invert(Interval<T> x) {
 template <class T>
 __device__ inline Interval<T> left_shift(Interval<T> x, Interval<T> y) {
     if (!(y.low >= 0 && y.high <= 52)) return Interval<T>::unknown();
-    return at_corners([](double a, double b) { return a * exp2(b); }, x, y);
+    return at_corners([](double a, double b) { return ldexp(a, int(b)); }, x, y);
 }
 template <class T>
 __device__ inline Interval<T> right_shift(Interval<T> x, Interval<T> y) {
     if (!(y.low >= 0 && y.high <= 52)) return Interval<T>::unknown();
-    return at_corners([](double a, double b) { return ::floor(a / exp2(b)); }, x, y);
+    return at_corners([](double a, double b) { return ::floor(ldexp(a, -int(b))); }, x, y);
 }
 
 // --- arrays -------------------------------------------------------------------------------------

@@ -276,8 +276,10 @@ __device__ inline bool get_work(const Params& p, int index, Work& work) {
     const int blocks = work.template blocks<BLOCK_Q>(p, p.Nq), heads = int(p.B * p.Hq);
     if (index >= blocks * heads) return false;
     const BlockCoord at = forward_coord(p, work, blocks, heads, index);
-    // Longest first: with a causal mask the last queries have most keys.
-    const int place = PACKED || p.right < 0 ? at.block : blocks - 1 - at.block;
+    // Longest first: with a causal mask the last queries have most keys. Dynamic work tiles with a list are
+    // taken in the same order, since most masks are causal.
+    const bool last_first = p.right >= 0 || (HAS_TILE_LIST && p.next_tiles);
+    const int place = PACKED || !last_first ? at.block : blocks - 1 - at.block;
     work.q0 = work.find(p, at.head / int(p.Hq), place) * BLOCK_Q;
     work.h = at.head % int(p.Hq);
     const SlidingWindow window(p, work.sequence(p));
