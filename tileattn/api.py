@@ -10,21 +10,24 @@ from tileattn.backends.protocol import Explanation
 from tileattn.call.options import Options, wanted
 from tileattn.call.parse import (
     arrays_of,
+    at_numbers,
     aux_arrays,
     check_array,
     device_integers,
     four_axes,
-    parse,
+    kind_of_call,
     refuse_pages,
 )
 from tileattn.call.prepared import (
     CALLS,
+    KnownKind,
     PreparedCall,
-    prepared_call,
+    kind_signature,
+    new_call,
     signature,
-    signature_at_any_lengths,
 )
 from tileattn.call.problem import Operands, Problem
+from tileattn.call.sequences import Places
 from tileattn.expressions.functions import read_functions
 from tileattn.results import Attention, Gradients
 from tileattn.validation import check_flags
@@ -378,26 +381,32 @@ def _validated(
     if valid is not None:
         return valid, valid.operands(q, k, v, options)
     rows = (q, k, v, *extra.values())
-    key, at_any = (f(rows, backend, options) for f in (signature, signature_at_any_lengths))
-    similar = None if at_any is None else CALLS.get(at_any)
-    if similar is not None:
-        call, operands = similar.at_other_lengths(q, k, v, options)
-        CALLS.keep(key, call)
-        return call, operands
+    key = kind_signature(rows, backend, options)
+    known: KnownKind = CALLS.get(key) or _known_kind(q, k, v, backend, options, extra)
+    problem, operands = at_numbers(known.kind, q, k, v, options)
+    chosen = registry.supporting(known.able, problem)
+    for name, x in extra.items():
+        check_array(name, x, problem.shape_of(name), problem.dtype_of(name))
+    like = known.call
+    if like is None or like.backend is not chosen:
+        like = new_call(chosen, problem)
+        CALLS.keep(key, known._replace(call=like))
+    call = like.at(problem)
+    call.remember(Places.of(operands))
+    CALLS.keep(signature(rows, backend, options), call)
+    return call, operands
+
+
+def _known_kind(
+    q: Any, k: Any, v: Any, backend: str, options: Options, extra: dict[str, Any]
+) -> KnownKind:
+    """Validate what calls of one kind have in common, and find the backends that can run them."""
     arrays = {"q": q, "k": k, "v": v, **extra}
     arrays |= arrays_of(options)
     able = registry.candidates(backend, arrays)
     for name, x in device_integers(options).items():
         registry.ensure_owned(able[0], name, x)
-    problem, operands = parse(q, k, v, options)
-    chosen = registry.supporting(able, problem)
-    for name, x in extra.items():
-        check_array(name, x, problem.shape_of(name), problem.dtype_of(name))
-    call = prepared_call(chosen, problem, operands)
-    CALLS.keep(key, call)
-    if call.of_any_lengths:
-        CALLS.keep(at_any, call)
-    return call, operands
+    return KnownKind(able, kind_of_call(q, k, v, options))
 
 
 def _without_lead(x: Any, problem: Problem) -> Any:

@@ -1,5 +1,6 @@
 """The cache of validated calls: what is remembered, and what must be looked at each time."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 from tileattn import BlockMask
 from tileattn.backends import registry
 from tileattn.call.options import OPTIONS, ROWS
-from tileattn.call.parse import parse
+from tileattn.call.parse import at_numbers, kind_of_call, parse
 from tileattn.call.prepared import (
+    kind_signature,
     signature,
-    signature_at_any_lengths,
 )
+from tileattn.expressions.functions import read_valid_functions
 
 
 def array(shape: tuple[int, ...] = (2, 3, 5, 8), dtype: Any = np.float32, step: int = 1) -> Any:
@@ -127,50 +129,6 @@ def test_a_block_mask_is_not_kept_alive() -> None:
     gone = key[-1]
     del mask
     assert gone() is None
-
-
-# --- signatures at any lengths --------------------------------------------------------------------
-
-
-def at_any(options: dict[str, Any]) -> Any:
-    x = array()
-    return signature_at_any_lengths((x, x, x), "llvm", options)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ({"kv_lengths": [1, 2]}, {"kv_lengths": [3, 4]}, True),
-        ({"kv_lengths": [1, 2]}, {"kv_lengths": (1, 2)}, False),
-        ({"kv_lengths": [1, 2]}, {"kv_lengths": [1, 2, 3]}, False),
-        ({"q_offset": np.array([1, 2])}, {"q_offset": np.array([5, 2])}, True),
-        ({"q_offset": np.array([1, 2])}, {"q_offset": np.array([1, 2], "i2")}, False),
-        ({"q_offset": np.array([1, 2])}, {"kv_lengths": np.array([1, 2])}, False),
-        ({"block_table": np.ones((2, 3), int)}, {"block_table": np.zeros((2, 3), int)}, True),
-        ({"block_table": np.ones((2, 3), int)}, {"block_table": np.ones((3, 2), int)}, False),
-        ({"kv_lengths": [1, 2], "scale": 1.0}, {"kv_lengths": [1, 2], "scale": 2.0}, False),
-        (
-            {"kv_lengths": [1, 2], "cu_seqlens_q": [0, 1, 5]},
-            {"kv_lengths": [1, 2], "cu_seqlens_q": [0, 3, 5]},
-            False,
-        ),
-    ],
-    ids=str,
-)
-def test_lengths_offsets_and_pages_alone_are_left_out(
-    one: dict[str, Any], other: dict[str, Any], same: bool
-) -> None:
-    assert at_any(one) is not None
-    assert (at_any(one) == at_any(other)) is same
-    assert at_any(one) not in (of(one), of(other))
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [3, None, [1, True], [1.0, 2.0], [], np.array([1.0]), [[1, 2]], array((2,), np.int64)],
-)
-def test_without_such_values_there_is_none(lengths: Any) -> None:
-    assert at_any({"kv_lengths": lengths}) is None
 
 
 # --- signatures of NumPy arrays ------------------------------------------------------------------
@@ -290,3 +248,35 @@ def test_values_that_validation_does_not_look_at_are_no_part_of_the_signature(na
     arrays = PLAIN, PLAIN, PLAIN
     assert signature(arrays, "numpy", {name: one}) == signature(arrays, "numpy", {name: other})
     assert signature((PLAIN + 1, *arrays[1:]), "numpy", {}) == signature(arrays, "numpy", {})
+
+
+def outcome(make: Any) -> Any:
+    try:
+        problem, x = make()
+    except (TypeError, ValueError) as error:
+        return type(error), str(error)
+    places = x.kv_lengths.tolist(), x.q_offset.tolist(), str(x.packing), str(x.paging)
+    return str(problem), places, x.q.shape, x.k.shape, x.v.shape, len(x.aux)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_calls_of_one_kind_need_only_their_numbers_checked(name: str) -> None:
+    """Any two values of one argument, the kind validated with the first."""
+    kinds: dict[Any, Any] = {}
+    shared = 0
+    for value in VALUES[name]:
+        call = {**dict.fromkeys("qkv", PLAIN), **BESIDE.get(name, {}), name: value}
+        q, k, v = arrays = [call.pop(n) for n in "qkv"]
+        call = read_valid_functions(call)
+        key = kind_signature(arrays, "numpy", call)
+        if key in kinds:
+            shared += 1
+            numbers_only = partial(at_numbers, kinds[key], q, k, v, call)
+            assert outcome(numbers_only) == outcome(partial(parse, q, k, v, call))
+        elif key is not None:
+            try:
+                kinds[key] = kind_of_call(q, k, v, call)
+            except (TypeError, ValueError):
+                continue
+    numbers = {"scale", "softcap", "dropout_p", "seed", "kv_lengths", "q_offset", *"qkv"}
+    assert shared or name not in numbers

@@ -49,8 +49,6 @@ class Option(NamedTuple):
         True if ranks may share a sequence that has it.
     by_index : bool
         True if its effect depends on the indices b and h themselves.
-    revalidated : bool
-        True if a cached call with other values of this option only checks these values again.
     host_only : bool
         True if integers must be on the host.
     lowered : bool
@@ -65,7 +63,6 @@ class Option(NamedTuple):
     packed: bool = True
     shared: bool = True
     by_index: bool = False
-    revalidated: bool = False
     host_only: bool = False
     lowered: bool = False
 
@@ -79,14 +76,14 @@ OPTIONS: dict[str, Option] = {
     "window": Option("window", "mask"),
     "mask": Option("array", "mask", "bhij", broadcasts=True, packed=False),
     "block_mask": Option("block mask", "mask", packed=False, shared=False, by_index=True),
-    "kv_lengths": Option("integers", "place", "b", revalidated=True),
-    "q_offset": Option("integers", "place", "b", revalidated=True),
+    "kv_lengths": Option("integers", "place", "b"),
+    "q_offset": Option("integers", "place", "b"),
     "cu_seqlens_q": Option("integers", "place", ".", shared=False),
     "cu_seqlens_k": Option("integers", "place", ".", shared=False),
-    "block_table": Option("integers", "place", "b.", shared=False, revalidated=True),
+    "block_table": Option("integers", "place", "b.", shared=False),
     "tree_mask": Option("array", "mask", "bi.", packed=False, shared=False, lowered=True),
-    "prefix": Option("integers", "mask", "b", shared=False, revalidated=True, lowered=True),
-    "origin": Option("integers", "origin", "b.", revalidated=True, host_only=True, by_index=True),
+    "prefix": Option("integers", "mask", "b", shared=False, lowered=True),
+    "origin": Option("integers", "origin", "b.", host_only=True, by_index=True),
     "sinks": Option("array", "softmax", "h", gradient=True),
     "dropout_p": Option("number", "dropout", by_index=True),
     "seed": Option("integer", "dropout"),

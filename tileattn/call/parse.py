@@ -1,7 +1,7 @@
 """Validation: a call's arrays and options become a `Problem` and its `Operands`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from tileattn.dtypes import DTYPES, one_of
 from tileattn.errors import UnsupportedError
 from tileattn.expressions.aux_arrays import check_kind
 from tileattn.expressions.functions import check_indices, mask_expression, score_expression
-from tileattn.expressions.nodes import Node
+from tileattn.expressions.nodes import Node, elements
 from tileattn.messages import called, must_be
 from tileattn.validation import require_array, scalar
 
@@ -35,52 +35,110 @@ _PLACES = options_with(role="place")
 _ON_DEVICE = options_with(value="integers", host_only=False)
 
 
+class CallKind(NamedTuple):
+    """What validation finds about a call, whatever its numbers are: see `at_numbers`.
+
+    Parameters
+    ----------
+    enabled_options, score_mod, mask_mod, aux_names, mask_options
+        As in `Problem`.
+    reading : tuple of (str, Node)
+        The caller's functions whose indices into arrays must be checked, by their names.
+    """
+
+    enabled_options: frozenset[str]
+    score_mod: Node | None
+    mask_mod: Node | None
+    aux_names: tuple[str, ...]
+    mask_options: tuple[str, ...]
+    reading: tuple[tuple[str, Node], ...]
+
+
 def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, Operands]:
     """Validate a call; absent options have their defaults."""
+    return at_numbers(kind_of_call(q, k, v, options), q, k, v, options)
+
+
+def kind_of_call(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> CallKind:
+    """Validate what `tileattn.call.prepared.kind_signature` describes: names, dtypes, functions."""
     check_names(options)
-    ndim, sizes = _sizes(q, k, v, paged=options.get("block_table") is not None)
-    B, Hq, Hkv, Nq, Nk, D, Dv = sizes
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dtype(name, x)
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"{called(name)} must have the dtype of {called('q')}, {q.dtype}; got {x.dtype}"
+            )
+    callers = aux_arrays(options)
+    names = aux_names(options, callers)
+    score_mod, mask_mod, reading = _functions(options, callers, names)
+    return CallKind(
+        frozenset(name for name, value in options.items() if _in_use(name, value)),
+        *(score_mod, mask_mod, names),
+        tuple(n for n in ("mask_mod", *MASKS) if options.get(n) is not None),
+        reading,
+    )
+
+
+def at_numbers(
+    kind: CallKind, q: Any, k: Any, v: Any, options: Mapping[str, Any]
+) -> tuple[Problem, Operands]:
+    """Validate the numbers of a call of a known kind: sizes, integers, scalars."""
+    get = options.get
+    ndim, (B, Hq, Hkv, Nq, Nk, D, Dv) = _sizes(q, k, v, paged=get("block_table") is not None)
     places = places_of(options, k, B, Nq, Nk)
     packed, paged = places.packing, places.paging
     Nk = Nk if paged is None else paged.capacity
     entries = B if packed is None else packed.sizes[0]
-    shape = (entries, Hq, *((Nq, Nk) if packed is None else packed.longest(Nq, Nk)))
-    _array("alibi_slopes", options.get("alibi_slopes"), ((Hq,), (entries, Hq)), DTYPES)
-    _array("sinks", options.get("sinks"), ((Hq,),), DTYPES)
-    _broadcastable("bias", options.get("bias"), shape, DTYPES)
-    _broadcastable("mask", options.get("mask"), shape, _BOOLEAN)
-    _array("tree_mask", options.get("tree_mask"), ((1, Nq, Nq), (B, Nq, Nq)), _BOOLEAN)
-    block_mask = options.get("block_mask")
+    if kind.enabled_options:
+        shape = (entries, Hq, *((Nq, Nk) if packed is None else packed.longest(Nq, Nk)))
+        _check_options(kind, options, shape, B, Nq)
+    window = lowered_window(window_of(get("window"), get("causal", False)), options)
+    if all(get(name) is None for name in _PLACES):
+        window = without_far_sides(window, Nq, Nk)
+    problem = Problem(
+        *(B, Hq, Hkv, Nq, Nk, D, Dv),
+        dtype=q.dtype,
+        scale=scale_of(get("scale"), D),
+        softcap=softcap_of(get("softcap")),
+        window=window,
+        dropout_p=dropout_of(get("dropout_p", 0.0)),
+        seed=seed_of(get("seed", 0)),
+        ndim=ndim,
+        enabled_options=kind.enabled_options,
+        score_mod=kind.score_mod,
+        mask_mod=kind.mask_mod,
+        sequences=None if packed is None else entries,
+        page=None if paged is None else paged.page,
+        aux_names=kind.aux_names,
+        mask_options=kind.mask_options,
+    )
+    return problem, operands_of(q, k, v, places, options)
+
+
+def _check_options(
+    kind: CallKind,
+    options: Mapping[str, Any],
+    shape: tuple[int, int, int, int],
+    B: int,
+    Nq: int,
+) -> None:
+    """Check the arrays and functions of a call against its ``shape``, (entries, Hq, Nq, Nk)."""
+    get, (entries, Hq, *_) = options.get, shape
+    _array("alibi_slopes", get("alibi_slopes"), ((Hq,), (entries, Hq)), DTYPES)
+    _array("sinks", get("sinks"), ((Hq,),), DTYPES)
+    _broadcastable("bias", get("bias"), shape, DTYPES)
+    _broadcastable("mask", get("mask"), shape, _BOOLEAN)
+    _array("tree_mask", get("tree_mask"), ((1, Nq, Nq), (B, Nq, Nq)), _BOOLEAN)
+    block_mask = get("block_mask")
     if block_mask is not None:
         if not isinstance(block_mask, BlockMask):
             remedy = "BlockMask.from_mask makes one from a boolean array"
             raise TypeError(must_be("block_mask", "a tileattn.BlockMask", block_mask, remedy))
         block_mask.check(*shape)
-    callers = aux_arrays(options)
-    names = aux_names(options, callers)
-    score_mod, mask_mod = _functions(options, shape, callers, names)
-    window = window_of(options.get("window"), options.get("causal", False))
-    window = lowered_window(window, options)
-    if all(options.get(name) is None for name in _PLACES):
-        window = without_far_sides(window, Nq, Nk)
-    problem = Problem(
-        *(B, Hq, Hkv, Nq, Nk, D, Dv),
-        dtype=q.dtype,
-        scale=scale_of(options.get("scale"), D),
-        softcap=softcap_of(options.get("softcap")),
-        window=window,
-        dropout_p=dropout_of(options.get("dropout_p", 0.0)),
-        seed=seed_of(options.get("seed", 0)),
-        ndim=ndim,
-        enabled_options=frozenset(name for name, value in options.items() if _in_use(name, value)),
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-        sequences=None if packed is None else entries,
-        page=None if paged is None else paged.page,
-        aux_names=names,
-        mask_options=tuple(n for n in ("mask_mod", *MASKS) if options.get(n) is not None),
-    )
-    return problem, operands_of(q, k, v, places, options)
+    if kind.reading:
+        shapes = tuple(x.shape for x in get("aux") or ())
+        for name, node in kind.reading:
+            check_indices(name, node, shapes, shape)
 
 
 def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, Any]) -> Operands:
@@ -174,11 +232,6 @@ def _sizes(
 ) -> tuple[int, tuple[int, int, int, int, int, int, int]]:
     """Check the shapes of q, k and v against each other; a page is a batch entry of k and v."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_dtype(name, x)
-        if x.dtype != q.dtype:
-            raise TypeError(
-                f"{called(name)} must have the dtype of {called('q')}, {q.dtype}; got {x.dtype}"
-            )
         if not 2 <= x.ndim <= 4:
             raise ValueError(
                 f"{called(name)} must have shape (N, D), (H, N, D) or (B, H, N, D); got {x.shape}"
@@ -241,12 +294,9 @@ def _broadcastable(
 
 
 def _functions(
-    options: Mapping[str, Any],
-    shape: tuple[int, int, int, int],
-    callers: Mapping[str, Any],
-    names: tuple[str, ...],
-) -> tuple[Node | None, Node | None]:
-    """Trace the functions of a call, check the indices into its arrays, and lower its options."""
+    options: Mapping[str, Any], callers: Mapping[str, Any], names: tuple[str, ...]
+) -> tuple[Node | None, Node | None, tuple[tuple[str, Node], ...]]:
+    """Trace the functions of a call and lower its options; also return which read arrays."""
     for name, x in callers.items():
         require_array(name, x)
         check_kind(called(name), x)
@@ -258,14 +308,13 @@ def _functions(
     arrays = tuple(callers.values())
     score = None if score_mod is None else score_expression(score_mod, arrays)
     mask = None if mask_mod is None else mask_expression(mask_mod, arrays)
+    reading: tuple[tuple[str, Node], ...] = ()
     if options.get("origin") is None:
-        shapes = tuple(x.shape for x in arrays)
-        for name, node in (("score_mod", score), ("mask_mod", mask)):
-            if node is not None:
-                check_indices(name, node, shapes, shape)
+        own = (("score_mod", score), ("mask_mod", mask))
+        reading = tuple((name, x) for name, x in own if x is not None and elements(x))
     else:
         score, mask = (None if node is None else from_origin(node, names) for node in (score, mask))
-    return score, lowered_mask(mask, options, names)
+    return score, lowered_mask(mask, options, names), reading
 
 
 def _in_use(name: str, value: Any) -> bool:

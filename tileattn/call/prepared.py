@@ -2,19 +2,18 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import numpy as np
 
 from tileattn.call.block_mask import BlockMask
-from tileattn.call.options import Options, options_with
-from tileattn.call.parse import operands_of
+from tileattn.call.options import Options
+from tileattn.call.parse import CallKind, operands_of
 from tileattn.call.problem import Operands, Problem
-from tileattn.call.sequences import Places, given_for, places_of
+from tileattn.call.sequences import Places, given_for
 from tileattn.expressions.nodes import Node
 from tileattn.lru import Lru
 from tileattn.results import Attention, Gradients
@@ -22,10 +21,12 @@ from tileattn.results import Attention, Gradients
 MAX_CALLS = 1536  # entries of the cache; a loop over 1,024 signatures finds all of them
 
 _MAX_VALUES = 1 << 12  # lengths or offsets in a signature, which the cache keeps
-_REVALIDATED = options_with(revalidated=True)
+_MAX_AXES = 4  # integers of a window or an origin: there the place of each None counts
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _VALUES = _PLAIN | {Node}
+_FLAGS = frozenset({bool, str, type(None)})
 _layout_of = attrgetter("__class__", "dtype", "shape", "strides")
+_kind_of = attrgetter("__class__", "dtype", "ndim")
 
 # ``os.environ.get`` takes a microsecond for an absent variable, a seventh of a repeated call.
 # CPython's underlying dictionary takes a tenth of that.
@@ -58,9 +59,6 @@ class PreparedCall:
     return None if they cannot run the call.
     """
 
-    # True if the instance, except ``cached``, is valid for other lengths.
-    of_any_lengths = False
-
     # The integer arrays of the signature; None for arrays on a device, which each call passes.
     places = Places(None, None, None, None)
     on_device: tuple[str, ...] = ()
@@ -84,15 +82,12 @@ class PreparedCall:
         self.on_device = tuple(name for name, x in integers if not isinstance(x, np.ndarray))
         self.places = places.with_integers(**dict.fromkeys(self.on_device))
 
-    def at_other_lengths(
-        self, q: Any, k: Any, v: Any, options: Mapping[str, Any]
-    ) -> tuple["PreparedCall", Operands]:
-        """Validate only the integers of a call; the rest of its signature is the same."""
-        P, call = self.problem, copy(self)
-        places = places_of(options, k, P.B, P.Nq, P.Nk)
-        call.cached = {}
-        call.remember(places)
-        return call, operands_of(q, k, v, places, options)
+    def at(self, problem: Problem) -> "PreparedCall":
+        """Return the prepared call of another problem of the same kind.
+
+        A subclass may share with it whatever does not depend on the numbers of a problem.
+        """
+        return new_call(self.backend, problem)
 
     def forward(self, operands: Operands, out: Any | None) -> Attention:
         result: Attention = self.backend.forward(self.problem, operands, out)
@@ -124,14 +119,34 @@ class PreparedCall:
 
 
 CALLS = Lru(MAX_CALLS)
-"""Valid calls by signature. Registering a backend clears it: other calls may become valid."""
+"""The calls of this process by `signature`, and their kinds by `kind_signature`.
+
+Registering a backend clears it: other calls may become valid.
+"""
 
 
-def prepared_call(backend: Any, problem: Problem, operands: Operands) -> PreparedCall:
-    """Make the entry of a valid call."""
+class KnownKind(NamedTuple):
+    """What calls of one kind need not look up again.
+
+    Parameters
+    ----------
+    able : sequence of Backend
+        The backends that own the arrays and can run here, the preferred one first.
+    kind : CallKind
+        What validation has found.
+    call : PreparedCall or None
+        A call of the kind that does not run: others are made like it. None before the first one.
+    """
+
+    able: Sequence[Any]
+    kind: CallKind
+    call: PreparedCall | None = None
+
+
+def new_call(backend: Any, problem: Problem) -> PreparedCall:
+    """Make the prepared call of a backend."""
     prepare = getattr(backend, "prepare", None)
     call: PreparedCall = PreparedCall(backend, problem) if prepare is None else prepare(problem)
-    call.remember(Places.of(operands))
     return call
 
 
@@ -172,27 +187,41 @@ def signature(
     return tuple(key)
 
 
-def signature_at_any_lengths(
+def kind_signature(
     arrays: Iterable[Any], backend: Any, options: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:
-    """Return the same key without the values of lengths, offsets and pages; None without these.
+    """Return a key of what `kind_of_call` reads and what decides about backends; None if unusual.
 
-    Among calls with equal keys, only these values decide which are valid.
+    It has no sizes, strides, numbers or integers: calls with equal keys differ only in these.
     """
-    layouts = {name: _integers(options[name]) for name in _REVALIDATED if name in options}
-    left_out = {name: layout for name, layout in layouts.items() if layout is not None}
-    others = {name: x for name, x in options.items() if name not in left_out}
-    key = signature(arrays, backend, others) if left_out else None
-    return None if key is None else ("at any lengths", key, *left_out.items())
-
-
-def _integers(x: Any) -> tuple[Any, ...] | None:
-    """Describe an array, list or tuple of integers without its values."""
-    if isinstance(x, np.ndarray) and x.dtype.kind in "iu":
-        return type(x), x.dtype, x.shape
-    if type(x) in (list, tuple) and {*map(type, x)} == {int}:
-        return type(x), len(x)
-    return None
+    if type(backend) is not str:
+        return None
+    default = default_backend() if backend == "auto" else None
+    try:
+        key: list[Any] = ["kind", backend, default, *map(_kind_of, arrays)]
+        for name, x in options.items():
+            kind = type(x)
+            key += (name, kind)
+            if kind in _PLAIN:
+                # An option of zero is not in use.
+                key.append(x if kind in _FLAGS else x != 0)
+            elif kind is Node:
+                key.append(x)
+            elif kind is tuple or kind is list:
+                kinds = tuple(map(type, x))
+                plain = _PLAIN.issuperset(kinds)
+                key += (plain, kinds if len(x) <= _MAX_AXES or not plain else frozenset(kinds))
+                if not plain:
+                    key += map(_kind_of, x)
+            elif kind is not BlockMask:
+                key.append(_kind_of(x))
+                if not x.ndim:
+                    if not isinstance(x, np.ndarray | np.generic):
+                        return None  # validation may read the value of such a device array
+                    key.append(bool(x))
+    except AttributeError:
+        return None  # something is not an array
+    return tuple(key)
 
 
 def _append(key: list[Any], x: Any) -> bool:

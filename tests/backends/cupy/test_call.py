@@ -63,7 +63,8 @@ def forbid(monkeypatch: pytest.MonkeyPatch, *owners: tuple[Any, str]) -> None:
 
 
 PLANNING = (
-    (api, "parse"),
+    (api, "kind_of_call"),
+    (api, "at_numbers"),
     *((cupy_backend, name) for name in ("layout_of", "plan_forward", "plan_backward")),
 )
 

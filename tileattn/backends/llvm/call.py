@@ -1,6 +1,7 @@
 """Prepared calls of one signature: everything that depends on array layouts is kept."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -36,13 +37,19 @@ _PLAIN = ("q", "k", "v", "out", "lse", "kv_lengths", "q_offset")
 class LlvmCall(PreparedCall):
     """Calls of one signature on NumPy arrays; only addresses change from call to call."""
 
-    of_any_lengths = True
-
     def __init__(self, backend: Any, problem: Problem) -> None:
         super().__init__(backend, problem)
         self._few: int = backend.few_queries(problem)
         self._targets: tuple[Target, ...] = backend.targets_of(problem)
         self._executables: dict[Any, Executable] = {}
+
+    def at(self, problem: Problem) -> PreparedCall:
+        """Return the call of another problem; one that differs only in lengths shares its plans."""
+        if problem != self.problem:
+            return LlvmCall(self.backend, problem)
+        call = copy(self)
+        call.cached = {}
+        return call
 
     def forward(self, operands: Operands, out: Array | None) -> Attention:
         """Compute attention; ``out`` is written at once, after everything else has succeeded."""
