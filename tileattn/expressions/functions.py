@@ -98,7 +98,6 @@ def _mask(node: Node, name: str) -> Node:
     return node
 
 
-@lru_cache(maxsize=256)
 def check_indices(
     name: str, node: Node, shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, int, int, int]
 ) -> None:
@@ -108,22 +107,43 @@ def check_indices(
     """
     if not all(sizes):
         return
+    # Indices that reach an axis also reach a longer one, and more indices reach it too. So calls
+    # share what is found for the powers of two below their sizes.
+    smaller = tuple(map(_power_of_two_below, shapes)), _power_of_two_below(sizes)
+    if not _outside(node, *smaller):
+        return
+    for number, axis, n, low, high in _outside(node, shapes, sizes):
+        given = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+        accepted = f"indices must be within {-n} to {n - 1}" if n else "it has no elements"
+        raise ValueError(
+            f"{name} indexes axis {axis} of aux[{number}], of shape {shapes[number]}, with "
+            f"{given}; {accepted}"
+        )
+
+
+def _power_of_two_below(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the largest power of two up to each size; 0 for 0."""
+    return tuple([1 << n.bit_length() >> 1 for n in sizes])
+
+
+@lru_cache(maxsize=256)
+def _outside(
+    node: Node, shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]
+) -> tuple[tuple[int, int, int, float, float], ...]:
+    """List the indices outside their axes: array, axis, its length, first and last index."""
     inputs = {index: (0.0, n - 1.0) for index, n in zip(INDICES, sizes, strict=True)}
     reads = elements(node)
-    found = all_bounds(
+    bounds = all_bounds(
         [x for read in reads for x in read.inputs], inputs, [None] * len(shapes), np.dtype(float)
     )
+    found = []
     for read in reads:
         number = int(read.value or 0)
         for axis, (x, n) in enumerate(zip(read.inputs, shapes[number], strict=True)):
-            low, high = (float(end) for end in found[x])
+            low, high = (float(end) for end in bounds[x])
             if n == 0 or low > n - 1 or high < -n:
-                given = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
-                accepted = f"indices must be within {-n} to {n - 1}" if n else "it has no elements"
-                raise ValueError(
-                    f"{name} indexes axis {axis} of aux[{number}], of shape {shapes[number]}, with "
-                    f"{given}; {accepted}"
-                )
+                found.append((number, axis, n, low, high))
+    return tuple(found)
 
 
 def _traced(

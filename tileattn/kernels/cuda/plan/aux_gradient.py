@@ -112,8 +112,12 @@ def why_not_learned(
             return f"gradients of aux with head dimensions above {MAX_HEAD_DIM}"
         if depends_on(node, "s"):
             return f"the gradient of {aux_name(n)} at an index that depends on the score"
-        sizes = P.entries, P.Hq, P.Nq, P.Nk
-        reached = elements_of_tile(node, shapes[n], sizes, P.accum_dtype, len(shapes), origin)
+        sizes, more = (P.entries, P.Hq, P.Nq, P.Nk), (P.accum_dtype, len(shapes), origin)
+        # Larger sizes reach as many elements or more, and calls share what is found for them.
+        larger = map(_power_of_two_above, (shapes[n], sizes))
+        if elements_of_tile(node, *larger, *more) <= MOST_OF_TILE:
+            continue
+        reached = elements_of_tile(node, shapes[n], sizes, *more)
         if reached > MOST_OF_TILE:
             return (
                 f"the gradient of {aux_name(n)}: {_TILE} x {_TILE} pairs may reach {reached:,} of "
@@ -122,11 +126,16 @@ def why_not_learned(
     return None
 
 
+def _power_of_two_above(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the smallest power of two that is not below each size; 0 for 0."""
+    return tuple([1 << (n - 1).bit_length() if n else 0 for n in sizes])
+
+
 @lru_cache(maxsize=64)
 def elements_of_tile(
     node: Node,
     shape: tuple[int, ...],
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, ...],
     dtype: np.dtype[Any],
     arrays: int,
     origin: Constant | None = None,
