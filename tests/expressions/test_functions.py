@@ -1,9 +1,12 @@
 """What a function may be and do, what it is told where it may not, and when it is traced again."""
 
 import functools
+import gc
 import math
 import re
+import sys
 import weakref
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -275,6 +278,37 @@ def test_states_of_other_callables() -> None:
 
     assert state_of(Object().score_mod) is None
     assert score_expression(Object().score_mod, ()).op == "multiply"
+
+
+def test_neither_code_nor_modules_are_kept_alive() -> None:
+    def made() -> list[Any]:
+        numbers = ModuleType("numbers")
+        scope: dict[str, Any] = {"numbers": numbers}
+        exec("def outer():\n def inner(s, *_): return s * 2\n return inner", scope)
+        exec("def with_module(s, *_): return s * numbers.factor", scope)
+        exec("def imports(s, *_):\n import own_numbers\n return s * own_numbers.factor", scope)
+        numbers.factor = 3.0  # type: ignore[attr-defined] # the module is empty
+        sys.modules["own_numbers"] = numbers
+        functions = [scope["outer"](), scope["with_module"], scope["imports"]]
+        try:
+            for function in functions:
+                score_expression(function, ())
+        finally:
+            del sys.modules["own_numbers"]
+        codes = [x.__code__ for x in functions]
+        return [*map(weakref.ref, (numbers, *functions, *codes))]
+
+    found = made()
+    gc.collect()
+    assert [x() for x in found] == [None] * len(found)
+
+
+def test_equal_code_is_traced_once() -> None:
+    text = "lambda s, b, h, i, j: s * 0.5 - abs(i - j)"
+    one, other = eval(text), eval(text)
+    assert one.__code__ is not other.__code__
+    assert state_of(one) == state_of(other)
+    assert score_expression(one, ()) is score_expression(other, ())
 
 
 def test_an_array_around_a_function_is_not_kept_alive() -> None:

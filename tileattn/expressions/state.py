@@ -6,13 +6,16 @@ call, because what it reads may have changed.
 
 import builtins
 import dis
+import hashlib
+import marshal
 import math
 import operator
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 
@@ -36,11 +39,15 @@ class _UnknownStateError(Exception):
 
 
 class Reads(NamedTuple):
-    """The global names and the attributes that code looks up; True if it may do more than that."""
+    """The global names and the attributes that code looks up."""
 
     names: tuple[str, ...]
     attributes: frozenset[str]
-    is_opaque: bool
+    is_opaque: bool  # True if the code may look up more than that
+    digest: bytes  # of the code
+
+
+_reads: dict[int, tuple[Callable[[], CodeType | None], Reads]] = {}  # by ``id`` of living code
 
 
 def state_of(function: Any) -> Hashable:
@@ -82,7 +89,7 @@ def _state_of_function(x: FunctionType, around: tuple[Any, ...]) -> Hashable:
     if found.is_opaque or x.__dict__:
         raise _UnknownStateError
     around = (*around, x)
-    parts: list[Any] = [x.__code__]
+    parts: list[Any] = [found.digest]
     for name in found.names:
         if name in x.__globals__:
             parts += (name, _state_of_variable(x.__globals__[name], around, found.attributes))
@@ -120,12 +127,16 @@ def is_fixed(x: Any) -> bool:
     return type(x) is _ARRAY_FUNCTION or (type(x) is type and not x.__flags__ & _HEAP_TYPE)
 
 
-@lru_cache(maxsize=1024)
-def _has_fixed(module: ModuleType, attributes: frozenset[str]) -> bool:
+def _has_fixed(module: Any, attributes: frozenset[str]) -> bool:
     """Return True for a known module whose given attributes are constant."""
+    return module in _MODULES and _are_fixed(module, attributes)
+
+
+@lru_cache(maxsize=1024)
+def _are_fixed(module: ModuleType, attributes: frozenset[str]) -> bool:
     found = [getattr(module, name, None) for name in attributes]
     plain = {*_PLAIN, float}
-    return module in _MODULES and all(type(x) in plain or is_fixed(x) for x in found)
+    return all(type(x) in plain or is_fixed(x) for x in found)
 
 
 def names_of(code: CodeType) -> tuple[str, ...] | None:
@@ -134,9 +145,22 @@ def names_of(code: CodeType) -> tuple[str, ...] | None:
     return None if found.is_opaque else found.names
 
 
-@lru_cache(maxsize=1024)
 def reads(code: CodeType) -> Reads:
-    """List the names that code looks up, including nested functions."""
+    """List the names that code looks up, including nested functions; once while the code lives."""
+    number = id(code)
+    known = _reads.get(number)
+    if known is not None and known[0]() is code:
+        return known[1]
+    found = _read(code)
+    _reads[number] = ref(code, lambda _: _reads.pop(number, None)), found
+    return found
+
+
+def _read(code: CodeType) -> Reads:
+    try:
+        written = marshal.dumps(code)
+    except ValueError:  # a constant is an object of the caller
+        return Reads((), frozenset(), True, b"")
     inner = [reads(x) for x in code.co_consts if isinstance(x, CodeType)]
     found = [(x.opname, x.argval) for x in dis.get_instructions(code)]
     names = {x for op, x in found if op in _LOADS}.union(*(x.names for x in inner))
@@ -145,9 +169,10 @@ def reads(code: CodeType) -> Reads:
     imported = [sys.modules.get(x) for op, x in found if op == "IMPORT_NAME"]
     is_opaque = (
         any(x.is_opaque for x in inner)
-        or any(x not in _MODULES or not _has_fixed(x, attributes) for x in imported)
+        or any(not _has_fixed(x, attributes) for x in imported)
         or any(name.startswith("__") for name in attributes)
         or any(op in _WRITES for op, _ in found)
         or any(op in _WRITES_CELLS and x in code.co_freevars for op, x in found)
     )
-    return Reads(tuple(sorted(names)), attributes, is_opaque)
+    digest = hashlib.sha256(written).digest()
+    return Reads(tuple(sorted(names)), attributes, is_opaque, digest)
