@@ -9,8 +9,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -120,6 +122,15 @@ def of_process(module: str, text: str, variables: Mapping[str, str] | None = Non
         raise RuntimeError(f"the process ended with status {done.returncode}: {said}")
     row: Row = json.loads(done.stdout.splitlines()[-1])
     return row
+
+
+@contextmanager
+def empty_caches() -> Iterator[dict[str, str]]:
+    """Return variables for a process that finds no compiled kernel."""
+    names = ["TILEATTN_CACHE_DIR", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR"]
+    names += ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"]
+    with TemporaryDirectory() as folder:
+        yield {name: str(Path(folder) / name.lower()) for name in names}
 
 
 def host() -> Row:

@@ -48,6 +48,7 @@ BENCHMARKS = {
     "options": "speed of options on the GPU; baselines: PyTorch, FlashAttention-4",
     "traffic": "FLOPs and bytes: the model, and hardware counters of a GPU",
     "memory": "peak memory by sequence length; baseline: naive attention",
+    "lived": "speed of loops in which no call repeats; baselines: PyTorch, FlashAttention",
     "nonfinite": "slowdown of calls with NaN or infinity in the inputs",
     "tuning": "what each tuned number of the CUDA kernels is worth, on the GPU at hand",
 }
