@@ -71,11 +71,17 @@ class Arrays(Library):
 
     def prepare(self, step: Step) -> Call:
         options = step.options | {"backend": self._backend}
-        (*given, dout) = step.rows if len(step.rows) == 4 else (*step.rows, None)
-        forward = partial(tileattn.forward, *given, **options)
-        if dout is None:
+        q, k, v, *upstream = step.rows
+        forward = partial(tileattn.forward, q, k, v, **options)
+        if not upstream:
             return lambda: forward()[0]
-        return lambda: tuple(tileattn.backward(dout, *given, *forward(), **options)[:3])
+        (dout,) = upstream
+
+        def call() -> Any:
+            out, lse = forward()
+            return tuple(tileattn.backward(dout, q, k, v, out, lse, **options)[:3])
+
+        return call
 
 
 class Torch(Library):

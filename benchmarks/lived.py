@@ -58,7 +58,7 @@ class Bench:
     loops: Loops
     libraries: list[Library]
     drain: Call
-    settle: Call  # waits until no thread is busy
+    settle: Call  # collects garbage, and waits until no thread is busy
     rounds: int = 5
     calls: int = 40  # steps of a round
     only: Sequence[str] = ()  # names of loops
@@ -73,7 +73,6 @@ class Times:
 
     def add(self, calls: Sequence[Call], bench: Bench) -> int:
         """Time a run of calls, each of them and the whole; return how many there was time for."""
-        gc.collect()
         bench.settle()
         hosts: list[float] = []
         clock = time.perf_counter
@@ -293,13 +292,22 @@ def _bench(on_gpu: bool, peers: Sequence[str]) -> tuple[Bench, dict[str, str], C
     if on_gpu:
         gpu = Gpu.required()
         drain = gpu.xp.cuda.get_current_stream().synchronize
-        return Bench(Loops(gpu.xp, GPU), every, drain, drain), missing, gpu.machine
+        return (
+            Bench(Loops(gpu.xp, GPU), every, drain, partial(_settle, drain)),
+            missing,
+            gpu.machine,
+        )
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads.worker_count())
     version = {"torch": getattr(torch, "__version__", None)}
-    bench = Bench(Loops(np, CPU), every, lambda: None, partial(time.sleep, PAUSE))
+    bench = Bench(Loops(np, CPU), every, lambda: None, partial(_settle, partial(time.sleep, PAUSE)))
     return bench, missing, lambda: report.host() | version
+
+
+def _settle(wait: Call) -> None:
+    gc.collect()
+    wait()
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
