@@ -44,10 +44,18 @@ class FunctionMask:
         Arrays that it reads.
     block : int
         Queries and keys of a block.
+    constants : sequence of int
+        The cells of its parameters.
     """
 
-    def __init__(self, visible: Node, aux: Sequence[NDArray[Any]], block: int = BLOCK) -> None:
-        self._visible, self._aux, self._block = visible, aux, block
+    def __init__(
+        self,
+        visible: Node,
+        aux: Sequence[NDArray[Any]],
+        block: int = BLOCK,
+        constants: Sequence[int] = (),
+    ) -> None:
+        self._visible, self._aux, self._block, self._constants = visible, aux, block, constants
         self._extrema = extrema(visible, aux)
         self.over_batch, self.over_heads = (depends_on(visible, name) for name in "bh")
         self._found: dict[Any, VisibleBlocks] = {}
@@ -56,7 +64,8 @@ class FunctionMask:
     def visible(self, *indices: Any) -> NDArray[np.bool_]:
         """Return True if query ``i`` of batch entry ``b`` and head ``h`` attends to key ``j``."""
         inputs = dict(zip(INDICES, map(np.asarray, indices), strict=True))
-        return evaluate([self._visible], inputs, self._aux, np.dtype(np.float64))[0]
+        dtype = np.dtype(np.float64)
+        return evaluate([self._visible], inputs, self._aux, dtype, self._constants)[0]
 
     def blocks(self, window: Any, Nk: int, b: int, heads: slice) -> "VisibleBlocks":
         """Find the blocks in which some pair may be visible to some heads, within a window."""
@@ -65,8 +74,8 @@ class FunctionMask:
         with self._lock:
             if key not in self._found:
                 visible = apply("bitwise_and", self._visible, within(window))
-                size = self._block, self._block
-                runs = find_blocks(visible, self._extrema, b, h, (window.Nq, Nk), size)
+                sizes = (window.Nq, Nk), (self._block, self._block)
+                runs = find_blocks(visible, self._extrema, b, h, *sizes, self._constants)
                 self._found[key] = VisibleBlocks(runs, self._block)
             return self._found[key]
 

@@ -89,7 +89,10 @@ def head_groups(problem: Problem, operands: Operands, together: int = 1) -> Iter
     group = problem.group
     if not problem.Hq:
         return
-    function = None if problem.mask_mod is None else FunctionMask(problem.mask_mod, operands.aux)
+    function = None
+    if problem.mask_mod is not None:
+        constants = problem.constants
+        function = FunctionMask(problem.mask_mod, operands.aux, constants=constants)
     of_heads = operands.block_mask is not None and operands.block_mask.kinds.shape[1] > 1
     apart = of_heads or (function is not None and function.over_heads)
     for sequence in sequences(problem, operands):
@@ -131,7 +134,7 @@ def _head_group(
     score_function = None
     if P.score_mod is not None:
         each = np.arange(heads.start, heads.stop).reshape(*shape, 1, 1)
-        score_function = ScoreFunction(P.score_mod, x.aux, b, each)
+        score_function = ScoreFunction(P.score_mod, x.aux, b, each, P.constants)
     return HeadGroup(
         q=sequence.q[heads].reshape(shape + sequence.q.shape[1:]),
         kv=sequence.kv.of_heads(kv),

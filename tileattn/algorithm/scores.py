@@ -116,8 +116,15 @@ class ScoreFunction(ScoreMod):
 
     can_mask: ClassVar[bool] = True
 
-    def __init__(self, score_mod: Node, aux: Sequence[Array], batch: int, heads: Array) -> None:
-        self._new, self._aux = score_mod, aux
+    def __init__(
+        self,
+        score_mod: Node,
+        aux: Sequence[Array],
+        batch: int,
+        heads: Array,
+        constants: Sequence[int] = (),
+    ) -> None:
+        self._new, self._aux, self._constants = score_mod, aux, constants
         self._place = {"b": np.int64(batch), "h": heads}
 
     def apply(self, s: Array, tile: Tile) -> None:
@@ -143,7 +150,8 @@ class ScoreFunction(ScoreMod):
     def _values(self, outputs: Sequence[Node], s: Array, tile: Tile) -> list[Array]:
         """Evaluate expressions on a tile; one of them may be s itself."""
         i, j = np.arange(tile.q0, tile.q1)[:, None], np.arange(tile.k0, tile.k1)
-        return evaluate(outputs, {**self._place, "s": s, "i": i, "j": j}, self._aux, s.dtype)
+        inputs = {**self._place, "s": s, "i": i, "j": j}
+        return evaluate(outputs, inputs, self._aux, s.dtype, self._constants)
 
 
 @lru_cache(maxsize=256)

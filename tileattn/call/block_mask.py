@@ -16,8 +16,9 @@ from tileattn.call.block_pairs import (
     decide,
 )
 from tileattn.expressions.build import apply
-from tileattn.expressions.functions import check_parameters, mask_expression
-from tileattn.expressions.nodes import INDICES, Node, constant, replaced
+from tileattn.expressions.functions import check_parameters, expression_of
+from tileattn.expressions.nodes import INDICES, constant, replaced
+from tileattn.expressions.parameters import Expression, joined
 from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.messages import must_be
 from tileattn.validation import integers_of, lengths_of, refuse_masked
@@ -86,7 +87,7 @@ class BlockMask:
         self._pairs = pairs
 
     @property
-    def expression(self) -> Node | None:
+    def expression(self) -> Expression | None:
         """Expression of the whole mask; None if the pairs of partial blocks are stored."""
         return self._pairs.visible if isinstance(self._pairs, Traced) else None
 
@@ -200,15 +201,15 @@ class BlockMask:
 
     @classmethod
     def _from_expression(
-        cls, visible: Node, shape: tuple[int, int, int, int], block_size: tuple[int, int]
+        cls, visible: Expression, shape: tuple[int, int, int, int], block_size: tuple[int, int]
     ) -> "BlockMask":
         """Classify by intervals; evaluate the pairs of blocks that intervals do not decide."""
-        B, Hq, Nq, Nk = shape
+        (B, Hq, Nq, Nk), (node, constants) = shape, (visible.node, visible.constants)
         # One batch entry or head represents all.
         for n, name in ((B, "b"), (Hq, "h")):
-            visible = replaced(visible, name, constant(0)) if n == 1 else visible
-        kinds = kinds_by_intervals(visible, shape, block_size)
-        pairs = Traced(visible)
+            node = replaced(node, name, constant(0)) if n == 1 else node
+        kinds = kinds_by_intervals(node, shape, block_size, constants=constants)
+        pairs = Traced(Expression(node, constants))
         decide(kinds, pairs, (Nq, Nk), block_size, kinds == PARTIAL)
         whole = np.ascontiguousarray(np.broadcast_to(kinds, (B, Hq, *kinds.shape[2:])))
         return cls._new(whole, block_size, (Nq, Nk), pairs)
@@ -222,7 +223,8 @@ class BlockMask:
     def __invert__(self) -> "BlockMask":
         kinds, pairs = (FULL - self.kinds).astype(np.int8), self._pairs
         if isinstance(pairs, Traced):
-            pairs = Traced(apply("invert", pairs.visible))
+            visible = pairs.visible
+            pairs = Traced(Expression(apply("invert", visible.node), visible.constants))
         elif pairs is not None:
             pairs = ~pairs
         return self._new(kinds, self.block_size, self.lengths, pairs)
@@ -263,7 +265,7 @@ class BlockMask:
 
             pairs: Any = decide(kinds, both, known, self.block_size, kinds == PARTIAL)
         else:
-            pairs = Traced(apply(operation, mine, others))
+            pairs = Traced(joined(operation, mine, others))
             undecided = (self.kinds == PARTIAL) & (other.kinds == PARTIAL)
             decide(kinds, pairs, known, self.block_size, undecided)
         return self._new(kinds, self.block_size, known, pairs)
@@ -369,10 +371,10 @@ class BlockMask:
         )
 
 
-def _expression(visible: Predicate) -> Node | None:
+def _expression(visible: Predicate) -> Expression | None:
     """Trace a predicate; return None for one that needs arrays."""
     try:
-        return mask_expression(visible, (), "visible")
+        return expression_of(visible, (), "visible")
     except Exception:  # the same error comes with arrays, or there is none
         return None
 

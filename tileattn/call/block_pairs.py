@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.expressions.evaluate import evaluate
-from tileattn.expressions.nodes import INDICES, Node, ordered
+from tileattn.expressions.nodes import INDICES
+from tileattn.expressions.parameters import Expression
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """Kinds of a block: no, some or all pairs are visible. Combining masks relies on the order."""
@@ -23,26 +24,13 @@ _PAIRS_AT_ONCE = 1 << 20  # pairs of undecided blocks; each index array takes 8 
 class Traced:
     """Pairs of a traced predicate."""
 
-    visible: Node
+    visible: Expression
 
     def __call__(self, *indices: Any) -> NDArray[np.bool_]:
         """Evaluate the expression."""
         inputs = dict(zip(INDICES, map(np.asarray, indices), strict=True))
-        return evaluate([self.visible], inputs, (), np.dtype(np.float64))[0]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the nodes as a list: recursion over them has a limit."""
-        nodes = ordered([self.visible])
-        places = {node: n for n, node in enumerate(nodes)}
-        parts = [(x.op, x.kind, tuple(map(places.get, x.inputs)), x.value) for x in nodes]
-        return _traced, (parts,)
-
-
-def _traced(parts: list[tuple[Any, ...]]) -> Traced:
-    nodes: list[Node] = []
-    for op, kind, inputs, value in parts:
-        nodes.append(Node(op, kind, tuple(nodes[n] for n in inputs), value))
-    return Traced(nodes[-1])
+        node, dtype = self.visible.node, np.dtype(np.float64)
+        return evaluate([node], inputs, (), dtype, self.visible.constants)[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from tileattn.call.lowering import (
     lowered_mask,
     lowered_window,
 )
-from tileattn.call.options import ARRAYS, NUMBERS, OPTIONS, options_with
+from tileattn.call.options import ARRAYS, FUNCTIONS, NUMBERS, OPTIONS, options_with
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.scalars import dropout_of, scale_of, seed_of, softcap_of
 from tileattn.call.sequences import Places, places_of
@@ -23,8 +23,9 @@ from tileattn.call.window import window_of, without_far_sides
 from tileattn.dtypes import DTYPES, one_of
 from tileattn.errors import UnsupportedError
 from tileattn.expressions.aux_arrays import check_kind
-from tileattn.expressions.functions import check_indices, mask_expression, score_expression
+from tileattn.expressions.functions import check_indices, expression_of
 from tileattn.expressions.nodes import Node, elements
+from tileattn.expressions.parameters import Expression, renumbered
 from tileattn.messages import called, must_be
 from tileattn.validation import require_array, scalar
 
@@ -42,8 +43,8 @@ class CallKind(NamedTuple):
     ----------
     enabled_options, score_mod, mask_mod, aux_names, mask_options
         As in `Problem`.
-    reading : tuple of (str, Node)
-        The caller's functions whose indices into arrays must be checked, by their names.
+    reading : tuple of str
+        Names of the functions whose indices into arrays must be checked.
     """
 
     enabled_options: frozenset[str]
@@ -51,7 +52,7 @@ class CallKind(NamedTuple):
     mask_mod: Node | None
     aux_names: tuple[str, ...]
     mask_options: tuple[str, ...]
-    reading: tuple[tuple[str, Node], ...]
+    reading: tuple[str, ...]
 
 
 def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, Operands]:
@@ -107,6 +108,7 @@ def at_numbers(
         enabled_options=kind.enabled_options,
         score_mod=kind.score_mod,
         mask_mod=kind.mask_mod,
+        constants=_constants(options),
         sequences=None if packed is None else entries,
         page=None if paged is None else paged.page,
         aux_names=kind.aux_names,
@@ -137,8 +139,9 @@ def _check_options(
         block_mask.check(*shape)
     if kind.reading:
         shapes = tuple(x.shape for x in get("aux") or ())
-        for name, node in kind.reading:
-            check_indices(name, node, shapes, shape)
+        functions = _expressions(options)
+        for name in kind.reading:
+            check_indices(name, functions[name], shapes, shape)
 
 
 def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, Any]) -> Operands:
@@ -295,26 +298,43 @@ def _broadcastable(
 
 def _functions(
     options: Mapping[str, Any], callers: Mapping[str, Any], names: tuple[str, ...]
-) -> tuple[Node | None, Node | None, tuple[tuple[str, Node], ...]]:
-    """Trace the functions of a call and lower its options; also return which read arrays."""
+) -> tuple[Node | None, Node | None, tuple[str, ...]]:
+    """Trace the functions of a call and lower its options; also return which read arrays.
+
+    The parameters of ``mask_mod`` follow those of ``score_mod``.
+    """
     for name, x in callers.items():
         require_array(name, x)
         check_kind(called(name), x)
-    score_mod, mask_mod = options.get("score_mod"), options.get("mask_mod")
-    if callers and score_mod is None and mask_mod is None:
+    functions = _expressions(options)
+    if callers and not functions:
         raise ValueError(
             f"aux must be empty without score_mod or mask_mod; got {len(callers)} arrays"
         )
-    arrays = tuple(callers.values())
-    score = None if score_mod is None else score_expression(score_mod, arrays)
-    mask = None if mask_mod is None else mask_expression(mask_mod, arrays)
-    reading: tuple[tuple[str, Node], ...] = ()
+    nodes: dict[str, Node] = {}
+    count = 0
+    for name, function in functions.items():
+        nodes[name] = renumbered(function.node, count)
+        count += len(function.constants)
+    reading: tuple[str, ...] = ()
     if options.get("origin") is None:
-        own = (("score_mod", score), ("mask_mod", mask))
-        reading = tuple((name, x) for name, x in own if x is not None and elements(x))
+        reading = tuple(name for name, node in nodes.items() if elements(node))
     else:
-        score, mask = (None if node is None else from_origin(node, names) for node in (score, mask))
-    return score, lowered_mask(mask, options, names), reading
+        nodes = {name: from_origin(node, names) for name, node in nodes.items()}
+    mask = lowered_mask(nodes.get("mask_mod"), options, names)
+    return nodes.get("score_mod"), mask, reading
+
+
+def _expressions(options: Mapping[str, Any]) -> dict[str, Expression]:
+    """Return the expressions of the functions of a call, by name."""
+    aux = tuple(options.get("aux") or ())
+    given = {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
+    return {name: expression_of(x, aux, name) for name, x in given.items()}
+
+
+def _constants(options: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the cells of the parameters of a call's functions."""
+    return tuple(cell for x in _expressions(options).values() for cell in x.constants)
 
 
 def _in_use(name: str, value: Any) -> bool:

@@ -14,7 +14,7 @@ from tileattn.call.options import Options
 from tileattn.call.parse import CallKind, operands_of
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.sequences import Places, given_for
-from tileattn.expressions.nodes import Node
+from tileattn.expressions.parameters import Expression
 from tileattn.lru import Lru
 from tileattn.results import Attention, Gradients
 
@@ -23,7 +23,7 @@ MAX_CALLS = 1536  # entries of the cache; a loop over 1,024 signatures finds all
 _MAX_VALUES = 1 << 12  # lengths or offsets in a signature, which the cache keeps
 _MAX_AXES = 4  # integers of a window or an origin: there the place of each None counts
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_VALUES = _PLAIN | {Node}
+_VALUES = _PLAIN | {Expression}
 _FLAGS = frozenset({bool, str, type(None)})
 _layout_of = attrgetter("__class__", "dtype", "shape", "strides")
 _kind_of = attrgetter("__class__", "dtype", "ndim")
@@ -205,8 +205,8 @@ def kind_signature(
             if kind in _PLAIN:
                 # An option of zero is not in use.
                 key.append(x if kind in _FLAGS else x != 0)
-            elif kind is Node:
-                key.append(x)
+            elif kind is Expression:
+                key.append(x.node)
             elif kind is tuple or kind is list:
                 kinds = tuple(map(type, x))
                 plain = _PLAIN.issuperset(kinds)

@@ -65,6 +65,7 @@ class Numbers(NamedTuple):
     dropout_p: float
     seed: int
     sequences: int | None
+    constants: tuple[int, ...]
 
 
 class _Enabled:
@@ -104,6 +105,8 @@ class Problem:
     score_mod, mask_mod : Node or None
         Expressions of the caller's own functions; ``tree_mask`` and ``prefix`` are parts of
         ``mask_mod``.
+    constants : tuple of int
+        The cells of the parameters of both, which they count together.
     sequences : int or None
         Number of sequences that are packed in arrays of one batch entry; None if batch entries are
         the sequences.
@@ -132,6 +135,7 @@ class Problem:
     enabled_options: frozenset[str]
     score_mod: Node | None = None
     mask_mod: Node | None = None
+    constants: tuple[int, ...] = ()
     sequences: int | None = None
     page: int | None = None
     aux_names: tuple[str, ...] = ()
@@ -175,18 +179,15 @@ class Problem:
         """Return the part that `kind` leaves out."""
         return Numbers(
             *(self.B, self.Hq, self.Hkv, self.Nq, self.Nk, self.scale, self.softcap),
-            *(self.window, self.dropout_p, self.seed, self.sequences),
+            *(self.window, self.dropout_p, self.seed, self.sequences, self.constants),
         )
 
     @classmethod
     def of(cls, kind: Kind, numbers: Numbers) -> "Problem":
         """Return the problem of a kind and numbers."""
-        B, Hq, Hkv, Nq, Nk, scale, softcap, window, dropout_p, seed, sequences = numbers
-        return cls(
-            *(B, Hq, Hkv, Nq, Nk, kind.D, kind.Dv, kind.dtype, scale, softcap, window, dropout_p),
-            *(seed, kind.ndim, kind.enabled_options, kind.score_mod, kind.mask_mod, sequences),
-            *(kind.page, kind.aux_names, kind.mask_options),
-        )
+        shared = ("dtype", "D", "Dv", "ndim", "page", "enabled_options", "score_mod", "mask_mod")
+        names = (*shared, "aux_names", "mask_options")
+        return cls(**numbers._asdict(), **{name: getattr(kind, name) for name in names})
 
     has_bias = _Enabled("bias")
     has_alibi = _Enabled("alibi_slopes")

@@ -22,7 +22,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 """Operations on values, as NumPy has them, and two more; on booleans the bitwise ones are logical.
 
-Besides them there are ``cast``, ``input``, ``constant`` and ``aux``.
+Besides them there are ``cast``, ``input``, ``constant``, ``parameter`` and ``aux``.
 """
 
 # NumPy's arithmetic on booleans, as bitwise operations.
@@ -123,6 +123,10 @@ def _node(op: str, kind: Kind, inputs: tuple[Node, ...]) -> Node:
     if any(x.op != "constant" for x in inputs):
         return Node(op, kind, inputs)
     values = [_DTYPES[x.kind](x.value) for x in inputs]
+    return constant(computed(op, kind, values).item())
+
+
+def computed(op: str, kind: Kind, values: Sequence[Any]) -> Any:
+    """Compute an operation on numbers of NumPy; floats are of float64."""
     with np.errstate(all="ignore"):
-        value = values[0].astype(_DTYPES[kind]) if op == "cast" else FUNCTIONS[op](*values)
-    return constant(value.item())
+        return values[0].astype(_DTYPES[kind]) if op == "cast" else FUNCTIONS[op](*values)

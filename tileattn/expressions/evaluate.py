@@ -15,6 +15,7 @@ from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.diagonals import Diagonals, is_distance, of_distance
 from tileattn.expressions.intervals import may_be_negative
 from tileattn.expressions.nodes import Kind, Node, ordered
+from tileattn.expressions.parameters import hoisted, numbers_of
 
 Array = NDArray[Any]
 
@@ -26,22 +27,25 @@ class Step(NamedTuple):
     inputs: tuple[int, ...]
     done: tuple[int, ...]  # slots that no later step reads
     of_distance: bool
+    number: int | None  # of a hoisted expression
 
 
 @lru_cache(maxsize=256)
 def program(outputs: tuple[Node, ...]) -> tuple[list[Step], list[int]]:
     """Order the steps of some outputs; return them, and the slots of the outputs."""
-    nodes = ordered(outputs)
+    numbers = hoisted(outputs)
+    nodes = ordered(outputs, numbers)
     slots = {node: n for n, node in enumerate(nodes)}
-    last = {slot: n for n, node in enumerate(nodes) for slot in map(slots.get, node.inputs)}
+    inputs = [tuple(slots[x] for x in (() if y in numbers else y.inputs)) for y in nodes]
+    last = {slot: n for n, given in enumerate(inputs) for slot in given}
     kept = [slots[node] for node in outputs]
     done: dict[int, list[int]] = {}
     for slot, n in last.items():
-        if slot is not None and slot not in kept:
+        if slot not in kept:
             done.setdefault(n, []).append(slot)
-    diagonal = of_distance(nodes)
+    diagonal = of_distance(ordered(outputs))
     steps = [
-        Step(node, tuple(slots[x] for x in node.inputs), tuple(done.get(n, ())), node in diagonal)
+        Step(node, inputs[n], tuple(done.get(n, ())), node in diagonal, numbers.get(node))
         for n, node in enumerate(nodes)
     ]
     return steps, kept
@@ -52,11 +56,13 @@ def evaluate(
     inputs: Mapping[str, Any],
     aux: Sequence[Array],
     dtype: np.dtype[Any],
+    constants: Sequence[int] = (),
 ) -> list[Array]:
     """Evaluate some outputs together.
 
     ``inputs`` broadcast against one another. Negative indices into ``aux`` count from the end;
-    indices past an end are clamped. An output may be one of the inputs.
+    indices past an end are clamped. An output may be one of the inputs. ``constants`` are the cells
+    of the parameters.
     """
     types = {Kind.BOOLEAN: np.dtype(np.bool_), Kind.INTEGER: np.dtype(np.int64), Kind.FLOAT: dtype}
     steps, kept = program(tuple(outputs))
@@ -64,6 +70,7 @@ def evaluate(
     if any(step.of_distance for step in steps):
         diagonals = Diagonals.of(inputs["i"], inputs["j"])
     values: list[Any] = [None] * len(steps)
+    numbers = numbers_of(hoisted(tuple(outputs)), constants) if constants else []
 
     def value(slot: int, along: bool) -> Any:
         """Look up a value: along the diagonals, or for each pair."""
@@ -71,7 +78,10 @@ def evaluate(
             return values[slot]
         return diagonals.tile(values[slot])
 
-    for n, (node, slots, done, along) in enumerate(steps):
+    for n, (node, slots, done, along, number) in enumerate(steps):
+        if number is not None:
+            values[n] = types[node.kind].type(numbers[number])
+            continue
         if diagonals is not None and is_distance(node):
             given = [diagonals.distance if x.value == "i" else np.int64(0) for x in node.inputs]
         else:

@@ -16,6 +16,7 @@ from tileattn.expressions.aux_arrays import AuxArrays, kind_of
 from tileattn.expressions.captures import with_stand_ins
 from tileattn.expressions.intervals import all_bounds
 from tileattn.expressions.nodes import INDICES, Kind, Node, constant, elements
+from tileattn.expressions.parameters import Expression
 from tileattn.expressions.state import state_of
 from tileattn.expressions.trace import Source, Traced, TracedArray, node_of, trace
 from tileattn.lru import Lru
@@ -43,13 +44,13 @@ def read_functions(options: Mapping[str, Any], aux: Aux | None = None) -> Any:
     found, arrays = dict(options), aux
     for name, expression in _EXPRESSIONS.items():
         function = options.get(name)
-        if function is None or type(function) is Node:
+        if function is None or type(function) is Expression:
             continue
         node = _CACHE.get((state_of(function), name, kinds))
         if node is None:
             arrays = AuxArrays(given or ()) if arrays is None else arrays
             node = expression(function, arrays)
-        found[name] = node
+        found[name] = Expression(node)
     if isinstance(arrays, AuxArrays) and len(arrays) > len(arrays.parameters):
         found["aux"] = tuple(arrays)
     return found
@@ -64,6 +65,26 @@ def read_valid_functions(options: Mapping[str, Any], aux: Aux | None = None) -> 
         return read_functions(options, aux)
     except Exception:  # a function may raise anything
         return options
+
+
+def expression_of(function: Any, aux: Aux, name: str) -> Expression:
+    """Trace a function of a call; raise TypeError if it is none.
+
+    Parameters
+    ----------
+    function : callable or Expression
+        ``score_mod(s, b, h, i, j, *aux)``, or a function of b, h, i, j and ``aux`` that returns
+        booleans. An expression is returned as it is.
+    aux : sequence of array
+        The arrays.
+    name : str
+        ``"score_mod"``, or the name of a mask in messages.
+    """
+    if type(function) is Expression:
+        return function
+    if name == "score_mod":
+        return Expression(score_expression(function, aux))
+    return Expression(mask_expression(function, aux, name))
 
 
 def score_expression(function: Any, aux: Aux) -> Node:
@@ -99,7 +120,10 @@ def _mask(node: Node, name: str) -> Node:
 
 
 def check_indices(
-    name: str, node: Node, shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, int, int, int]
+    name: str,
+    function: Expression,
+    shapes: tuple[tuple[int, ...], ...],
+    sizes: tuple[int, int, int, int],
 ) -> None:
     """Raise ValueError if no index of a call of ``sizes`` (B, Hq, Nq, Nk) is within its axis.
 
@@ -110,9 +134,9 @@ def check_indices(
     # Indices that reach an axis also reach a longer one, and more indices reach it too. So calls
     # share what is found for the powers of two below their sizes.
     smaller = tuple(map(_power_of_two_below, shapes)), _power_of_two_below(sizes)
-    if not _outside(node, *smaller):
+    if not _outside(function, *smaller):
         return
-    for number, axis, n, low, high in _outside(node, shapes, sizes):
+    for number, axis, n, low, high in _outside(function, shapes, sizes):
         given = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
         accepted = f"indices must be within {-n} to {n - 1}" if n else "it has no elements"
         raise ValueError(
@@ -128,14 +152,14 @@ def _power_of_two_below(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _outside(
-    node: Node, shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]
+    function: Expression, shapes: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]
 ) -> tuple[tuple[int, int, int, float, float], ...]:
     """List the indices outside their axes: array, axis, its length, first and last index."""
     inputs = {index: (0.0, n - 1.0) for index, n in zip(INDICES, sizes, strict=True)}
-    reads = elements(node)
-    bounds = all_bounds(
-        [x for read in reads for x in read.inputs], inputs, [None] * len(shapes), np.dtype(float)
-    )
+    reads = elements(function.node)
+    indices = [x for read in reads for x in read.inputs]
+    arrays = [None] * len(shapes)
+    bounds = all_bounds(indices, inputs, arrays, np.dtype(float), function.constants)
     found = []
     for read in reads:
         number = int(read.value or 0)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.nodes import INDICES, Kind, Node, elements, ordered
+from tileattn.expressions.parameters import NEAR, hoisted, numbers_of
 
 Array = NDArray[Any]
 Interval = tuple[Any, Any]
@@ -36,13 +37,14 @@ def bounds(
     inputs: Mapping[str, Interval],
     aux: Sequence[RangeExtrema | None],
     dtype: np.dtype[Any],
+    constants: Sequence[int] | None = None,
 ) -> Interval:
     """Bound an expression.
 
     ``inputs`` has first and last value of each index; a missing one is unknown. ``aux`` has None
-    for an unknown array.
+    for an unknown array. ``constants`` are the cells of the parameters; None for unknown ones.
     """
-    return all_bounds([output], inputs, aux, dtype)[output]
+    return all_bounds([output], inputs, aux, dtype, constants)[output]
 
 
 def all_bounds(
@@ -50,14 +52,23 @@ def all_bounds(
     inputs: Mapping[str, Interval],
     aux: Sequence[RangeExtrema | None],
     dtype: np.dtype[Any],
+    constants: Sequence[int] | None = None,
 ) -> dict[Node, Interval]:
-    """Bound some expressions and all that they are made of."""
+    """Bound some expressions and all that they are made of, down to known hoisted ones."""
     found: dict[Node, Interval] = {}
+    known: dict[Node, bool | int | float] = {}
+    if constants:
+        of = hoisted(tuple(outputs))
+        known = dict(zip(of, numbers_of(of, constants), strict=True))
     with np.errstate(all="ignore"):
-        for node in ordered(outputs):
+        for node in ordered(outputs, known):
             of_dtype = dtype if node.kind == Kind.FLOAT else np.dtype(np.float64)
-            given = [found[x] for x in node.inputs]
-            found[node] = _known(node, *_bounds(node, given, inputs, aux, of_dtype))
+            if node in known:
+                ends = (of_dtype.type(known[node]),) * 2
+            else:
+                given = [found[x] for x in node.inputs]
+                ends = _bounds(node, given, inputs, aux, of_dtype)
+            found[node] = _known(node, *ends)
     return found
 
 
@@ -73,6 +84,9 @@ def _bounds(
         return np.asarray(low, dtype), np.asarray(high, dtype)
     if node.op == "constant":
         return (dtype.type(node.value),) * 2
+    if node.op == "parameter":
+        far = np.nan if node.kind == Kind.FLOAT else float(NEAR)
+        return dtype.type(-far), dtype.type(far - 1)
     if node.op == "aux":
         extrema = aux[int(node.value or 0)]
         return (dtype.type(np.nan),) * 2 if extrema is None else _element(extrema, given, dtype)

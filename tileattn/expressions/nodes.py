@@ -7,7 +7,7 @@ is a table of rules by operation, and one loop over `ordered`.
 import enum
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -27,12 +27,16 @@ INDICES = ("b", "h", "i", "j")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One operation, input or constant; ``aux`` is an element of an array, at integer indices."""
+    """One operation, input or constant; ``aux`` is an element of an array, at integer indices.
+
+    A parameter is a constant whose value is not part of the expression (`parameters`).
+    """
 
     op: str
     kind: Kind
     inputs: tuple["Node", ...] = ()
-    value: bool | int | float | str | None = None  # a constant; name of an input; number of an aux
+    # A constant; the name of an input; the number of an array of aux, or of a parameter.
+    value: bool | int | float | str | None = None
     digest: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -58,17 +62,24 @@ def constant(value: bool | float) -> Node:
     return Node("constant", kinds[type(value)], (), value)
 
 
-def ordered(outputs: Iterable[Node]) -> list[Node]:
-    """List the nodes of some outputs, each once and after its inputs."""
+def ordered(outputs: Iterable[Node], leaves: Container[Node] = ()) -> list[Node]:
+    """List the nodes of some outputs, each once and after its inputs.
+
+    The inputs of ``leaves`` are left out.
+    """
     found: dict[Node, None] = {}
     stack: list[tuple[Node, Iterator[Node]]] = []
+
+    def inputs_of(node: Node) -> Iterator[Node]:
+        return iter(() if node in leaves else node.inputs)
+
     for output in outputs:
-        stack.append((output, iter(output.inputs)))
+        stack.append((output, inputs_of(output)))
         while stack:
             node, inputs = stack[-1]
             following = next((x for x in inputs if x not in found), None)
             if following is not None:
-                stack.append((following, iter(following.inputs)))
+                stack.append((following, inputs_of(following)))
             else:
                 found[node] = None
                 stack.pop()

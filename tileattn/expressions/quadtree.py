@@ -37,10 +37,12 @@ def find_blocks(
     heads: tuple[int, int],
     lengths: tuple[int, int],
     block_size: tuple[int, int],
+    constants: Sequence[int] = (),
 ) -> BlockRuns:
     """Find the blocks that are not known to be empty, for all of some heads.
 
-    ``heads`` are the first and the last of the query heads, ``lengths`` are Nq and Nk.
+    ``heads`` are the first and the last of the query heads, ``lengths`` are Nq and Nk, and
+    ``constants`` the cells of the parameters.
     """
     counts = [-(-n // size) for n, size in zip(lengths, block_size, strict=True)]
     step = 1 << max(0, (max(counts) - 1).bit_length() - START.bit_length() + 1)
@@ -49,7 +51,7 @@ def find_blocks(
     while squares[0].size:
         row, column = squares
         starts = row * step, column * step
-        kind = _kinds(visible, aux, b, heads, lengths, block_size, starts, step)
+        kind = _kinds(visible, aux, b, heads, lengths, block_size, starts, step, constants)
         found.append(_as_runs(row, column, kind, step, counts, every=step == 1))
         if step == 1:
             break
@@ -70,11 +72,12 @@ def all_kinds(
     shape: tuple[int, ...],
     lengths: tuple[int, int],
     block_size: tuple[int, int],
+    constants: Sequence[int] = (),
 ) -> Any:
     """Return the kind of every block, for all batch entries and heads at once."""
     b, h, row, column = np.ogrid[tuple(map(slice, shape))]
     inputs = {"b": (b, b), "h": (h, h), **_ranges(lengths, block_size, (row, column), 1)}
-    low, high = bounds(visible, inputs, aux, _FLOAT)
+    low, high = bounds(visible, inputs, aux, _FLOAT, constants)
     return np.broadcast_to(low + high, shape)
 
 
@@ -87,10 +90,11 @@ def _kinds(
     block_size: tuple[int, int],
     starts: tuple[Ints, Ints],
     step: int,
+    constants: Sequence[int],
 ) -> Ints:
     """Return the kinds of squares of blocks: 0 empty, 2 full, 1 unknown."""
     inputs = {"b": (b, b), "h": heads, **_ranges(lengths, block_size, starts, step)}
-    low, high = bounds(visible, inputs, aux, _FLOAT)
+    low, high = bounds(visible, inputs, aux, _FLOAT, constants)
     kind = np.broadcast_to(low + high, starts[0].shape)
     return np.asarray(kind, np.int64)
 
@@ -132,19 +136,20 @@ def kinds_by_intervals(
     shape: tuple[int, int, int, int],
     block_size: tuple[int, int],
     aux: Sequence[RangeExtrema | None] = (),
+    constants: Sequence[int] = (),
 ) -> NDArray[np.int8]:
     """Classify the blocks of an expression, shape (B or 1, Hq or 1, ...).
 
-    Blocks that intervals leave unknown are partial.
+    Blocks that intervals leave unknown are partial. ``constants`` are the cells of the parameters.
     """
     (B, Hq, Nq, Nk), (bq, bk) = shape, block_size
     own = [n if depends_on(visible, name) else min(n, 1) for n, name in ((B, "b"), (Hq, "h"))]
     kinds = np.zeros((*own, -(-Nq // bq), -(-Nk // bk)), np.int8)  # empty
     if kinds.size and max(kinds.shape[2:]) <= START:
-        kinds[...] = all_kinds(visible, aux, kinds.shape, (Nq, Nk), block_size)
+        kinds[...] = all_kinds(visible, aux, kinds.shape, (Nq, Nk), block_size, constants)
         return kinds
     for b, h in np.ndindex(*own):
-        runs = find_blocks(visible, aux, b, (h, h), (Nq, Nk), block_size)
+        runs = find_blocks(visible, aux, b, (h, h), (Nq, Nk), block_size, constants)
         for row, first, stop, kind in zip(*runs, strict=True):
             kinds[b, h, row, first:stop] = kind
     return kinds

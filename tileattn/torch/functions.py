@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tileattn.call.options import FUNCTIONS
 from tileattn.call.parse import aux_arrays
 from tileattn.expressions.aux_arrays import AuxArrays, check_kind
-from tileattn.expressions.functions import mask_expression, score_expression
-from tileattn.expressions.nodes import Node, to_text
+from tileattn.expressions.functions import expression_of
+from tileattn.expressions.parameters import Expression
 from tileattn.torch.tensors import check_tensor, tensor_of
-
-_EXPRESSIONS = {"score_mod": score_expression, "mask_mod": mask_expression}
 
 _DYNAMO = "get_local", "graph_break", "_i_will_not_complain_if_bc_breaks_InstructionTranslator"
 
@@ -57,15 +56,15 @@ def read_functions(options: Mapping[str, Any], device: torch.device) -> Mapping[
 
 def functions_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the functions among the options."""
-    return {name: options[name] for name in _EXPRESSIONS if options.get(name) is not None}
+    return {name: options[name] for name in FUNCTIONS if options.get(name) is not None}
 
 
 def expressions_of(
     functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
-) -> tuple[dict[str, Node], AuxArrays]:
+) -> tuple[dict[str, Expression], AuxArrays]:
     """Trace functions; return their expressions, and ``aux`` with the arrays they capture."""
     arrays = _Tensors(aux, device)
-    return {name: _EXPRESSIONS[name](x, arrays) for name, x in functions.items()}, arrays
+    return {name: expression_of(x, arrays, name) for name, x in functions.items()}, arrays
 
 
 def tensors_of(arrays: AuxArrays, device: torch.device) -> tuple[Any, ...]:
@@ -76,15 +75,15 @@ def tensors_of(arrays: AuxArrays, device: torch.device) -> tuple[Any, ...]:
 
 def text_of(name: str, function: Any, arrays: Sequence[Any]) -> str:
     """Trace a function; return the text of its expression."""
-    return to_text(_EXPRESSIONS[name](function, arrays))
+    return expression_of(function, arrays, name).to_text()
 
 
 def _read(
     functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
 ) -> dict[str, Any]:
     """Return the texts of functions, and the arrays they index as ``aux``, if any."""
-    nodes, arrays = expressions_of(functions, aux, device)
-    found: dict[str, Any] = {name: to_text(node) for name, node in nodes.items()}
+    read, arrays = expressions_of(functions, aux, device)
+    found: dict[str, Any] = {name: x.to_text() for name, x in read.items()}
     if arrays:
         found["aux"] = tensors_of(arrays, device)
     return found

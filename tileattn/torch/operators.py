@@ -10,7 +10,7 @@ from tileattn.call.options import DIFFERENTIABLE, OPTIONS, ROWS
 from tileattn.call.prepared import CALLS, PreparedCall, signature
 from tileattn.call.scalars import seed_of
 from tileattn.errors import UnsupportedError
-from tileattn.expressions.nodes import from_text
+from tileattn.expressions.parameters import Expression
 from tileattn.torch.batches import rule_for_gradients, rule_for_vmap
 from tileattn.torch.block_mask_names import block_mask_of
 from tileattn.torch.tensors import array_of, on, tensor_of
@@ -30,7 +30,7 @@ _TYPES: dict[str, _Type] = {  # by the value of an option; the window has two ar
     "number": _Type("float?", lambda x: x),
     # A seed is a tensor, so that compiled programs and exported ones take a new one.
     "integer": _TENSOR._replace(to_option=lambda x: seed_of(x.item())),
-    "function": _Type("str?", from_text),
+    "function": _Type("str?", Expression.from_text),
     "block mask": _Type("str?", block_mask_of),
     "arrays": _Type("Tensor[]", lambda tensors: tuple(map(array_of, tensors))),
 }

@@ -112,7 +112,8 @@ def why_not_learned(
             return f"gradients of aux with head dimensions above {MAX_HEAD_DIM}"
         if depends_on(node, "s"):
             return f"the gradient of {aux_name(n)} at an index that depends on the score"
-        sizes, more = (P.entries, P.Hq, P.Nq, P.Nk), (P.accum_dtype, len(shapes), origin)
+        sizes = P.entries, P.Hq, P.Nq, P.Nk
+        more = P.accum_dtype, len(shapes), origin, P.constants
         # Larger sizes reach as many elements or more, and calls share what is found for them.
         larger = map(_power_of_two_above, (shapes[n], sizes))
         if elements_of_tile(node, *larger, *more) <= MOST_OF_TILE:
@@ -139,10 +140,12 @@ def elements_of_tile(
     dtype: np.dtype[Any],
     arrays: int,
     origin: Constant | None = None,
+    constants: tuple[int, ...] = (),
 ) -> int:
     """Bound the number of elements that the pairs of a tile read.
 
     It looks at tiles all over the pairs. The last of the arrays is the origin, if there is one.
+    ``constants`` are the cells of the parameters.
     """
     inputs: dict[str, Any] = {}
     for axis, (name, n, step) in enumerate(zip("bhij", sizes, (1, 1, _TILE, _TILE), strict=True)):
@@ -153,7 +156,7 @@ def elements_of_tile(
     aux: list[RangeExtrema | None] = [None] * arrays
     if origin is not None:
         aux[-1] = RangeExtrema(origin.array())
-    found = all_bounds(node.inputs, inputs, aux, dtype)
+    found = all_bounds(node.inputs, inputs, aux, dtype, constants)
     counts: Any = 1
     for index, n in zip(node.inputs, shape, strict=True):
         low, high = index_range(found[index], n)

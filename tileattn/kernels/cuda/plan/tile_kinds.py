@@ -18,6 +18,7 @@ from tileattn.call.problem import Problem
 from tileattn.expressions.build import apply
 from tileattn.expressions.intervals import ROUNDED
 from tileattn.expressions.nodes import Node, depends_on, ordered
+from tileattn.expressions.parameters import Expression, renumbered
 from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.kernels.cuda.plan.block_sparse import tile_kinds
 
@@ -37,6 +38,7 @@ class TileKinds:
     function: Node | None = None  # the caller's own mask, where no block mask tells its tiles
     decided: str = ""  # where its kinds are found: on the "host", on the "device", or nowhere
     is_provisional: bool = False  # True: on the device although the host could decide
+    constants: tuple[int, ...] = ()  # the cells of its parameters
 
     @property
     def on_device(self) -> bool:
@@ -63,7 +65,8 @@ class TileKinds:
             *_, rows, columns = self.device_shape()
             kinds = tile_kinds(mask, self.tile)[..., :rows, :columns]
         if self.function is not None and self.decided == "host":
-            kinds = np.minimum(kinds, _by_intervals(self.function, self.shape, self.tile))
+            own = self.function, self.constants
+            kinds = np.minimum(kinds, _by_intervals(*own, self.shape, self.tile))
         elif self.function is not None:
             kinds = np.minimum(kinds, PARTIAL)
         return np.asarray(kinds, np.int8)
@@ -78,9 +81,9 @@ def tile_kinds_of(
     """
     shape = P.B, P.Hq, P.Nq, P.Nk
     own = P.mask_mod
-    if own is None or (mask is not None and own == mask.expression):
+    if own is None or (mask is not None and _evaluates(P, mask)):
         return TileKinds(tile, shape)
-    kinds = TileKinds(tile, shape, own)
+    kinds = TileKinds(tile, shape, own, constants=P.constants)
     if P.sequences is not None:
         return kinds  # tiles begin where sequences do, which the device alone may know
     count = math.prod(kinds.device_shape())
@@ -101,11 +104,21 @@ def kinds_agree(own: Node) -> bool:
     return not any(node.op in _KNOWN_TO_DEVICE for node in ordered([own]))
 
 
-def evaluating(P: Problem, visible: Node) -> Problem:
+def evaluating(P: Problem, visible: Expression) -> Problem:
     """Let kernels evaluate a block mask that is an expression: no pair of it is stored."""
+    node, constants = renumbered(visible.node, len(P.constants)), P.constants + visible.constants
     if P.mask_mod is not None:
-        visible = apply("bitwise_and", P.mask_mod, visible)
-    return replace(P.without_block_mask(), mask_mod=visible)
+        node = apply("bitwise_and", P.mask_mod, node)
+    return replace(P.without_block_mask(), mask_mod=node, constants=constants)
+
+
+def _evaluates(P: Problem, mask: BlockMask) -> bool:
+    """Return True if the mask function is a block mask, and nothing else."""
+    if mask.expression is None:
+        return False
+    node, constants = mask.expression.node, mask.expression.constants
+    first = len(P.constants) - len(constants)
+    return P.constants[first:] == constants and P.mask_mod == renumbered(node, first)
 
 
 @lru_cache(maxsize=256)
@@ -122,8 +135,11 @@ def without_values(output: Node) -> Node:
 
 @lru_cache(maxsize=16)
 def _by_intervals(
-    function: Node, shape: tuple[int, int, int, int], tile: tuple[int, int]
+    function: Node,
+    constants: tuple[int, ...],
+    shape: tuple[int, int, int, int],
+    tile: tuple[int, int],
 ) -> NDArray[np.int8]:
-    kinds = kinds_by_intervals(function, shape, tile)
+    kinds = kinds_by_intervals(function, shape, tile, constants=constants)
     kinds.setflags(write=False)
     return kinds

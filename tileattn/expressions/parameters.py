@@ -1,0 +1,126 @@
+"""Parameters of expressions: numbers that may differ from call to call, in cells of 64 bits.
+
+A cell is an int64, or the bits of a float64. So NaN equals itself, and -0.0 differs from 0.0.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from tileattn.expressions.build import apply, computed
+from tileattn.expressions.nodes import Kind, Node, from_text, ordered, to_text
+
+NEAR = 1 << 30
+"""Integer parameters are at least -NEAR and below NEAR: plus an index they fit in 32 bits."""
+
+_DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """An expression and the cells of its parameters; it may be passed in place of a function.
+
+    Parameters
+    ----------
+    node : Node
+        The expression; parameter n has the op ``"parameter"`` and the value n.
+    constants : tuple of int
+        The cell of each parameter.
+    """
+
+    node: Node
+    constants: tuple[int, ...] = ()
+
+    def to_text(self) -> str:
+        """Serialise as the text of the node, followed by the cells."""
+        return " ".join([to_text(self.node), *map(str, self.constants)])
+
+    @classmethod
+    def from_text(cls, text: str) -> "Expression":
+        """Parse the output of `to_text`."""
+        node, _, cells = text.rpartition("]")
+        return cls(from_text(f"{node}]"), tuple(map(int, cells.split())))
+
+
+def joined(op: str, x: Expression, y: Expression) -> Expression:
+    """Apply an operation to two expressions; the parameters of the first one come first."""
+    node = apply(op, x.node, renumbered(y.node, len(x.constants)))
+    return Expression(node, x.constants + y.constants)
+
+
+def parameter(n: int, kind: Kind) -> Node:
+    """Make parameter n."""
+    return Node("parameter", kind, (), n)
+
+
+def cell_of(x: float) -> int:
+    """Return the cell of a number."""
+    if isinstance(x, float):
+        bits: int = _INT64.unpack(_DOUBLE.pack(x))[0]
+        return bits
+    return int(x)
+
+
+def number_of(kind: Kind, cell: int) -> bool | int | float:
+    """Return the number in a cell."""
+    if kind == Kind.FLOAT:
+        number: float = _DOUBLE.unpack(_INT64.pack(cell))[0]
+        return number
+    return bool(cell) if kind == Kind.BOOLEAN else cell
+
+
+@lru_cache(maxsize=256)
+def renumbered(output: Node, first: int) -> Node:
+    """Return an expression whose parameters count from ``first``."""
+    if not first:
+        return output
+    made: dict[Node, Node] = {}
+    for node in ordered([output]):
+        if node.op == "parameter":
+            made[node] = parameter(first + int(node.value or 0), node.kind)
+        else:
+            made[node] = Node(node.op, node.kind, tuple(made[x] for x in node.inputs), node.value)
+    return made[output]
+
+
+@lru_cache(maxsize=256)
+def hoisted(outputs: tuple[Node, ...]) -> dict[Node, int]:
+    """Find the largest subexpressions of parameters and constants only, and number them.
+
+    They have one value in a call, computed in float64 on the host, as folded constants are.
+    """
+    nodes = ordered(outputs)
+    fixed: set[Node] = set()
+    for node in nodes:
+        varying = [x for x in node.inputs if x.op != "constant"]
+        is_computed = varying and node.op != "aux" and fixed.issuperset(varying)
+        if node.op == "parameter" or is_computed:
+            fixed.add(node)
+    used = {x for node in nodes if node not in fixed for x in node.inputs}.union(outputs)
+    return {node: n for n, node in enumerate(x for x in nodes if x in fixed and x in used)}
+
+
+def numbers_of(of: Iterable[Node], constants: Sequence[int]) -> list[bool | int | float]:
+    """Return the values of hoisted expressions, given the cells of the parameters."""
+    return [number_of(x.kind, cell) for x, cell in zip(of, cells_of(of, constants), strict=True)]
+
+
+def cells_of(of: Iterable[Node], constants: Sequence[int]) -> tuple[int, ...]:
+    """Return the cells of hoisted expressions, given the cells of the parameters."""
+    if all(node.op == "parameter" for node in of):
+        return tuple(constants[int(node.value or 0)] for node in of)
+    values: dict[Node, np.generic] = {}
+    for node in ordered(of):
+        if node.op == "parameter":
+            number: Any = number_of(node.kind, constants[int(node.value or 0)])
+        elif node.op == "constant":
+            number = node.value
+        else:
+            values[node] = computed(node.op, node.kind, [values[x] for x in node.inputs])
+            continue
+        values[node] = computed("cast", node.kind, [np.asarray(number)[()]])
+    return tuple(cell_of(values[node].item()) for node in of)
