@@ -19,6 +19,7 @@ from tileattn.call.problem import Operands, Problem
 from tileattn.cli.commands import main
 from tileattn.kernels.cuda.plan.device import device_of_arch
 from tileattn.kernels.cuda.plan.layout import contiguous_inputs
+from tileattn.kernels.cuda.plan.plan import plans_of
 
 ROOT = Path(__file__).parents[3]
 H200 = device_of_arch("sm_90a")
@@ -91,6 +92,26 @@ def test_the_order_of_query_blocks_is_told(sizes: Any, line: str) -> None:
     problem, operands = asked(sizes, causal=True)
     found = explain_on(H200, problem, contiguous_inputs(problem), operands)
     assert [x for x in found.reasons if x.startswith("query blocks")] == [line]
+
+
+@pytest.mark.parametrize(
+    ("N", "options", "told"),
+    [
+        (4096, {"causal": True}, True),
+        (4096, {"mask_mod": lambda _b, _h, i, j: i >= j}, True),
+        (512, {"causal": True}, False),
+        (512, {}, False),
+    ],
+)
+def test_plans_of_first_calls_are_told(N: int, options: dict[str, Any], told: bool) -> None:
+    """The workspace is enough for the plan of a first call, whose lists the GPU makes."""
+    problem, operands = asked((8, 32, 32, N, N, 128), **options)
+    layout = contiguous_inputs(problem)
+    found = explain_on(H200, problem, layout, operands)
+    lines = [x for x in found.reasons if x.startswith("tables are made when a call repeats")]
+    assert len(lines) == told
+    first = plans_of(problem, layout, H200, tables=False)
+    assert max(plan.workspace.nbytes for plan in first[1:]) <= found.workspace_bytes
 
 
 def test_keys_in_pages_have_no_backward_pass() -> None:

@@ -27,6 +27,10 @@ _UNCOUNTED = "mask_mod: too many tiles to count here"
 _COUNTED = 1 << 28  # pairs up to which the tiles of a mask_mod are counted; takes a second
 _SUMS = "the sums of the splits take {:,.2f} MB besides the results"
 _ASSIGNED = "query blocks are assigned in advance, the longest first"
+_PROVISIONAL = (
+    "tables are made when a call repeats; until then the GPU orders query blocks, and lists the "
+    "tiles of a mask_mod"
+)
 _DYNAMIC = "query blocks are claimed one by one, head by head"
 
 
@@ -87,6 +91,7 @@ def explain_on(
         Its backward tile is the tile of the kernel over keys.
     """
     forward, backward, deterministic = plans_of(problem, inputs, device)
+    without = plans_of(problem, inputs, device, tables=False)
     launches = (*forward.launches, *backward.launches)
     keys = [launch.key for launch in launches]
     first = main_of(forward.launches) or KernelLaunch(
@@ -118,7 +123,7 @@ def explain_on(
         bytes_moved=moved | ({"sums": 2 * sums} if sums else {}),
         traffic=traffic,
         kernels=tuple(map(_described, launches, loaded)),
-        workspace_bytes=max(plan.workspace.nbytes for plan in (backward, deterministic)),
+        workspace_bytes=max(x.workspace.nbytes for x in (backward, deterministic, *without[1:])),
         reasons=(
             f"q, k and v are CuPy arrays on {device.name}",
             f"rows are aligned to {alignment} bytes, so each copy moves {alignment} bytes",
@@ -127,6 +132,7 @@ def explain_on(
             *([_UNCOUNTED] if own is not None and not counted else []),
             *([_BLIND] if own is not None and counted and elements(own) else []),
             *([_ASSIGNED] if "assignment" in forward.constants else []),
+            *([_PROVISIONAL] if any(x.is_provisional for x in without) else []),
             *([_DYNAMIC] if forward.fields.get("single_heads") else []),
         ),
     )

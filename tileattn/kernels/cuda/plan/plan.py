@@ -147,13 +147,18 @@ def _evaluated(P: Problem, layout: CallLayout) -> tuple[Problem, CallLayout]:
     return evaluating(P, mask.expression), replace(layout, block_mask=None, evaluated_mask=mask)
 
 
-def plans_of(problem: Problem, inputs: CallLayout, device: Device) -> tuple[LaunchPlan, ...]:
+def plans_of(
+    problem: Problem, inputs: CallLayout, device: Device, *, tables: bool = True
+) -> tuple[LaunchPlan, ...]:
     """Plan the forward pass and both kinds of the backward one, of contiguous results."""
     forward = inputs.with_contiguous_results(problem, "forward")
     backward = with_gradients(problem, inputs.with_contiguous_results(problem, "backward"))
     return (
-        plan_forward(problem, forward, device),
-        *(plan_backward(problem, backward, device, deterministic=x) for x in (False, True)),
+        plan_forward(problem, forward, device, tables=tables),
+        *(
+            plan_backward(problem, backward, device, deterministic=x, tables=tables)
+            for x in (False, True)
+        ),
     )
 
 
