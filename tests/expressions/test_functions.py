@@ -16,6 +16,7 @@ import pytest
 from tileattn.expressions.functions import (
     _outside,
     check_indices,
+    expression_of,
     mask_expression,
     score_expression,
 )
@@ -324,18 +325,18 @@ def test_an_array_around_a_function_is_not_kept_alive() -> None:
 
 def test_indices_are_bounded_once_for_many_lengths() -> None:
     """Each of 500 lengths is checked, by bounds that are found once for a power of two."""
-    node = mask_expression(lambda b, h, i, j, x: x[i - j] > 0, (TABLE,))
+    mask = expression_of(lambda b, h, i, j, x: x[i - j] > 0, (TABLE,), "mask_mod")
     _outside.cache_clear()
     for n in range(512, 1012):
-        check_indices("mask_mod", node, ((n,),), (1, 1, n, n))
+        check_indices("mask_mod", mask, ((n,),), (1, 1, n, n))
     assert _outside.cache_info().misses == 1
 
 
 @pytest.mark.parametrize(("n", "inside"), [(599, False), (600, False), (601, True), (1000, True)])
 def test_indices_are_checked_by_the_sizes_of_the_call(n: int, inside: bool) -> None:
-    node = mask_expression(lambda b, h, i, j, x: x[i + 600] > 0, (TABLE,))
+    mask = expression_of(lambda b, h, i, j, x: x[i + 600] > 0, (TABLE,), "mask_mod")
     if inside:
-        check_indices("mask_mod", node, ((n,),), (1, 1, 1000, 1000))
+        check_indices("mask_mod", mask, ((n,),), (1, 1, 1000, 1000))
     else:
         with pytest.raises(ValueError, match=f"of shape \\({n},\\), with 600 to 1599; indices"):
-            check_indices("mask_mod", node, ((n,),), (1, 1, 1000, 1000))
+            check_indices("mask_mod", mask, ((n,),), (1, 1, 1000, 1000))
