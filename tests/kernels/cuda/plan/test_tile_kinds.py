@@ -1,6 +1,7 @@
 """The tiles of a mask_mod that kernels skip, or do not look into: where they are found."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,18 @@ def test_a_plan_brings_what_the_host_knows() -> None:
         np.testing.assert_array_equal(plan.constants["tile_kinds"].array(), blind(P))
         assert "tile_kinds" not in plan.workspace.starts
     assert "tile_kinds" not in forward(asked()).constants
+
+
+def test_a_plan_brings_nothing_that_the_host_does_not_know() -> None:
+    """Kernels take all tiles for partial if they get no kinds."""
+    P = problem_of(MASKS["sliding_window"], B=1)
+    packed = replace(P, dtype=np.dtype("float16"), sequences=3)
+    many = replace(P, Nq=1 << 25, Nk=1 << 25)
+    for device, problem in product((H200, A100), (packed, many)):
+        layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
+        for plan in (forward(problem, device, layout), backward(problem, device, layout)):
+            assert plan.constants == {}
+            assert "tile_kinds" not in plan.workspace.starts
 
 
 @pytest.mark.parametrize(

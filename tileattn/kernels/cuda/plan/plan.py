@@ -254,7 +254,7 @@ def _mask_tiles(kind: KindPlan, P: Problem, layout: CallLayout, tables: bool) ->
         launches, lines = kind.classifying, (b * h * rows, heads * rows, heads * columns)
         arrays["tile_kinds"] = contiguous((b, h, rows, columns), "int8")
         parts["tile_kinds"] = arrays["tile_kinds"].nbytes
-    elif kind.classifying:
+    elif kind.classifying and (kinds.decided or layout.evaluated_mask is not None):
         known = kinds.kinds(layout.evaluated_mask)
         arrays["tile_kinds"] = contiguous(known.shape, "int8")
         constants["tile_kinds"] = Constant.of(known)

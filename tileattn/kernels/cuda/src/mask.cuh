@@ -156,8 +156,9 @@ struct AttentionMask {
                 bits[(i64(block.entry) * block_q + row % block_q) * block_k + key % block_k]);
     }
 
-    // The kind of a tile according to mask_mod. tile_kinds may have tiles of another size.
+    // The kind of a tile according to mask_mod. tile_kinds may have tiles of another size, or be null.
     __device__ int kind_by_function(int q0, int q1, int k0, int k1) const {
+        if (!tile_kinds) return PARTIAL;
         int least = FULL, most = EMPTY;
         for (int r = q0 / tile_q; r <= (q1 - 1) / tile_q; ++r)
             for (int c = k0 / tile_k; c <= (k1 - 1) / tile_k; ++c) {
