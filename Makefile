@@ -13,7 +13,7 @@ EXTRAS_dev  = dev$(or $(CUDA),$(NVRTC))
 EXTRAS_gpu  = dev$(CUDA)
 EXTRAS_bench = bench$(CUDA)
 
-.PHONY: help setup demo test test-all test-gpu format lint types docs bench dist clean
+.PHONY: help setup demo test test-all test-gpu format lint types docs bench cubins dist clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -50,11 +50,13 @@ docs: setup  ## build the site into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 bench: $(VENV)/bench.stamp  ## measure (ARGS="cpu", "gpu --quick", ...; without ARGS: list them)
 	$(BIN)/python -m tileattn bench $(ARGS)
-dist: setup  ## build dist/ and check what is in it
+cubins: setup  ## compile the CUDA kernels that the wheel brings (options: ARGS="...")
+	$(BIN)/python tools/make_cubins.py $(ARGS)
+dist: setup  ## build dist/ and check what is in it; the wheel brings what `make cubins` has made
 	rm -rf dist
-	$(BIN)/python -m build --quiet
+	$(BIN)/python -m build --sdist --wheel --quiet
 	$(BIN)/python tools/check_wheel.py dist/*.whl
 	$(BIN)/python tools/check_install.py dist/*
 clean:  ## remove everything that the targets above made
-	rm -rf $(VENV) dist site char_gpt_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf tileattn/kernels/cuda/cubins $(VENV) dist site char_gpt_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

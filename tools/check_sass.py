@@ -35,6 +35,7 @@ from tileattn.kernels.cuda.plan import catalog
 from tools.sass import Instruction, disassembled, nvdisasm, parsed
 
 ARCH = "sm_90a"
+LINES = ("-lineinfo",)  # the machine code is the same
 DTYPES = ("float16", "bfloat16")
 PAIRS = (*product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS), (48, 112), (80, 80), (112, 48))
 OPTIONS: tuple[tuple[str, ...], ...] = (
@@ -92,7 +93,7 @@ def _latent_key(dtype: str) -> KernelKey:
 
 def findings(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,)) -> list[str]:
     """Say which barriers of a kernel are arrived on before which loads have ended."""
-    texts, _ = sources_in(folders)
+    texts = sources_in(folders)
     lines = {name: text.splitlines() for name, text in texts.items()}
     barriers = {name for text in texts.values() for name in _DECLARED.findall(text)}
     barrier = re.compile(rf"\b({'|'.join(sorted(barriers))})\(")
@@ -104,7 +105,7 @@ def findings(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,
         return found[1] if found else f"`{said[-1].strip()}`"
 
     found: dict[tuple[str, str], str] = {}
-    for section in parsed(disassembled(compiled(key, ARCH, folders).image, program)):
+    for section in parsed(disassembled(compiled(key, ARCH, folders, options=LINES).image, program)):
         for arrival, load in section.lasting():
             at, what = named(arrival, barrier), named(load, _BUFFER)
             found.setdefault(

@@ -1,8 +1,11 @@
-"""Check that a wheel holds every file of the package, and no compiled code."""
+"""Check that a wheel holds every file of the package, and no compiled code but undamaged cubins."""
 
 import sys
+import tempfile
 import zipfile
 from pathlib import Path, PurePosixPath
+
+from tileattn.kernels.cuda.jit import shipped
 
 COMPILED = {".a", ".dll", ".dylib", ".exe", ".lib", ".o", ".pyd", ".so"}
 COMPILED |= {".cubin", ".fatbin", ".ptx"}
@@ -13,6 +16,24 @@ REQUIRED = {
     if path.suffix != ".pyc"
 }
 """The package as it lies here: a pattern of .gitignore would keep a folder out of the wheel."""
+
+CUBINS = "tileattn/kernels/cuda/cubins/"
+MOST_BYTES = 30_000_000  # of all cubins
+
+
+def cubins(archive: zipfile.ZipFile) -> tuple[int, list[str]]:
+    """Count the kernels that a wheel brings, and list what is wrong with them."""
+    names = [name for name in archive.namelist() if name.startswith(CUBINS)]
+    count, size = 0, sum(archive.getinfo(name).file_size for name in names)
+    found = [f"{CUBINS}: {size:,} bytes; at most {MOST_BYTES:,}"] if size > MOST_BYTES else []
+    with tempfile.TemporaryDirectory() as place:
+        archive.extractall(place, names)
+        for arch in (PurePosixPath(name).stem for name in names if name.endswith(".json")):
+            kernels = shipped.index(Path(place, CUBINS), arch)
+            damaged = [x for x in kernels if not shipped.read(arch, x, Path(place, CUBINS))]
+            found += [f"{CUBINS}{arch}.cubins: kernel {x} is damaged" for x in damaged]
+            count += len(kernels)
+    return count, found
 
 
 def problems(names: list[str], wheel: str) -> list[str]:
@@ -37,8 +58,10 @@ def main(paths: list[str]) -> int:
     for path in paths:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-        found = problems(names, path)
-        print("\n".join(found) if found else f"{path}: {len(names)} files, no compiled code")
+            count, damage = cubins(archive)
+        found = problems(names, path) + damage
+        said = f"{path}: {len(names)} files, {count} compiled kernels"
+        print("\n".join(found) if found else said)
         status |= bool(found)
     return status
 

@@ -176,7 +176,7 @@ def work(
     In ``place`` it writes down the number of the case, the turn and the time. ``reports`` takes a
     `Report` for each visit, or the text of an exception.
     """
-    compile.TROUBLE = VARIANTS[chosen.variant]
+    compile.EXTRA_OPTIONS = VARIANTS[chosen.variant]
     try:
         worker = Worker(chosen.repeats)
         held: set[Case] = set()
@@ -299,7 +299,7 @@ def main(argv: Sequence[str]) -> int:
         print(reason)
         return 2
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of the processes: the oracle's products
-    compile.TROUBLE = VARIANTS[chosen.variant]
+    compile.EXTRA_OPTIONS = VARIANTS[chosen.variant]
     start = time.time()
     count = compile_all(chosen.pairs, arch_of(0), os.cpu_count() or 1)
     print(f"{count} kernels compiled in {time.time() - start:.0f} s", flush=True)

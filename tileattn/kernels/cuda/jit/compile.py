@@ -1,4 +1,4 @@
-"""Compile the kernel of a key with NVRTC, or read it from the disk cache.
+"""Compile the kernel of a key with NVRTC, or read it from the wheel or the disk cache.
 
 NVRTC is called directly. CuPy's ``RawModule`` adds ``-ftz=true``, which flushes float32 subnormals
 to zero, and its cache does not notice edits of included headers.
@@ -16,6 +16,7 @@ from typing import Any
 from tileattn.errors import BackendUnavailableError, KernelCompileError
 from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.jit import shipped
 
 SOURCES = Path(__file__).parents[1] / "src"
 FUNCTIONS = "functions.cuh"  # a key with `functions` brings its own text for this header
@@ -23,18 +24,20 @@ FUNCTIONS = "functions.cuh"  # a key with `functions` brings its own text for th
 OPTIONS = (
     "-std=c++17",
     "-default-device",
-    "-lineinfo",  # for profilers and compute-sanitizer; the machine code is the same
     "--ptxas-options=-v",  # report registers and spills in the log
 )
 
-TROUBLE: tuple[str, ...] = ()
-"""Compiler options that tools/stress_gpu.py adds before the first kernel is loaded."""
+EXTRA_OPTIONS: tuple[str, ...] = ()
+"""Compiler options that tools add before the first kernel is loaded; -lineinfo for profilers."""
 
-_INSTALL = (
+INSTALL = (
     "pip install 'cupy-cuda13x[ctk]' brings CuPy and NVRTC for drivers from 580 on, "
     "'cupy-cuda12x[ctk]' for older ones"
 )
 
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+
+_TIME = re.compile(r"^ptxas info *: Compile time = .*$", re.MULTILINE)
 _END = 1 << 16  # bytes at either end of the NVRTC library that identify its build
 
 
@@ -44,15 +47,27 @@ class Compiled:
 
     image: bytes  # machine code (cubin), or PTX
     log: str  # warnings and resources
-    cached: bool  # True if it was read from the disk cache
+    cached: bool  # True if it was read, from the wheel or the disk cache
     registers: int | None  # per thread
     spill_bytes: int | None  # per thread, without the functions that the kernel calls
+    inputs: str  # digest of its sources and options
+
+    @property
+    def body(self) -> bytes:
+        """What the wheel and the disk cache keep: the log, NUL and the image."""
+        return self.log.encode() + b"\0" + self.image
 
 
 def compiled(
-    key: KernelKey, arch: str, folders: tuple[Path, ...] = (SOURCES,), *, force: bool = False
+    key: KernelKey,
+    arch: str,
+    folders: tuple[Path, ...] = (SOURCES,),
+    *,
+    force: bool = False,
+    ship: bool = True,
+    options: tuple[str, ...] = (),
 ) -> Compiled:
-    """Compile a kernel, or read it from the disk cache. No GPU is needed.
+    """Compile a kernel, or read it from the wheel or the disk cache. No GPU is needed.
 
     Parameters
     ----------
@@ -63,40 +78,77 @@ def compiled(
     folders : tuple of Path
         Folders of the sources.
     force : bool
-        Compile the kernel even if it is in the cache.
+        Compile the kernel even if it could be read.
+    ship : bool
+        False to ignore the kernels that the wheel brings.
+    options : tuple of str
+        More compiler options.
 
     Raises
     ------
     ValueError
         If NVRTC does not know ``arch``.
     """
-    options, (texts, sources) = _options(key, checked_arch(arch)), sources_in(folders)
-    made_from = sources, compiler_name(), _build(), options
-    inputs = hashlib.sha256(repr(made_from).encode()).hexdigest()
-    body = found = None if force else cache.read(inputs)
+    texts, options = sources_of(key, arch, folders), _options(key, arch, options)
+    inputs = _digest(texts, options)
+    body = shipped.read(arch, inputs) if ship and not force else None
+    cached = body is not None
     if body is None:
-        with cache.alone(inputs):
-            # Another process may have compiled it while this one waited.
-            body = found = None if force else cache.read(inputs)
-            if body is None:
-                own = {FUNCTIONS: key.functions} if key.functions else {}
-                body = _compile(key, arch, texts | own, options)
-                cache.write(inputs, body)
+        body, cached = _read_or_compiled(key, checked_arch(arch), texts, options, force)
     said, _, image = body.partition(b"\0")
     log = said.decode()
-    return Compiled(image, log, found is not None, *resources(log, key.kernel))
+    return Compiled(image, log, cached, *resources(log, key.kernel), inputs)
+
+
+def _read_or_compiled(
+    key: KernelKey, arch: str, texts: dict[str, str], options: tuple[str, ...], force: bool
+) -> tuple[bytes, bool]:
+    """Return the body of a kernel, and whether it was in the disk cache."""
+    inputs = _digest(texts, options, compiler_name(), _build())
+    body = None if force else cache.read(inputs)
+    if body is not None:
+        return body, True
+    with cache.alone(inputs):
+        # Another process may have compiled it while this one waited.
+        body = None if force else cache.read(inputs)
+        if body is not None:
+            return body, True
+        body = _compile(key, arch, texts, options)
+        cache.write(inputs, body)
+        return body, False
+
+
+def _digest(*made_from: object) -> str:
+    return hashlib.sha256(repr(made_from).encode()).hexdigest()
 
 
 @functools.cache
-def sources_in(folders: tuple[Path, ...]) -> tuple[dict[str, str], str]:
-    """Read the sources by name, and the digest of all of them, once per process."""
-    texts = {
+def sources_in(folders: tuple[Path, ...]) -> dict[str, str]:
+    """Read the sources by name, once per process."""
+    return {
         path.name: path.read_text(encoding="utf-8")
         for folder in folders
         for path in sorted(folder.iterdir())
         if path.suffix in {".cu", ".cuh"}
     }
-    return texts, hashlib.sha256(repr(texts).encode()).hexdigest()
+
+
+def sources_of(key: KernelKey, arch: str, folders: tuple[Path, ...]) -> dict[str, str]:
+    """Return the texts of a kernel: its file, and every header that it includes."""
+    texts, file = sources_in(folders), f"{key.kernel}.cu"
+    if file not in texts:
+        names = ", ".join(name for name in texts if name.endswith(".cu"))
+        raise KernelCompileError(file, arch, key, compiler_name(), f"there are only: {names}")
+    if key.functions:
+        texts = texts | {FUNCTIONS: key.functions}
+    found: dict[str, str] = {}
+    waiting = [file]
+    while waiting:
+        name = waiting.pop()
+        if name in texts and name not in found:
+            found[name] = texts[name]
+            waiting += _INCLUDE.findall(texts[name])
+    return dict(sorted(found.items()))
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -182,18 +234,16 @@ def _build() -> str:
         return f"{size} {hashlib.sha256(library.read(_END) + last).hexdigest()}"
 
 
-def _options(key: KernelKey, arch: str) -> tuple[str, ...]:
-    # NVRTC 12.9 and later have a cache of their own, which may omit the log.
-    own_cache = () if nvrtc_version() < (12, 9) else ("--no-cache",)
-    return (*OPTIONS, *own_cache, f"-arch={arch}", *TROUBLE, *key.defines())
+def _options(key: KernelKey, arch: str, more: tuple[str, ...]) -> tuple[str, ...]:
+    return (*OPTIONS, f"-arch={arch}", *EXTRA_OPTIONS, *more, *key.defines())
 
 
 def _compile(key: KernelKey, arch: str, texts: dict[str, str], options: tuple[str, ...]) -> bytes:
     """Return the log, NUL and the image. Headers are passed as text: NVRTC reads no files."""
     nvrtc, file = _nvrtc(), f"{key.kernel}.cu"
-    if file not in texts:
-        names = ", ".join(name for name in texts if name.endswith(".cu"))
-        raise KernelCompileError(file, arch, key, compiler_name(), f"there are only: {names}")
+    # NVRTC 12.9 and later have a cache of their own, which may omit the log.
+    if nvrtc_version() >= (12, 9):
+        options = (*options, "--no-cache")
     headers = {name: text for name, text in texts.items() if name.endswith(".cuh")}
     program = nvrtc.createProgram(
         texts[file],
@@ -208,7 +258,7 @@ def _compile(key: KernelKey, arch: str, texts: dict[str, str], options: tuple[st
         else:
             # CuPy strips the last byte, as if it ended a string. It is the high byte of a number.
             image = nvrtc.getCUBIN(program) + b"\0"
-        log: str = nvrtc.getProgramLog(program)
+        log: str = _TIME.sub("", nvrtc.getProgramLog(program))  # equal builds have equal digests
         return log.strip("\0\n ").encode() + b"\0" + image
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program) or str(error)
@@ -225,8 +275,8 @@ def _nvrtc() -> Any:
 
         nvrtc.getVersion()
     except ModuleNotFoundError as error:
-        raise BackendUnavailableError(f"CuPy is not installed; {_INSTALL}") from error
+        raise BackendUnavailableError(f"CuPy is not installed; {INSTALL}") from error
     except (ImportError, OSError, RuntimeError) as error:
         reason = (str(error) or repr(error)).splitlines()[0]
-        raise BackendUnavailableError(f"CuPy finds no NVRTC ({reason}); {_INSTALL}") from error
+        raise BackendUnavailableError(f"CuPy finds no NVRTC ({reason}); {INSTALL}") from error
     return nvrtc

@@ -1,6 +1,7 @@
 """Load compiled kernels on a device: each one once, the kernels of a call in parallel."""
 
 import functools
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +11,18 @@ from typing import Any
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.compile import (
+    INSTALL,
     SOURCES,
     Compiled,
     best_arch,
     compiled,
     compiler_name,
     known_archs,
-    nvrtc_version,
 )
+
+_KNOWN_TO_ALL = (75, 80, 86, 87, 89, 90)  # compute capabilities times ten; NVRTC 12.0 to 13.5
+
+NOTICE_SECONDS = 1.0  # of compiling before a terminal is told
 
 # CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX and UNSUPPORTED_PTX_VERSION.
 _REFUSED = (200, 209, 218, 222)
@@ -76,7 +81,12 @@ def load(
             kernel = _loaded.get(name)
             if kernel is None:
                 arch = arch or arch_of(device)
-                kernel = _placed(key, arch, compiled(key, arch, folders), device)
+                try:
+                    kernel = _placed(key, arch, compiled(key, arch, folders), device)
+                except BackendUnavailableError:
+                    # The compiler of the wheel's kernels may be newer than the driver.
+                    made = compiled(key, arch, folders, ship=False)
+                    kernel = _placed(key, arch, made, device)
                 _loaded[name] = kernel
     return kernel
 
@@ -90,7 +100,7 @@ def load_all(keys: Sequence[KernelKey], folders: tuple[Path, ...] = (SOURCES,)) 
     """
     device = int(_runtime().getDevice())
     new = [key for key in dict.fromkeys(keys) if (key, device, None, folders) not in _loaded]
-    if len(new) > 1:
+    if new:
         failed = _failures(new, device, folders)
         if failed:
             for other in failed[1:]:
@@ -111,6 +121,10 @@ def _failures(
 
         with ThreadPoolExecutor(len(keys), "tileattn-compile") as pool:
             asked = [pool.submit(load, key, device, None, folders) for key in keys]
+            late = wait(asked, NOTICE_SECONDS).not_done
+            if late and sys.stderr.isatty():
+                names = f"{len(late)} CUDA kernel{'s' * (len(late) > 1)}"
+                sys.stderr.write(f"tileattn: compiling {names} for {arch_of(device)}\n")
             wait(asked)  # inside `with`: an interrupt is raised after the threads have ended
     except RuntimeError:
         return []
@@ -124,15 +138,19 @@ def arch_of(device: int) -> str:
     import cupy
 
     digits = cupy.cuda.Device(device).compute_capability
-    return best_arch((int(digits[:-1]), int(digits[-1])), known_archs())
+    capability = int(digits[:-1]), int(digits[-1])
+    number = 10 * capability[0] + capability[1]
+    # Loading NVRTC takes longer than a call that needs no compiler.
+    return best_arch(capability, (number,) if number in _KNOWN_TO_ALL else known_archs())
 
 
 @functools.cache
 def _runtime() -> Any:
     """Return CuPy's runtime, after one check that there is a GPU."""
-    nvrtc_version()  # raises if CuPy is missing, and says what to install
-    import cupy
-
+    try:
+        import cupy
+    except ImportError as error:
+        raise BackendUnavailableError(f"CuPy is not installed; {INSTALL}") from error
     try:
         cupy.cuda.runtime.getDevice()
     except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -1,31 +1,109 @@
-"""Which kernels are worth compiling ahead of time."""
+"""Which kernels are worth compiling ahead of time, and which ones the wheel brings."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
-from tileattn.call.problem import problem_of
+from tileattn.call.problem import Problem, problem_of
 from tileattn.kernels.cuda.families.context import LaunchContext
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan.device import device_of_arch
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, contiguous_inputs
 from tileattn.kernels.cuda.plan.plan import plans_of
 
-WINDOWS: tuple[tuple[None, int | None], ...] = ((None, None), (None, 0))
+ARCHS = ("sm_80", "sm_89", "sm_90a")
+"""Architectures for which the wheel brings kernels."""
+
+WINDOWS: tuple[tuple[int | None, int | None], ...] = ((None, None), (None, 0))
 """Without and with a right limit, which decides about the tiles of the Hopper kernels."""
 
-LENGTHS = ((1, 2), (1024, 1024), (8192, 8192))
-"""Queries and keys, which decide about them, too."""
+DTYPES, HEAD_DIMS = ("bfloat16", "float16", "float32"), (64, 96, 128, 256)
+
+_16_BIT, _USUAL = DTYPES[:2], (64, 128)
+_LENGTHS = ((128, 128), (640, 640), (1024, 1024), (8192, 8192))
+_FEW_QUERIES = tuple(product((1, 4), (16, 256, 1500, 6000, 40000)))
+_SLIDING = ((255, 0), (4095, 0), (128, 128))
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k")
+_HEADS = ((1, 1, 1), (1, 8, 1), (16, 16, 16), (16, 32, 8))  # B, Hq and Hkv
+_PAGE = 64  # keys
 
 
-def common_keys(arch: str, dtypes: Iterable[str], head_dims: Iterable[int]) -> list[KernelKey]:
-    """List the kernels that calls without options need, for both passes of contiguous arrays."""
+class Calls(NamedTuple):
+    """Calls with the same options and other sizes, and where the wheel brings their kernels.
+
+    Parameters
+    ----------
+    options : tuple of str
+        Options in use.
+    windows : tuple of pairs
+        Keys to the left and right; a side may be None.
+    lengths : tuple of pairs
+        Queries and keys. Few queries are for decoding, which has no backward pass.
+    dtypes, head_dims : tuple
+        What the wheel brings.
+    """
+
+    options: tuple[str, ...] = ()
+    windows: tuple[tuple[int | None, int | None], ...] = WINDOWS
+    lengths: tuple[tuple[int, int], ...] = _LENGTHS
+    dtypes: tuple[str, ...] = _16_BIT
+    head_dims: tuple[int, ...] = _USUAL
+
+    def problems(self, dtype: str, dim: int) -> Iterator[Problem]:
+        """Yield problems that differ in what decides about kernels."""
+        plain = problem_of(dtype, dim, self.options)
+        if "block_table" in self.options:
+            plain = replace(plain, page=_PAGE)
+        for window, (Nq, Nk), (B, Hq, Hkv) in product(self.windows, self.lengths, _HEADS):
+            batch = 1 if plain.is_packed else B
+            yield replace(plain, window=window, Nq=Nq, Nk=Nk, B=batch, Hq=Hq, Hkv=Hkv)
+
+
+PLAIN = (
+    Calls(dtypes=DTYPES, head_dims=HEAD_DIMS),
+    Calls(lengths=_FEW_QUERIES, dtypes=DTYPES, head_dims=HEAD_DIMS),
+)
+"""Calls without options."""
+
+COMMON = (
+    *PLAIN,
+    Calls(windows=_SLIDING),
+    Calls(("kv_lengths",), lengths=_FEW_QUERIES),
+    Calls(_PACKED, head_dims=HEAD_DIMS[:3]),
+    Calls((*_PACKED, "dropout_p")),
+    Calls(("dropout_p",), (*WINDOWS, _SLIDING[0]), head_dims=HEAD_DIMS[:3]),
+    Calls(("softcap",), (*WINDOWS, *_SLIDING)),
+    Calls(("softcap",), lengths=_FEW_QUERIES),
+    Calls(("alibi_slopes",)),
+    Calls(("alibi_slopes",), lengths=_FEW_QUERIES),
+    Calls(("block_table", "kv_lengths"), lengths=_FEW_QUERIES),
+)
+"""Calls whose kernels the wheel brings."""
+
+
+def common_keys(
+    arch: str, dtypes: Iterable[str], head_dims: Iterable[int], calls: Iterable[Calls] = PLAIN
+) -> list[KernelKey]:
+    """List the kernels of calls on contiguous arrays: of both passes, or forward for decoding."""
     device = device_of_arch(arch)
     found: dict[KernelKey, None] = {}
-    for dtype, dim, window, (Nq, Nk) in product(dtypes, list(head_dims), WINDOWS, LENGTHS):
-        problem = replace(problem_of(dtype, dim), window=window, Nq=Nq, Nk=Nk)
-        plans = plans_of(problem, contiguous_inputs(problem), device)
-        found |= {launch.key: None for plan in plans for launch in plan.launches}
+    for each, dtype, dim in product(calls, dtypes, list(head_dims)):
+        passes = 1 if each.lengths is _FEW_QUERIES else 3
+        for problem in each.problems(dtype, dim):
+            plans = plans_of(problem, contiguous_inputs(problem), device)[:passes]
+            found |= {launch.key: None for plan in plans for launch in plan.launches}
+    return list(found)
+
+
+def shipped_keys(
+    arch: str, dtypes: Iterable[str] = DTYPES, head_dims: Iterable[int] = HEAD_DIMS
+) -> list[KernelKey]:
+    """List the kernels that the wheel brings for an architecture."""
+    found: dict[KernelKey, None] = {}
+    for dtype, dim in product(dtypes, list(head_dims)):
+        calls = [each for each in COMMON if dtype in each.dtypes and dim in each.head_dims]
+        found |= dict.fromkeys(common_keys(arch, (dtype,), (dim,), calls))
     return list(found)
 
 
