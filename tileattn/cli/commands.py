@@ -27,6 +27,7 @@ from tileattn.dtypes import DTYPES
 from tileattn.errors import BackendUnavailableError
 from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.jit import shipped
 from tileattn.kernels.cuda.jit.compile import (
     Compiled,
     checked_arch,
@@ -175,6 +176,7 @@ def _info(_: argparse.Namespace) -> int:
             if pool["user_api"] == "blas"
         ),
         ("NVRTC", _nvrtc()),
+        ("CUDA kernels", _shipped()),
         ("GPU", _gpu()),
         ("kernel cache", _cache()),
         *(
@@ -298,7 +300,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         for key in catalog.common_keys(arch, arguments.dtype, arguments.head_dim)
     ]
     failures = _compile_all(jobs, max(1, arguments.jobs), arguments.force)
-    print(f"{len(jobs) - failures} of {len(jobs)} kernels are in {place}")
+    print(f"{len(jobs) - failures} of {len(jobs)} kernels are in {place}, or came with tileattn")
     return 1 if failures else 0
 
 
@@ -406,6 +408,12 @@ def _nvrtc() -> str:
     except BackendUnavailableError as error:
         return str(error)
     return f"{major}.{minor}, compiles for {', '.join(f'sm_{arch}' for arch in known_archs())}"
+
+
+def _shipped() -> str:
+    archs = sorted(path.stem for path in shipped.FOLDER.glob("*.json"))
+    counts = [f"{len(shipped.index(shipped.FOLDER, arch))} for {arch}" for arch in archs]
+    return f"came compiled: {', '.join(counts) or 'none'}"
 
 
 def _cache() -> str:

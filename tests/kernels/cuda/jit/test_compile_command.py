@@ -56,7 +56,7 @@ def test_the_command_fills_the_cache(capsys: pytest.CaptureFixture[str], place: 
     assert rows[0].split() == ["arch", "seconds", "registers", "spilled", "kernel"]
     assert len(rows) == 1 + 12 + 1
     assert re.fullmatch(r"sm_80 +\d+\.\d\d +\d+ +0  tiny float16 head_dim=32 value_dim=32", rows[1])
-    assert rows[-1] == f"12 of 12 kernels are in {place}"
+    assert rows[-1] == f"12 of 12 kernels are in {place}, or came with tileattn"
     assert not err  # so few are done before there is progress to tell
     assert len(cache.entries()) == 12
     assert main(command) == 0

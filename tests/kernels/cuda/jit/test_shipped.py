@@ -106,7 +106,7 @@ def test_a_driver_that_refuses_a_shipped_kernel_gets_a_compiled_one(
 ) -> None:
     asked = []
 
-    def find(key: Any, arch: str, folders: Any, *, ship: bool = True) -> Compiled:
+    def given(key: Any, arch: str, folders: Any, *, ship: bool = True) -> Compiled:
         assert (key, arch, folders) == (KEYS[0], "sm_80", (folder,))
         return dataclasses.replace(made[0], cached=ship)
 
@@ -117,7 +117,8 @@ def test_a_driver_that_refuses_a_shipped_kernel_gets_a_compiled_one(
         return "a kernel"
 
     monkeypatch.setattr(loader, "_loaded", {})
-    monkeypatch.setattr(loader, "compiled", find)
+    monkeypatch.setattr(loader, "compiled", given)
     monkeypatch.setattr(loader, "_placed", place)
-    assert loader.load(KEYS[0], 0, "sm_80", (folder,)) == "a kernel"
+    found: Any = loader.load(KEYS[0], 0, "sm_80", (folder,))
+    assert found == "a kernel"
     assert asked == [(KEYS[0], "sm_80", 0, True), (KEYS[0], "sm_80", 0, False)]
