@@ -329,7 +329,7 @@ def compiled_afresh() -> Iterator[Callable[[], None]]:
     def forget() -> None:
         CALLS.clear()
         compiling.functions.cache_clear()
-        execute._functions.cache_clear()
+        execute.load.cache_clear()
         cache._warn_once.cache_clear()
 
     forget()

@@ -44,6 +44,14 @@ def two_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
+@pytest.fixture
+def loaded_afresh() -> Iterator[None]:
+    """Load the modules of a test whose functions are replaced, and forget them after it."""
+    execute.load.cache_clear()
+    yield
+    execute.load.cache_clear()
+
+
 def forward() -> list[bytes]:
     q, k, v, _ = normal(SIZES)
     return [x.tobytes() for x in tileattn.forward(q, k, v, causal=True, backend="llvm")]
@@ -70,6 +78,7 @@ def test_an_interrupt_at_any_bytecode_leaves_nothing_behind(first: bool) -> None
     def interrupted() -> bool:
         if first:
             CALLS.clear()
+            execute.load.cache_clear()
         return interrupt_at(step, (call, execute, threads), forward)
 
     while interrupted():
@@ -80,6 +89,7 @@ def test_an_interrupt_at_any_bytecode_leaves_nothing_behind(first: bool) -> None
     assert step > 100
 
 
+@pytest.mark.usefixtures("loaded_afresh")
 def test_a_kernel_is_left_after_its_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     """So an interrupt comes through in the middle of a long call."""
     expected, entered = both_passes(), [0]
@@ -93,6 +103,7 @@ def test_a_kernel_is_left_after_its_quota(monkeypatch: pytest.MonkeyPatch) -> No
         return [partial(counted, function) for function in compiled(*key)]
 
     monkeypatch.setattr(execute, "_functions", counting)
+    execute.load.cache_clear()
     CALLS.clear()
     assert both_passes() == expected
     at_once = entered[0]
@@ -103,6 +114,7 @@ def test_a_kernel_is_left_after_its_quota(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @on_posix
+@pytest.mark.usefixtures("loaded_afresh")
 def test_an_interrupt_stops_the_tasks_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 

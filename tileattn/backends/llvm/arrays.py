@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tileattn.algorithm.function_mask import BLOCK, extrema
 from tileattn.backends.addresses import address_of
-from tileattn.call.options import PAIR_ARRAYS, ROWS
+from tileattn.call.options import PAIR_ARRAYS
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.sequences import Places
 from tileattn.expressions.quadtree import kinds_by_intervals
@@ -32,8 +32,12 @@ def as_batch(P: Problem, x: Operands) -> Problem:
 
 def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
     """Return the arrays that both passes read, by the name of their field."""
-    rows = {name: getattr(x, name) for name in ROWS}
-    arrays = {name: contiguous(a) for name, a in (rows | Places.of(x).integers).items()}
+    arrays: dict[str, Array] = {
+        "q": contiguous(x.q), "k": contiguous(x.k), "v": contiguous(x.v),
+        "kv_lengths": x.kv_lengths, "q_offset": x.q_offset,
+    }  # fmt: skip
+    if x.packing is not None or x.paging is not None:
+        arrays |= {name: contiguous(a) for name, a in Places.of(x).integers.items()}
     for name, array in x.option_arrays.items():
         if name in PAIR_ARRAYS:
             arrays[name] = array if array.flags.aligned else array.copy()
@@ -55,12 +59,10 @@ def aux_table(aux: Sequence[Array], more: Sequence[int] = ()) -> Array:
     return np.array([*numbers, *more], np.int64)
 
 
-def block_size(P: Problem, x: Operands) -> tuple[int, ...]:
-    """Return the queries and keys of a block; () without a block mask or mask_mod."""
+def block_size(P: Problem, x: Operands) -> tuple[int, int]:
+    """Return the queries and keys of a block of the block mask or the mask_mod."""
     if x.block_mask is not None:
         return x.block_mask.block_size
-    if P.mask_mod is None:
-        return ()
     blocks = P.B * P.Hq * -(-P.Nq // BLOCK) * -(-P.Nk // BLOCK)
     return (BLOCK, BLOCK) if 0 < blocks <= _MOST_BLOCKS else (max(1, P.Nq), max(1, P.Nk))
 

@@ -13,6 +13,7 @@ from tileattn.backends.numpy.backend import is_array
 from tileattn.backends.protocol import Explanation, PreparingBackend
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
+from tileattn.dtypes import NAMED
 from tileattn.kernels.llvm.compile import bf16_host, host
 from tileattn.kernels.llvm.sizes import (
     DECODE_KEYS,
@@ -66,8 +67,9 @@ class LlvmBackend(PreparingBackend):
 
     def few_queries(self, P: Problem) -> int:
         """Return the most queries per sequence that the decoding kernel takes."""
-        few = {None: few_queries(P.group), "decode": _LONGEST, "forward": 0}
-        return few[self._kernel]
+        if self._kernel is None:
+            return few_queries(P.group)
+        return _LONGEST if self._kernel == "decode" else 0
 
     def owns(self, x: Any) -> bool:
         """Return True for a NumPy array that is neither a masked array nor a matrix."""
@@ -132,9 +134,9 @@ class LlvmBackend(PreparingBackend):
 
 def _uses_bf16_matmuls(P: Problem) -> bool:
     """Return True if a CPU with bfloat16 instructions uses them for a problem."""
-    if any(x is not None for x in (P.score_mod, P.mask_mod, P.sequences, P.page)):
+    if P.dtype != NAMED["bfloat16"] or P.group * P.Nq < _MIN_BF16_ROWS:
         return False
-    return P.dtype.name == "bfloat16" and P.group * P.Nq >= _MIN_BF16_ROWS
+    return all(x is None for x in (P.score_mod, P.mask_mod, P.sequences, P.page))
 
 
 @functools.cache

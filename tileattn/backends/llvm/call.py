@@ -13,7 +13,7 @@ from tileattn.algorithm.residuals import Residuals, rounding_of_lse, row_norms
 from tileattn.backends.addresses import Overlap, address_of
 from tileattn.backends.buffers import placed
 from tileattn.backends.llvm.arrays import Array, as_batch, as_inputs, aux_table, contiguous
-from tileattn.backends.llvm.execute import Executable
+from tileattn.backends.llvm.execute import Executable, load
 from tileattn.backends.llvm.parameter_gradient import (
     bias_gradient,
     bias_sums,
@@ -21,13 +21,13 @@ from tileattn.backends.llvm.parameter_gradient import (
     layouts,
     places,
 )
-from tileattn.backends.llvm.tasks import divide, splits
+from tileattn.backends.llvm.tasks import divide
 from tileattn.call.options import Options
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
+from tileattn.kernels.llvm.params import Layout
 from tileattn.kernels.llvm.sizes import ROWS, SECTION, padded
 from tileattn.kernels.llvm.target import Target
-from tileattn.kernels.llvm.user_functions import Functions
 from tileattn.results import Attention, Gradients
 
 _PLAIN = ("q", "k", "v", "out", "lse", "kv_lengths", "q_offset")
@@ -41,7 +41,6 @@ class LlvmCall(PreparedCall):
         super().__init__(backend, problem)
         self._few: int = backend.few_queries(problem)
         self._targets: tuple[Target, ...] = backend.targets_of(problem)
-        self._executables: dict[Any, Executable] = {}
 
     def at(self, problem: Problem) -> PreparedCall:
         """Return the call of another problem; one that differs only in lengths shares its plans."""
@@ -57,10 +56,11 @@ class LlvmCall(PreparedCall):
         result = Attention(
             np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
         )
-        arrays = as_inputs(as_batch(P, operands), operands)
+        batch = as_batch(P, operands)
+        arrays = as_inputs(batch, operands)
         arrays |= {"out": result.out, "lse": result.lse}
         for kernel, targets in self._kernels(operands):
-            executable = self._run(kernel, operands, arrays, targets, self._few)
+            executable = self._run(kernel, batch, operands, arrays, targets, self._few)
             if len(targets) == 1 and self._is_plain(operands, arrays, out):
                 self.cached[None] = CachedForward(executable, P, arrays, out)
         return placed(result, out)
@@ -107,7 +107,7 @@ class LlvmCall(PreparedCall):
         sums = element_sums(learned)
         if learned:
             arrays["aux"] = aux_table(x.aux, places(learned, sums))
-        self._run("backward", x, arrays, targets)
+        self._run("backward", batch, x, arrays, targets)
         with np.errstate(all="ignore"):
             return Gradients(
                 dq,
@@ -128,41 +128,22 @@ class LlvmCall(PreparedCall):
             yield "forward", self._targets
 
     def _run(
-        self, name: str, x: Operands, arrays: Mapping[str, Array], targets: tuple[Target, ...],
-        few: int = 0,
+        self, name: str, P: Problem, x: Operands, arrays: Mapping[str, Array],
+        targets: tuple[Target, ...], few: int = 0,
     ) -> Executable:  # fmt: skip
         """Run a module for the first target, and for the next if key heads are left to it."""
         if len(targets) > 1 and "unusual" not in arrays:
-            P = self.problem
-            arrays = {**arrays, "unusual": np.zeros((P.B, P.Hkv), np.int64)}
+            arrays = {**arrays, "unusual": np.zeros((self.problem.B, P.Hkv), np.int64)}
+        layout = Layout(P.is_packed, P.is_paged)
+        aux = tuple((array.dtype, array.ndim) for array in x.aux)
+        learning = name == "backward" and x.wants("aux")
+        kind = P.dtype, P.D, P.Dv, layout, P.score_mod, P.mask_mod, aux, learning
         for target in targets:
-            executable = self._executable(name, target, x, arrays, few)
+            division = divide(name, P, target, x, arrays, self.backend.split_keys, few)
+            executable = Executable(load(name, target, *kind), P, arrays, division)
             executable.run(arrays, x.aux)
             if len(targets) > 1 and not np.count_nonzero(arrays["unusual"]):
                 break
-        return executable
-
-    def _executable(
-        self, name: str, target: Target, x: Operands, arrays: Mapping[str, Array], few: int
-    ) -> Executable:
-        """Look up or build the executable of a module for these layouts.
-
-        Copies of unaligned arrays have other strides. Lengths matter only through the number of
-        splits.
-        """
-        aux = tuple((array.dtype.name, array.shape) for array in x.aux)
-        learning = name == "backward" and x.wants("aux")
-        strides = (array.strides for array in arrays.values())
-        count = splits(self.problem, x, self.backend.split_keys) if name == "decode" else 0
-        key = name, target.bf16, aux, learning, count, *strides
-        executable = self._executables.get(key)
-        if executable is None:
-            P = as_batch(self.problem, x)
-            division = divide(name, P, target, x, arrays, self.backend.split_keys, few)
-            facts = tuple((dtype, len(shape)) for dtype, shape in aux)
-            own = Functions(P.score_mod, P.mask_mod, facts, learning)
-            executable = Executable(name, target, P, arrays, division, own)
-            self._executables[key] = executable
         return executable
 
     def _is_plain(self, x: Operands, arrays: Mapping[str, Array], out: Array | None) -> bool:
@@ -185,10 +166,11 @@ class LlvmCall(PreparedCall):
             key_norm = np.empty((P.B, P.Hq, P.Nq, 1), P.accum_dtype)
             m, own_log_l = np.empty_like(saved.lse), np.empty_like(saved.lse)
             x = x._replace(q=q, k=k, v=row_norms(k)[..., None])
-            arrays = as_inputs(as_batch(plain, x), x)
+            batch = as_batch(plain, x)
+            arrays = as_inputs(batch, x)
             arrays |= {"out": key_norm, "row_max": m, "log_l": own_log_l}
             call = LlvmCall(self.backend, plain)
-            call._run("forward", x, arrays, call._targets)
+            call._run("forward", batch, x, arrays, call._targets)
             q_norm = abs(P.scale) * row_norms(q)
             explained = rounding_of_lse(saved.lse, P.D, q_norm, key_norm[..., 0])
             ours = saved.large & (saved.lse - m - own_log_l <= explained)
@@ -208,7 +190,7 @@ class CachedForward:
         self._start = executable.start
         self._out, self._lse = (P.out_shape, P.dtype), (P.out_shape[:-1], P.accum_dtype)
         self._beyond = P.dtype.alignment - 1
-        self._overlaps = Overlap(arrays["out"] if out is None else out, (arrays[n] for n in "qkv"))
+        self._overlaps = None if out is None else Overlap(out, (arrays[n] for n in "qkv"))
         self._lengths = arrays["kv_lengths"], arrays["q_offset"]  # the same in all calls
         self._at_lengths = tuple(map(address_of, self._lengths))
 
@@ -223,12 +205,18 @@ class CachedForward:
         inputs = at_q, at_k, at_v = address_of(q), address_of(k), address_of(v)
         if (at_q | at_k | at_v) & self._beyond:
             return None
-        if out is not None and (not out.flags.writeable or self._overlaps(address_of(out), inputs)):
+        if out is not None and not self._may_write(out, inputs):
             return None
         result, lse = np.empty(*self._out), np.empty(*self._lse)
         pointers = [at_q, at_k, at_v, address_of(result), address_of(lse), *self._at_lengths]
         self._start(pointers, (q, k, v, result, lse, self))
         return placed(Attention(result, lse), out)
+
+    def _may_write(self, out: Array, inputs: tuple[int, int, int]) -> bool:
+        """Return True if ``out`` is writable and, by addresses, overlaps no input."""
+        if self._overlaps is None or not out.flags.writeable:
+            return False
+        return not self._overlaps(address_of(out), inputs)
 
 
 def _dq_sums(P: Problem, dq: Array) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""Pack the parameters of a kernel and launch it on threads with scratch memory."""
+"""Load the modules of a kind, pack the parameters of a call and launch it on threads."""
 
 import ctypes
 import functools
@@ -14,9 +14,20 @@ from tileattn.backends.addresses import address_of
 from tileattn.backends.llvm.arrays import Array
 from tileattn.backends.llvm.tasks import Division, Grid
 from tileattn.call.problem import Problem
+from tileattn.dtypes import NAMED, accum_dtype
 from tileattn.errors import BackendUnavailableError
+from tileattn.expressions.nodes import Node
 from tileattn.kernels.llvm.compile import Function, Module, functions
-from tileattn.kernels.llvm.params import ARRAYS, BIAS_DTYPES, COUNTER, Layout, strides_of, template
+from tileattn.kernels.llvm.params import (
+    ARRAYS,
+    BIAS_DTYPES,
+    COUNTER,
+    EMPTY_BLOCK,
+    Layout,
+    put,
+    put_numbers,
+    put_strides,
+)
 from tileattn.kernels.llvm.sizes import scratch_bytes
 from tileattn.kernels.llvm.target import Target
 from tileattn.kernels.llvm.user_functions import Functions
@@ -25,41 +36,62 @@ _END = 1 << 62  # past all tasks
 _FAR = 1 << 61  # keys to the end of an open side of the window
 _ALIGNMENT = 64  # bytes of a cache line, and of the widest vector
 _KEPT = 1 << 24  # bytes; a thread frees larger scratch memory after a call
+_MOST_MODULES = 1024  # modules that are kept loaded, of a few kB each
 
 _SLOT = {name: slot for slot, name in enumerate(ARRAYS)}
 _COUNTER = COUNTER // 8
 _Block = ctypes.c_int64 * (_COUNTER + 1)
 
 
-class Executable:
-    """The functions of a module, with all parameters packed except the addresses.
+class LoadedModule:
+    """The functions of a module, and the scratch memory of a worker in bytes."""
 
-    Later calls have arrays with the layouts of ``arrays``.
-    """
-
-    def __init__(
-        self, name: str, target: Target, P: Problem, arrays: Mapping[str, Array],
-        division: Division, own: Functions,
-    ) -> None:  # fmt: skip
-        layout = Layout(packed=P.sequences is not None, paged=P.page is not None)
-        more: dict[str, Any] = {"learned": len(own.learned), "paged": layout.paged}
-        tiles = scratch_bytes(name, target, P.dtype, P.accum_dtype, P.D, P.Dv, **more)
-        self._scratch_bytes = tiles + division.own_bytes
-        self._workspace = division.workspace
-        fields = division.values | _numbers(P)
-        for key, array in {**arrays, **self._workspace()}.items():
-            fields |= strides_of(key, array)
-        if "bias" in arrays:
-            fields["bias_dtype"] = BIAS_DTYPES.index(arrays["bias"].dtype.name)
-        module = Module(name, target, P.dtype.name, P.accum_dtype.name, own, layout)
-        self._launches = tuple(
-            (function, template(fields | {"tasks": grid.tasks, "quota": grid.quota}), grid)
-            for function, grid in zip(_functions(module), division.grids, strict=True)
-            if grid.tasks
+    def __init__(self, module: Module, D: int, Dv: int) -> None:
+        dtype, accum = (NAMED[name] for name in (module.dtype, module.accum_dtype))
+        self.functions = _functions(module)
+        self.scratch_bytes = scratch_bytes(
+            *(module.name, module.target, dtype, accum, D, Dv),
+            learned=len(module.own.learned),
+            paged=module.layout.paged,
         )
 
+
+@functools.lru_cache(maxsize=_MOST_MODULES)
+def load(
+    name: str, target: Target, dtype: np.dtype[Any], D: int, Dv: int, layout: Layout,
+    score_mod: Node | None, mask_mod: Node | None, aux: tuple[tuple[np.dtype[Any], int], ...],
+    learning: bool,
+) -> LoadedModule:  # fmt: skip
+    """Load a module; the arguments are what calls of one kind share."""
+    facts = tuple((x.name, axes) for x, axes in aux)
+    own = Functions(score_mod, mask_mod, facts, learning)
+    return LoadedModule(
+        Module(name, target, dtype.name, accum_dtype(dtype).name, own, layout), D, Dv
+    )
+
+
+class Executable:
+    """The functions of a module, and the parameters of a call."""
+
+    def __init__(
+        self, module: LoadedModule, P: Problem, arrays: Mapping[str, Array], division: Division
+    ) -> None:
+        self._scratch_bytes = module.scratch_bytes + division.own_bytes
+        self._workspace = division.workspace
+        block = bytearray(EMPTY_BLOCK)
+        _put_problem(block, P)
+        put_strides(block, arrays, P.is_packed)
+        put(block, division.values)
+        if "bias" in arrays:
+            put(block, {"bias_dtype": BIAS_DTYPES.index(arrays["bias"].dtype.name)})
+        self._launches = []
+        for function, grid in zip(module.functions, division.grids, strict=True):
+            if grid.tasks:
+                put(block, {"tasks": grid.tasks, "quota": grid.quota})
+                self._launches.append((function, bytes(block), grid))
+
     def run(self, arrays: Mapping[str, Array], aux: Sequence[Array] = ()) -> None:
-        """Run the functions in order."""
+        """Run the functions in order on arrays of the same layouts."""
         pointers = [0] * len(_SLOT)
         for name, array in arrays.items():
             pointers[_SLOT[name]] = address_of(array)
@@ -71,12 +103,11 @@ class Executable:
         Threads know only addresses, so ``arrays`` are held until the end.
         """
         workspace = self._workspace()
-        places = [(_SLOT[name], address_of(array)) for name, array in workspace.items()]
         for function, values, grid in self._launches:
             block: Any = _Block.from_buffer_copy(values)
             block[: len(pointers)] = pointers
-            for slot, address in places:
-                block[slot] = address
+            for name, array in workspace.items():
+                block[_SLOT[name]] = address_of(array)
             if grid.threads == 1:
                 self._work(function, block, grid.tasks)
             else:
@@ -110,7 +141,6 @@ class Executable:
             idle.append(scratch)
 
 
-@functools.cache
 def _functions(module: Module) -> tuple[Function, ...]:
     """Return the functions of a module; no interrupt stops LLVM in the middle."""
     return threads.uninterrupted(functools.partial(_compiled, module))
@@ -126,23 +156,20 @@ def _compiled(module: Module) -> tuple[Function, ...]:
         ) from error
 
 
-def _numbers(P: Problem) -> dict[str, Any]:
-    """Return the parameters that are numbers."""
+def _put_problem(block: bytearray, P: Problem) -> None:
+    """Write the sizes and numbers of a problem."""
     left, right = (_FAR if side is None else min(side, _FAR) for side in P.window)
-    names = ("B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "scale")
-    fields: dict[str, Any] = {name: getattr(P, name) for name in names}
-    fields["page"] = P.page or 0
-    fields |= {"left": left, "right": right, "dropout_scale": 1.0}
     fraction, exponent = math.frexp(P.scale)
-    fields |= {"scale_power": math.ldexp(1.0, exponent - 1), "scale_rest": 2 * fraction}
+    softcap = 0.0
     if P.softcap is not None:
         ends = np.finfo(P.accum_dtype)
-        fields["softcap"] = min(max(P.softcap, float(ends.tiny)), float(ends.max * ends.eps))
-    if P.dropout_p:
-        fields["dropout_scale"] = 1 / (1 - P.dropout_p)
-        fields["threshold"] = int(P.dropout_p * 2**32)
-        fields["seed_high"], fields["seed_low"] = divmod(P.seed, 1 << 32)
-    return fields
+        softcap = min(max(P.softcap, float(ends.tiny)), float(ends.max * ends.eps))
+    put_numbers(
+        block,
+        *(P.B, P.Hq, P.Hkv, P.group, P.Nq, P.Nk, P.D, P.Dv, left, right, P.page or 0),
+        *(int(P.dropout_p * 2**32), *divmod(P.seed, 1 << 32)),
+        *(P.scale, math.ldexp(1.0, exponent - 1), 2 * fraction, softcap, 1 / (1 - P.dropout_p)),
+    )
 
 
 class _Scratch:

@@ -59,7 +59,7 @@ def places(found: Sequence[Layout], sums: Mapping[Any, Any]) -> list[int]:
     return numbers
 
 
-def sharing(P: Problem, x: Operands) -> dict[str, int]:
+def sharing(P: Problem, x: Operands, learned: Sequence[Layout]) -> dict[str, int]:
     """Return the parameters for how dbias is summed, and which key heads share a task."""
     kind, over_batch, over_heads = 0, False, False
     if x.bias is not None and x.wants("bias"):
@@ -67,7 +67,7 @@ def sharing(P: Problem, x: Operands) -> dict[str, int]:
         kind = DBIAS_OF_ROWS if m == 1 else DBIAS_OF_KEYS if n == 1 else DBIAS_OF_TILES
         if kind == DBIAS_OF_TILES:
             over_batch, over_heads = b < P.B, h < P.Hq
-    for layout in layouts(P, x):
+    for layout in learned:
         over_batch |= layout.sharing[0]
         over_heads |= layout.sharing[1]
     count, step, group_step = 1, 0, 1

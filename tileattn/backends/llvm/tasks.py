@@ -58,10 +58,12 @@ def divide(
     The decoding kernel takes the sequences of up to ``few`` queries, the forward kernel the rest.
     """
     if kernel == "decode":
-        division = _decode(replace(P, Nq=min(P.Nq, few)), target, x, split_keys)
+        P = P if P.Nq <= few else replace(P, Nq=few)
+        division = _decode(P, target, x, split_keys)
     else:
         division = (_forward if kernel == "forward" else _backward)(P, target, x)
-    division.values.update(zip(("block_q", "block_k"), block_size(P, x), strict=False))
+    if "block_kinds" in arrays:
+        division.values.update(zip(("block_q", "block_k"), block_size(P, x), strict=True))
     division.values["few"] = few
     if not target.bf16:
         return division
@@ -102,19 +104,21 @@ def _decode(P: Problem, target: Target, x: Operands, split_keys: int) -> Divisio
     rows, count = P.group * P.Nq, splits(P, x, split_keys)
     blocks = -(-rows // DECODE_ROWS)
     groups = P.B * P.Hkv * blocks
-    size = state_bytes(target, P.accum_dtype.itemsize, P.Dv)
-    states = groups, count, min(rows, DECODE_ROWS), size
+    row = state_bytes(target, P.accum_dtype.itemsize, P.Dv)
+    split = row * min(rows, DECODE_ROWS)
+    size = groups * count * split
 
     def workspace() -> dict[str, Array]:
-        return {"partials": np.empty(states, np.uint8), "ended": np.zeros(groups, np.int64)}
+        return {"partials": np.empty(size, np.uint8), "ended": np.zeros(groups, np.int64)}
 
     values = {"blocks": blocks, "splits": count, "split_keys": split_keys}
+    values |= {"partials_n": count * split, "partials_s": split, "partials_r": row}
     return Division(values, [_grid(groups * count, forward_work(P, "decode"))], workspace)
 
 
 def splits(P: Problem, x: Operands, keys: int) -> int:
     """Return the most splits of ``keys`` keys that a block of rows attends to."""
-    longest = int(x.kv_lengths.max(initial=0))
+    longest = max(x.kv_lengths.tolist(), default=0)
     left, right = P.window
     if left is None:
         return max(1, -(-longest // keys))
@@ -125,7 +129,8 @@ def splits(P: Problem, x: Operands, keys: int) -> int:
 def _backward(P: Problem, target: Target, x: Operands) -> Division:
     """Make a task of each key block, and of each block of rows before and after."""
     blocks = -(-P.Nk // target.width(P.accum_dtype.itemsize))
-    tasks, shared = P.B * P.Hkv * blocks, sharing(P, x)
+    learned = layouts(P, x)
+    tasks, shared = P.B * P.Hkv * blocks, sharing(P, x, learned)
 
     def workspace() -> dict[str, Array]:
         return {"semaphore": np.zeros(max(1, tasks), np.int64)}
@@ -135,7 +140,7 @@ def _backward(P: Problem, target: Target, x: Operands) -> Division:
     keys = _grid(tasks // max(1, shared["sharing"]), forward_work(P))
     chains = min(worker_count(), keys.threads)
     values = {"blocks": blocks, "chains": chains, "dq_columns": columns, **shared}
-    own_bytes = sum(layout.own_bytes for layout in layouts(P, x))
+    own_bytes = sum(layout.own_bytes for layout in learned)
     return Division(values, [rows, keys, rows], workspace, own_bytes)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import struct
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tileattn.call.options import OPTIONS, options_with
@@ -23,8 +24,6 @@ ARRAYS = {
 
 The block starts with the arrays of every forward pass, lengths and offsets last.
 """
-
-_STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in ARRAYS.items()}
 
 BF16_ARRAYS = {
     "q": ("Hq", "Nq", "D"), "k": ("Hkv", "Nk", "D"), "v": ("Hkv", "Nk", "Dv"),
@@ -57,31 +56,57 @@ UNKNOWN, FULL, EMPTY = -3, -2, -1
 Other numbers count the partial blocks, whose pairs are in ``block_bits``.
 """
 
+_OF_PROBLEM = (
+    "B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "page", "threshold",
+    "seed_high", "seed_low",
+)  # fmt: skip
 FLOATS = ("scale", "scale_power", "scale_rest", "softcap", "dropout_scale")
-INTEGERS = (
-    "B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "tasks", "quota", "blocks",
-    "seed_low", "seed_high", "threshold", "bias_dtype", "dbias_kind", "sharing", "sharing_step",
-    "group_step", "chains",
-    "block_q", "block_k", "dq_columns", "splits", "split_keys", "few", "page",
+_OF_PASS = (
+    "tasks", "quota", "blocks", "few", "splits", "split_keys", "block_q", "block_k", "chains",
+    "dq_columns", "bias_dtype", "dbias_kind", "sharing", "sharing_step", "group_step",
 )  # fmt: skip
 
-_NAMES = (*ARRAYS, *itertools.chain(*_STRIDES.values()), *INTEGERS, *FLOATS)
+_STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in ARRAYS.items()}
+_NAMES = (*ARRAYS, *itertools.chain(*_STRIDES.values()), *_OF_PROBLEM, *FLOATS, *_OF_PASS)
 FIELDS = {name: 8 * n for n, name in enumerate(_NAMES)}
 """Byte offset of every field: addresses (0 for an absent array), strides, numbers."""
 
 COUNTER = (8 * len(FIELDS) // 64 + 2) * 64
 """Byte offset of the task counter, on a cache line of its own."""
 
-_PACK = struct.Struct(f"<{len(FIELDS) - len(FLOATS)}q{len(FLOATS)}d")
-_DEFAULTS = dict.fromkeys(FIELDS, 0)
+EMPTY_BLOCK = bytes(COUNTER + 8)
+"""A block of null addresses and zeros."""
+
+_INTEGER = struct.Struct("<q")
+_NUMBERS = struct.Struct(f"<{len(_OF_PROBLEM)}q{len(FLOATS)}d")
+_STEPS = {
+    name: (FIELDS[fields[0]], len(fields), struct.Struct(f"<{len(fields)}q").pack_into)
+    for name, fields in _STRIDES.items()
+    if fields
+}
+_ROWS = {name for name, axes in ARRAYS.items() if axes in ("bhi", "bhj")}
 
 
-def template(values: dict[str, Any]) -> bytes:
-    """Pack a block with null addresses and a task counter of 0; missing fields are 0."""
-    return _PACK.pack(*(_DEFAULTS | values).values()).ljust(COUNTER + 8, b"\0")
+def put_numbers(block: bytearray, *values: float) -> None:
+    """Write the numbers of a problem into a block, in the order of their fields."""
+    _NUMBERS.pack_into(block, FIELDS["B"], *values)
 
 
-def strides_of(name: str, x: Any) -> dict[str, int]:
-    """Return the stride fields of an array; an axis of length 1 has the stride 0."""
-    steps = (0 if n == 1 else step for n, step in zip(x.shape, x.strides, strict=True))
-    return dict(zip(_STRIDES[name], steps, strict=False))
+def put_strides(block: bytearray, arrays: Mapping[str, Any], packed: bool) -> None:
+    """Write the strides of arrays into a block, 0 along the axes in which they broadcast.
+
+    Rows of packed sequences broadcast along the batch.
+    """
+    for name, x in arrays.items():
+        if name in _STEPS:
+            at, count, pack_into = _STEPS[name]
+            steps = x.strides[:count]
+            if packed or name not in _ROWS:
+                steps = [0 if n == 1 else step for n, step in zip(x.shape, steps, strict=False)]
+            pack_into(block, at, *steps)
+
+
+def put(block: bytearray, fields: Mapping[str, int]) -> None:
+    """Write integers into a block."""
+    for name, value in fields.items():
+        _INTEGER.pack_into(block, FIELDS[name], value)
