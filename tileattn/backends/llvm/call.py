@@ -1,7 +1,6 @@
 """Prepared calls of one signature: everything that depends on array layouts is kept."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -43,12 +42,8 @@ class LlvmCall(PreparedCall):
         self._targets: tuple[Target, ...] = backend.targets_of(problem)
 
     def at(self, problem: Problem) -> PreparedCall:
-        """Return the call of another problem; one that differs only in lengths shares its plans."""
-        if problem != self.problem:
-            return LlvmCall(self.backend, problem)
-        call = copy(self)
-        call.cached = {}
-        return call
+        """Return the call of another problem of the same kind."""
+        return LlvmCall(self.backend, problem)
 
     def forward(self, operands: Operands, out: Array | None) -> Attention:
         """Compute attention; ``out`` is written at once, after everything else has succeeded."""
