@@ -74,9 +74,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(torch, "zeros_like", lambda x: on_gpu(zeros_like(x)))
         backward = eager.Call.backward
 
-        def from_autograd(call: Any, needs: Any, *tensors: Any) -> Any:
+        def from_autograd(call: Any, needs: Any, saved: Any, tensors: Any, values: Any) -> Any:
             """Mark tensors again: autograd returns other objects than those it saved."""
-            return backward(call, needs, *(None if x is None else on_gpu(x) for x in tensors))
+            saved = {name: on_gpu(x) for name, x in saved.items()}
+            return backward(call, needs, saved, [*map(on_gpu, tensors)], values)
 
         monkeypatch.setattr(eager.Call, "backward", from_autograd)
         cuda._allocator.cache_clear()

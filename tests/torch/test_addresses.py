@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.backends.cupy.fake_cupy import Machine  # noqa: E402 - PyTorch may be absent
+import tileattn  # noqa: E402 - PyTorch may be absent
+from tests.backends.cupy.fake_cupy import Machine  # noqa: E402 - as above
 from tests.torch import fake_gpu  # noqa: E402 - as above
 from tests.torch.fake_gpu import STREAM, on_gpu  # noqa: E402 - as above
 from tests.torch.test_eager import both, drawn  # noqa: E402 - as above
@@ -24,13 +25,13 @@ def on_arrays(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record which passes run on CuPy arrays."""
     names: list[str] = []
     for name in ("forward", "backward"):
-        run = getattr(operators, name)
+        run = getattr(tileattn, name)
 
-        def watched(*given: Any, name: str = name, run: Any = run) -> Any:
+        def watched(*given: Any, name: str = name, run: Any = run, **options: Any) -> Any:
             names.append(name)
-            return run(*given)
+            return run(*given, **options)
 
-        monkeypatch.setattr(operators, name, watched)
+        monkeypatch.setattr(tileattn, name, watched)
     return names
 
 

@@ -138,7 +138,8 @@ def test_a_cache_on_another_device_is_named(name: str) -> None:
 
 
 def test_seeds_and_integers_are_on_the_cpu_whatever_the_default_device() -> None:
-    from tileattn.torch.functional import integer_tensor, new_seed
+    from tileattn.torch.functional import new_seed
+    from tileattn.torch.inputs import integer_tensor
 
     with torch.device("meta"):
         assert new_seed().is_cpu

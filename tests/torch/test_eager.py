@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - PyTor
 
 import tileattn  # noqa: E402 - as above
 from tileattn.call.prepared import CALLS  # noqa: E402 - as above
-from tileattn.torch import attention, eager  # noqa: E402 - as above
+from tileattn.torch import attention, eager, inputs  # noqa: E402 - as above
 
 SHAPES = (2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 8)
 
@@ -155,22 +156,37 @@ def test_equal_values_of_another_type_are_checked() -> None:
         attention(q, k, v, deterministic=1)  # type: ignore[arg-type]  # what is tested
 
 
-def test_calls_are_checked_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tileattn.torch import functional
-
+def test_calls_are_checked_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[int] = []
-    check = functional._check
-    monkeypatch.setattr(functional, "_check", lambda *given: checked.append(check(*given) or 1))
+    check = inputs._check
+    monkeypatch.setattr(inputs, "_check", lambda *given: checked.append(check(*given) or 1))
     CALLS.clear()
     q, k, v, _ = drawn()
-    others = [torch.nn.Parameter(k.detach()), k.detach()[:, :, :-1], k.detach().double()]
-    for n, x in ((1, k), (1, k), (1, others[0]), (2, others[1]), (2, others[1])):
-        attention(q, x, x)
-        assert len(checked) == n
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (k, {}),
+        (torch.nn.Parameter(k.detach()), {}),
+        (k[:, :, :-1], {}),
+        (k, {"scale": 0.5, "kv_lengths": [3, 9]}),
+        (k[:, :, 1:], {"scale": 0.7, "kv_lengths": [8, 2]}),
+    ]
+    for x, options in calls:
+        out, _ = tileattn.forward(*(y.detach().numpy() for y in (q, x, x)), **options)
+        same([attention(q, x, x, **options)], [torch.from_numpy(out)])
+    assert len(checked) == 2
     for _ in range(2):
         with pytest.raises(TypeError, match="k must have the dtype of q, float32; got float64"):
-            attention(q, others[2], v)
+            attention(q, k.detach().double(), v)
     assert len(checked) == 4
+
+
+def test_the_backward_pass_is_for_what_the_call_was_given() -> None:
+    q, k, v, dout = drawn()
+    expected = both(q, k, v, dout, kv_lengths=(3, 9), dropout_p=0.5, seed=7)
+    for kv_lengths in ([3, 9], np.array([3, 9])):
+        seed = torch.tensor([7])
+        out = attention(q, k, v, kv_lengths=kv_lengths, dropout_p=0.5, seed=seed)
+        kv_lengths[0] = seed[0] = 8
+        same((out, *torch.autograd.grad(out, (q, k, v), dout)), expected)
 
 
 def test_a_default_backend_and_new_backends_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,22 +150,6 @@ def new_call(backend: Any, problem: Problem) -> PreparedCall:
     return call
 
 
-def values_of(options: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Return a key of options that are plain values or tuples of these; None for others."""
-    key: list[Any] = []
-    for name, x in options.items():
-        kind = type(x)
-        if kind is tuple:
-            kinds = tuple(map(type, x))
-            if not _PLAIN.issuperset(kinds):
-                return None
-            key.append(kinds)
-        elif kind not in _PLAIN:
-            return None
-        key += (name, kind, x)
-    return tuple(key)
-
-
 def signature(
     arrays: Iterable[Any], backend: Any, options: Mapping[str, Any]
 ) -> tuple[Any, ...] | None:

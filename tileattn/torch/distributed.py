@@ -17,8 +17,8 @@ from tileattn.distributed.schedules.schedule import ScheduleName
 from tileattn.expressions.aux_arrays import AuxArrays, check_kind
 from tileattn.messages import must_be
 from tileattn.results import Attention
-from tileattn.torch.functional import refuse_gradients
 from tileattn.torch.functions import expressions_of, functions_of, tensors_of
+from tileattn.torch.inputs import refuse_gradients
 from tileattn.torch.tensors import array_of, autocast, check_memory, check_tensor, on, tensor_of
 
 _DIFFERENTIABLE = tuple(name for name in DIFFERENTIABLE if name != "aux")  # one tensor each

@@ -1,26 +1,33 @@
 """Calls that bypass PyTorch's dispatcher, to save its time, if nothing intercepts operators.
 
-A call with the same signature as an earlier one is not validated again.
+Calls of one kind have the same options, types of arguments, dtypes and devices. These are checked
+once. The library checks sizes and numbers in each call.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
+import tileattn
+from tileattn.call.block_mask import BlockMask
 from tileattn.call.options import DIFFERENTIABLE, ROWS
-from tileattn.call.prepared import CALLS, default_backend, values_of
+from tileattn.call.prepared import CALLS, default_backend, signature
+from tileattn.expressions.parameters import Expression
 from tileattn.torch import operators
 from tileattn.torch.batches import are_gradients_batched
-from tileattn.torch.block_mask_names import block_mask_of
 from tileattn.torch.cuda import TensorPass
-from tileattn.torch.operators import INPUTS, TENSORS
-from tileattn.torch.tensors import PLAIN
+from tileattn.torch.inputs import inputs_of
+from tileattn.torch.tensors import PLAIN, array_of, on, tensor_of
 
-_PLACES = {name: n for n, name in enumerate(INPUTS)}
-_DENSE = torch.strided
+_GRADIENTS = [f"d{name}" for name in DIFFERENTIABLE]
+_NUMBERS = frozenset({bool, int, float, type(None)})
+_SEQUENCES = frozenset({tuple, list})
+_HASHED = _NUMBERS | {str, Expression}
+_VALUES = _HASHED | {BlockMask, np.ndarray}
 _Pass = Callable[[Sequence[Any]], Any]
 
 
@@ -42,144 +49,266 @@ def _is_intercepted() -> bool:
     return any(type(mode) is not DeviceContext for mode in modes)
 
 
-def layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...] | None:
-    """Return dtypes, shapes, strides and devices; None unless all are plain dense tensors."""
-    key: list[Any] = []
-    try:
-        for x in tensors:
-            if x is None:
-                key.append(None)
-            elif type(x) in PLAIN and x.layout is _DENSE and not (x.is_neg() or x._is_zerotensor()):
-                key += (x.dtype, x.shape, x.stride(), x.device)
-            else:
-                return None
-    except RuntimeError:
-        return None  # a nested tensor, which has no shape
-    return tuple(key)
+def holds_elements(x: torch.Tensor) -> bool:
+    """Return True for a plain dense tensor whose elements are in its memory."""
+    is_dense = x.layout is torch.strided and not x.is_nested
+    return type(x) in PLAIN and is_dense and not (x.is_neg() or x._is_zerotensor())
 
 
-def signature(
-    rows: Sequence[Any], backend: Any, deterministic: Any, options: Mapping[str, Any]
-) -> tuple[Any, ...] | None:
-    """Return the signature of a call of tensors and plain values; the tensors' names come first.
-
-    Calls of equal signatures are all valid or all invalid. None for other calls, and if something
-    intercepts operators.
-    """
-    if type(backend) is not str or type(deterministic) is not bool or not is_eager():
-        return None
-    names: tuple[str, ...] = ROWS
-    tensors, values = rows, values_of(options)
-    if values is None:
-        brought = tuple(name for name in TENSORS if type(options.get(name)) in PLAIN)
-        if any(options[name].requires_grad for name in brought if name not in DIFFERENTIABLE):
-            return None
-        names, tensors = names + brought, (*rows, *map(options.get, brought))
-        values = values_of({name: x for name, x in options.items() if name not in brought})
-    of_tensors = None if values is None else layouts(tensors)
-    if of_tensors is None:
-        return None
-    default = default_backend() if backend == "auto" else None
-    return names, of_tensors, backend, default, deterministic, values
+def attend(
+    rows: Sequence[Any], backend: Any, deterministic: bool, options: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the output and the logsumexp, recorded by autograd if a tensor needs a gradient."""
+    given = _given(rows, backend, deterministic, options)
+    known: Call | None = None if given is None else CALLS.get(given.kind)
+    if given is not None and known is not None:
+        return known(given.tensors, given.values)
+    inputs = inputs_of(rows, backend, deterministic, options)
+    if given is None or inputs[0].is_meta:
+        return torch.ops.tileattn.forward(*inputs)  # type: ignore[no-any-return]  # untyped
+    call = Call(given, backend, deterministic)
+    output = call(given.tensors, given.values)
+    CALLS.keep(given.kind, call)
+    return output
 
 
-class Call:
-    """Both passes for all calls of one signature, which bring only their tensors.
+class _Given(NamedTuple):
+    """The arguments of a call, without conversions.
 
     Parameters
     ----------
-    inputs : sequence
-        Arguments of an operator, in the order of `INPUTS`.
+    kind : tuple
+        Key of everything that `inputs_of` checks.
     names : tuple of str
-        Names of the arguments that each call brings: q, k and v first. Each brings ``aux``, too.
-    is_kept : bool
-        True if the call is kept for later calls.
+        Names of the options that are tensors.
+    tensors : sequence of torch.Tensor
+        The rows, the options with these names, and ``aux``.
+    values : mapping
+        The other options.
     """
 
-    def __init__(self, inputs: Sequence[Any], names: tuple[str, ...], is_kept: bool) -> None:
-        self._fixed = [None if name in names else x for name, x in zip(INPUTS, inputs, strict=True)]
-        self._names, self._places = names, [_PLACES[name] for name in names]
-        self.options = names[len(ROWS) :]
-        self._deterministic = inputs[_PLACES["deterministic"]]
-        # Keep the block mask alive until the backward pass.
-        block_mask = inputs[_PLACES["block_mask"]]
-        self._alive = None if block_mask is None else block_mask_of(block_mask)
-        # A pass by addresses reads no values, so all tensors must be on the GPU.
-        self._by_addresses = is_kept and all(inputs[n].is_cuda for n in self._places)
-        self._forward: _Pass | None = None
-        self._backward: dict[Any, _Pass] = {}
+    kind: tuple[Any, ...]
+    names: tuple[str, ...]
+    tensors: Sequence[torch.Tensor]
+    values: Mapping[str, Any]
 
-    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+
+def _given(
+    rows: Sequence[Any], backend: Any, deterministic: bool, options: Mapping[str, Any]
+) -> _Given | None:
+    """Sort the arguments of a call; None for unusual ones and if operators are intercepted."""
+    if type(backend) is not str or not is_eager():
+        return None
+    default = default_backend() if backend == "auto" else None
+    seed: Any = options.get("seed")
+    if type(seed) in PLAIN and seed.is_cpu and seed.numel() == 1:
+        options = {**options, "seed": seed.item()}
+    kind: list[Any] = ["tensors", backend, default, deterministic]
+    tensors, values = rows, options
+    names: tuple[str, ...] = ()
+    for name, x in options.items():
+        of_x = type(x)
+        kind += name, of_x
+        if of_x in PLAIN and (name in DIFFERENTIABLE or not x.requires_grad):
+            names = *names, name
+        elif of_x in _SEQUENCES:
+            if name != "aux" and not _NUMBERS.issuperset(map(type, x)):
+                return None
+        elif of_x not in _VALUES:
+            return None
+    if names or "aux" in options:
+        aux = options.get("aux") or ()
+        tensors = *rows, *(options[name] for name in names), *aux
+        values = {name: x for name, x in options.items() if name != "aux" and name not in names}
+    for x in tensors:
+        if not (isinstance(x, torch.Tensor) and holds_elements(x)):
+            return None
+        kind += x.dtype, x.device
+    return _Given(tuple(kind), names, tensors, values)
+
+
+class Call:
+    """Both passes of all calls of one kind, which bring their tensors and their other options.
+
+    Parameters
+    ----------
+    given : _Given
+        The arguments of one of the calls.
+    backend : str
+        As for `attention`.
+    deterministic : bool
+        As for `attention`.
+    """
+
+    def __init__(self, given: _Given, backend: str, deterministic: bool) -> None:
+        self._given = (*ROWS, *given.names)
+        self._most = sum(name in DIFFERENTIABLE for name in self._given)  # gradients but for aux
+        self._backend, self._deterministic = backend, deterministic
+        # A pass by addresses reads no values, so all tensors must be on the GPU.
+        on_gpu, has_aux = (x.is_cuda for x in given.tensors), len(given.tensors) > len(self._given)
+        self._has_addresses = all(on_gpu) and not has_aux
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], values: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the forward pass, recorded by autograd if a tensor requires a gradient."""
         if torch.is_grad_enabled():
             for x in tensors:
                 if x.requires_grad:
-                    output: tuple[torch.Tensor, torch.Tensor] = _apply(self, *tensors)
+                    kept = {name: _copied(x) for name, x in values.items()}
+                    output: tuple[torch.Tensor, torch.Tensor] = _apply(self, kept, *tensors)
                     return output
-        return self.forward(*tensors)
+        return self.forward(tensors, values)
 
-    def forward(self, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, tensors: Sequence[torch.Tensor], values: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the forward pass."""
-        found = self._forward and self._forward(tensors)
-        if found is None:
-            inputs = self._complete(tensors)
-            found = operators.forward(*inputs)
-            if self._by_addresses and self._forward is None:
-                results = dict(zip(("out", "lse"), found, strict=True))
-                self._forward = self._pass(None, inputs, {}, results, [*results])
-        out, lse = found
+        key = self._key(tensors, values) if self._has_addresses else None
+        known: _Pass | None = None if key is None else CALLS.get(key)
+        output: tuple[torch.Tensor, torch.Tensor] | None = known and known(tensors)
+        if output is not None:
+            return output
+        with on(tensors[0].device):
+            rows, options = self._arrays(tensors, values)
+            out, lse = map(tensor_of, tileattn.forward(*rows, backend=self._backend, **options))
+            if key is not None and known is None:
+                results = {"out": out, "lse": lse}
+                run = self._pass(None, (rows, options), self._given, results, [*results])
+                CALLS.keep(key, run)
         return out, lse
 
     def backward(
-        self, needs: Sequence[bool], dout: Any, dlse: Any, out: Any, lse: Any, *tensors: Any
-    ) -> tuple[Any, ...]:
-        """Compute the needed gradients; return None for the others."""
-        dout = operators.upstream(dout, out)
+        self,
+        needs: Sequence[bool],
+        saved: Mapping[str, torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        values: Mapping[str, Any],
+    ) -> Sequence[torch.Tensor | None]:
+        """Compute the needed gradients; return None for the others.
+
+        ``saved`` are dout, out, lse and, if it has a gradient, dlse.
+        """
+        rows = *tensors, *saved.values()
         # If gradients are enabled this may be double backward, which only the operators refuse.
-        eager = not torch.is_grad_enabled() and is_eager() and not are_gradients_batched()
-        rows = (*tensors, dout, out, lse, dlse)
-        of_rows = layouts(rows) if eager else None
-        key = of_rows, *needs
-        known = self._backward.get(key)
-        grads: tuple[Any, ...] | None = known and known(rows)
+        is_plain = not torch.is_grad_enabled() and is_eager() and not are_gradients_batched()
+        if not (is_plain and all(map(holds_elements, rows))):
+            return self._dispatched(needs, saved, tensors, values)
+        key = self._key(rows, values, *needs) if self._has_addresses else None
+        known: _Pass | None = None if key is None else CALLS.get(key)
+        grads: Sequence[torch.Tensor | None] | None = known and known(rows)
         if grads is not None:
             return grads
-        run = torch.ops.tileattn.backward if of_rows is None else operators.backward
-        inputs, needed = self._complete(tensors), self._complete(needs)
-        found = operators.gradients(run, needed, dout, dlse, out, lse, inputs)
-        if self._by_addresses and known is None and of_rows is not None:
-            others = {"dout": dout, "out": out, "lse": lse}
-            others |= {} if dlse is None else {"dlse": dlse}
-            likes = {f"d{name}": x for name, x in zip(self._names, tensors, strict=True)}
-            returned = [name if need else None for name, need in zip(likes, needs, strict=True)]
-            # One kernel computes the gradients of q, k and v.
-            computed = {*returned, *(("dq", "dk", "dv") if any(needs[:3]) else ())}
-            results = {name: x for name, x in likes.items() if name in computed}
-            self._backward[key] = self._pass(self._deterministic, inputs, others, results, returned)
-        return *(found[n] for n in self._places), *found[-1]
+        with on(tensors[0].device):
+            arrays, options = self._arrays(tensors, values)
+            others = {name: array_of(x) for name, x in saved.items()}
+            found = tileattn.backward(
+                **dict(zip(ROWS, arrays, strict=True)), **others, wrt=self._wrt(needs),
+                backend=self._backend, deterministic=self._deterministic, **options,
+            )  # fmt: skip
+            each = [getattr(found, f"d{name}", None) for name in self._given]
+            each += found.daux or (None,) * (len(tensors) - len(each))
+            needed = (x if need else None for x, need in zip(each, needs, strict=True))
+            grads = [None if x is None else tensor_of(x) for x in needed]
+            if key is not None and known is None:
+                given = (*arrays, *others.values()), options
+                run = self._backward_pass(needs, saved, tensors, given)
+                CALLS.keep(key, run)
+        return grads
 
-    def _complete(self, tensors: Sequence[Any]) -> list[Any]:
-        """Put one item for each tensor in its place among the inputs."""
-        inputs = [*self._fixed]
-        for n, x in zip(self._places, tensors, strict=False):
-            inputs[n] = x
-        inputs[-1] = list(tensors[len(self._places) :])
-        return inputs
+    def _arrays(
+        self, tensors: Sequence[torch.Tensor], values: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """View the tensors as arrays; return the rows and the options of the library."""
+        arrays = [array_of(x) for x in tensors]
+        rows, given, count = arrays[:3], arrays[3:], len(self._given) - 3
+        if given:
+            values = {**values, **dict(zip(self._given[3:], given, strict=False))}
+            if len(given) > count:
+                values["aux"] = tuple(given[count:])
+        return rows, values
+
+    def _wrt(self, needs: Sequence[bool]) -> Sequence[str] | None:
+        """Name the gradients to compute; None if these are all."""
+        count = len(self._given)
+        needed = [name for name, need in zip(self._given, needs, strict=False) if need]
+        needed += ["aux"] if any(needs[count:]) else []
+        return None if len(needed) == self._most + (len(needs) > count) else needed
+
+    def _dispatched(
+        self,
+        needs: Sequence[bool],
+        saved: Mapping[str, torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        values: Mapping[str, Any],
+    ) -> Sequence[torch.Tensor | None]:
+        """Compute the gradients by the operator, which PyTorch may trace, batch or intercept."""
+        count = len(self._given)
+        options = {**values, **dict(zip(self._given[3:], tensors[3:], strict=False))}
+        options["aux"] = tensors[count:]
+        inputs = inputs_of(tensors[:3], self._backend, self._deterministic, options)
+        needed: dict[str, Any] = dict.fromkeys(operators.INPUTS, False)
+        needed |= {**dict(zip(self._given, needs, strict=False)), "aux": needs[count:]}
+        dout, dlse, out, lse = (saved.get(name) for name in ("dout", "dlse", "out", "lse"))
+        run, each = torch.ops.tileattn.backward, [*needed.values()]
+        found = operators.gradients(run, each, dout, dlse, out, lse, inputs)
+        by_name = dict(zip(operators.INPUTS, found, strict=True))
+        return *(by_name[name] for name in self._given), *by_name["aux"]
+
+    def _key(
+        self, tensors: Sequence[torch.Tensor], values: Mapping[str, Any], *needs: bool
+    ) -> tuple[Any, ...] | None:
+        """Return the key of a pass by addresses: it is valid for one layout and one set of values.
+
+        None for values without a hash.
+        """
+        key: list[Any] = [self, *needs]
+        for x in tensors:
+            key += (x.dtype, x.shape, x.stride(), x.device)
+        for name, x in values.items():
+            kind = type(x)
+            if kind in _SEQUENCES:
+                key += name, kind, (*map(type, x),), (*x,)
+            elif kind in _HASHED:
+                key += name, kind, x
+            else:
+                return None
+        return tuple(key)
 
     def _pass(
         self,
         deterministic: bool | None,
-        inputs: Sequence[Any],
-        others: Mapping[str, Any],
+        given: tuple[Sequence[Any], Mapping[str, Any]],
+        names: Sequence[str],
         results: Mapping[str, torch.Tensor],
         returned: Sequence[str | None],
     ) -> _Pass:
-        """Make a pass by addresses of the call that has just run on ``inputs`` and ``others``."""
-        call = operators.prepared(inputs, tuple(others.values()))
+        """Make the pass by addresses of the call that has just run on the ``given`` arrays."""
+        arrays, options = given
+        call = CALLS.get(signature(arrays, self._backend, options))
         known = None if call is None else call.address_pass(deterministic, [*results])
-        if known is None:
-            return _on_arrays
-        return TensorPass(known, (*self._names, *others), results, returned)
+        return _on_arrays if known is None else TensorPass(known, names, results, returned)
+
+    def _backward_pass(
+        self,
+        needs: Sequence[bool],
+        saved: Mapping[str, torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        given: tuple[Sequence[Any], Mapping[str, Any]],
+    ) -> _Pass:
+        """Make the backward pass by addresses."""
+        likes = {f"d{name}": x for name, x in zip(self._given, tensors, strict=True)}
+        returned = [name if need else None for name, need in zip(likes, needs, strict=True)]
+        # One kernel computes the gradients of q, k and v.
+        computed = {*returned, *(("dq", "dk", "dv") if any(needs[:3]) else ())}
+        ordered = (name for name in _GRADIENTS if name in computed)
+        results = {name: likes[name] for name in ordered}
+        return self._pass(self._deterministic, given, (*self._given, *saved), results, returned)
+
+
+def _copied(x: Any) -> Any:
+    """Copy a value that the caller may change before the backward pass."""
+    return (*x,) if type(x) is list else x.copy() if type(x) is np.ndarray else x
 
 
 def _on_arrays(_tensors: Sequence[Any]) -> None:
@@ -190,34 +319,22 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # untyped
     """Both passes of a `Call`, for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> Any:
-        output = call.forward(*tensors)
-        ctx.call = call
+    def forward(ctx: Any, call: Call, values: Mapping[str, Any], *tensors: Any) -> Any:
+        output = call.forward(tensors, values)
+        ctx.call, ctx.values = call, values
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output, *tensors)
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        _, *needs = ctx.needs_input_grad
-        return None, *ctx.call.backward(needs, dout, dlse, *ctx.saved_tensors)
+        _, _, *needs = ctx.needs_input_grad
+        out, lse, *tensors = ctx.saved_tensors
+        saved = {"dout": operators.upstream(dout, out), "out": out, "lse": lse}
+        if dlse is not None:
+            saved["dlse"] = dlse
+        return None, None, *ctx.call.backward(needs, saved, tensors, ctx.values)
 
 
 # Function.apply spends a quarter of its time on transforms, of which there are none here.
 _apply = super(torch.autograd.Function, _Function).apply
-
-
-def forward(inputs: Sequence[Any], key: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a new call, through the operator if something intercepts operators.
-
-    ``key`` is its signature; a call that succeeds is kept under it.
-    """
-    given, aux = dict(zip(TENSORS, inputs, strict=False)), inputs[-1]
-    names = tuple(n for n, x in given.items() if x is not None) if key is None else key[0]
-    tensors = (*(given[name] for name in names), *aux)
-    if inputs[0].is_meta or (key is None and (not is_eager() or layouts(tensors) is None)):
-        return torch.ops.tileattn.forward(*inputs)  # type: ignore[no-any-return]  # untyped
-    call = Call(inputs, names, key is not None)
-    output = call(*tensors)
-    CALLS.keep(key, call)
-    return output

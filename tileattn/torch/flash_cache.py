@@ -14,9 +14,10 @@ from tileattn.call.sequences import integers
 from tileattn.call.window import window_of
 from tileattn.errors import UnsupportedError
 from tileattn.messages import calling
-from tileattn.torch.eager import is_eager, layouts
+from tileattn.torch.eager import holds_elements, is_eager
 from tileattn.torch.flash_options import NAMES, Integers, Window, check_tensors, to_options
-from tileattn.torch.functional import attend, integer_tensor, number, refuse_gradients
+from tileattn.torch.functional import attend
+from tileattn.torch.inputs import integer_tensor, number, refuse_gradients
 from tileattn.torch.tensors import array_of, check_elements, check_integers, on, tensor_of
 from tileattn.validation import check_flags
 
@@ -206,7 +207,8 @@ def _append_and_attend(
         for name in ("scale", "softcap")
     ]
     inputs = [*tensors, *own, *numbers, left, right, interleaved]
-    if is_eager() and not inputs[0].is_meta and layouts((*tensors, *own)) is not None:
+    given = (x for x in (*tensors, *own) if x is not None)
+    if is_eager() and not inputs[0].is_meta and all(map(holds_elements, given)):
         return _append(*inputs)
     found: tuple[torch.Tensor, torch.Tensor] = torch.ops.tileattn.append_and_attend(*inputs)
     return found

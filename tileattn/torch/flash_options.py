@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from tileattn.torch.functional import attend, integer_tensor, new_dropout
+from tileattn.torch.functional import attend, new_dropout
+from tileattn.torch.inputs import integer_tensor
 from tileattn.torch.tensors import check_tensor
 from tileattn.validation import check_flags
 

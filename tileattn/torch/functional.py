@@ -1,34 +1,17 @@
 """``tileattn.torch.attention``: check a call on tensors, and hand it on."""
 
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 
-from tileattn.call.options import DIFFERENTIABLE, INTEGERS, OPTIONS, SEEDS, options_with
-from tileattn.call.parse import aux_arrays, check_names
-from tileattn.call.prepared import CALLS
-from tileattn.call.scalars import number_of, seed_of
-from tileattn.call.window import window_of
 from tileattn.errors import UnsupportedError
-from tileattn.messages import called, calling, must_be
+from tileattn.messages import calling
 from tileattn.results import Attention
 from tileattn.torch import eager
-from tileattn.torch.block_mask_names import name_of
 from tileattn.torch.functions import read_functions
-from tileattn.torch.operators import INPUTS, TENSORS
-from tileattn.torch.tensors import autocast, check_integers, check_tensor
-from tileattn.validation import check_flags, refuse_masked
-
-_NEVER_NONE = {*options_with(value="flag"), *options_with(role="dropout")}
-_REMEDIES = {  # for tensors that require a gradient that attention does not compute
-    "alibi_slopes": "score_mod= with aux=(slopes,) does: "
-    "lambda s, b, h, i, j, slopes: s - slopes[h] * abs(i - j)",
-    "scale": "attention(q * scale, ..., scale=1.0) does",
-}
-_DEFAULTS = dict.fromkeys(INPUTS) | {"aux": ()}
+from tileattn.torch.tensors import autocast
+from tileattn.validation import check_flags
 
 
 def attention(
@@ -128,15 +111,8 @@ def _attend(
     check_flags(return_lse=return_lse, deterministic=deterministic)
     deterministic = bool(deterministic or torch.are_deterministic_algorithms_enabled())
     options = read_functions(options, getattr(rows[0], "device", None))
-    q, k, v = autocast(*rows)
-    key = eager.signature((q, k, v), backend, deterministic, options)
-    call = None if key is None else CALLS.get(key)  # None under a compiler
-    if call is None:
-        given = {"q": q, "k": k, "v": v, "backend": backend, "deterministic": deterministic}
-        out, lse = eager.forward(_inputs(given, options), key)
-    else:
-        out, lse = call(q, k, v, *map(options.get, call.options))
-    return Attention(out, lse) if return_lse else out
+    found = eager.attend(autocast(*rows), backend, deterministic, options)
+    return Attention(*found) if return_lse else found[0]
 
 
 def new_dropout(dropout_p: Any) -> dict[str, Any]:
@@ -151,88 +127,3 @@ def new_dropout(dropout_p: Any) -> dict[str, Any]:
 def new_seed() -> torch.Tensor:
     """Draw a dropout seed from PyTorch's generator on the CPU."""
     return torch.randint(1 << 62, (), device="cpu")
-
-
-def _inputs(rows: Mapping[str, Any], options: Mapping[str, Any]) -> Sequence[Any]:
-    """Check a call; return the arguments of the operator, `INPUTS`."""
-    check_names(options)
-    if not isinstance(rows["backend"], str):
-        raise TypeError(must_be("backend", "a name or 'auto'", rows["backend"]))
-    optional = {name: x for name, x in options.items() if x is not None or name in _NEVER_NONE}
-    given = {**rows, **optional}
-    given |= {name: _input(name, x) for name, x in optional.items()}
-    given["aux"] = [*aux_arrays(given).values()]
-    _check(given)
-    refuse_gradients({x: given[x] for x in TENSORS if x in given and x not in DIFFERENTIABLE})
-    window, causal = given.pop("window", None), given.pop("causal", False)
-    given["left"], given["right"] = window_of(window, causal)
-    return [*(_DEFAULTS | given).values()]
-
-
-def _input(name: str, x: Any) -> Any:
-    """Convert an option to what the operators take."""
-    match OPTIONS[name].value:
-        case "integers" | "integer":
-            return integer_tensor(name, x)
-        case "number":
-            return number(name, x)
-        case "block mask":
-            return name_of(x)
-    return x
-
-
-def integer_tensor(name: str, x: Any) -> torch.Tensor:
-    """Make a tensor of integers: a compiled program takes new values without recompiling."""
-    if isinstance(x, torch.Tensor):
-        return x
-    if not torch.compiler.is_compiling():
-        refuse_masked(name, x)
-    if name in SEEDS:
-        x = seed_of(x)
-        return torch.full((), x, dtype=torch.int64 if x < 1 << 63 else torch.uint64, device="cpu")
-    try:
-        if isinstance(x, int) and not isinstance(x, bool):
-            return torch.full((), x, dtype=torch.int64, device="cpu")
-        # Dynamo keeps the elements of a list symbolic for torch.tensor, not for torch.as_tensor.
-        make = torch.tensor if isinstance(x, list | tuple) else torch.as_tensor
-        return make(x, device="cpu")
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise TypeError(must_be(name, "integers", x)) from None
-
-
-def number(name: str, x: Any) -> float:
-    """Make a float of a number for an operator; compiled calls check the value as they run."""
-    if isinstance(x, torch.Tensor):
-        refuse_gradients({name: x})
-    if isinstance(x, torch.Tensor | np.ndarray) and x.ndim == 0:
-        x = x.item()
-    if torch.compiler.is_compiling() and isinstance(x, Real | torch.SymFloat):
-        return x if isinstance(x, torch.SymFloat) else float(x)
-    return number_of(name, x)
-
-
-def refuse_gradients(tensors: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError if a tensor requires a gradient: it would silently stay None."""
-    for name, x in tensors.items():
-        if torch.is_grad_enabled() and x.requires_grad:
-            remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
-            raise UnsupportedError(
-                f"{called(name)} requires a gradient, which attention does not compute; pass "
-                f"{called(name)}.detach(){remedy}"
-            )
-
-
-def _check(given: Mapping[str, Any]) -> None:
-    """Check types, dtypes and devices of the tensors; the library checks the rest."""
-    check_tensor("q", given["q"])
-    device = given["q"].device
-    for name, x in given.items():
-        if name == "aux":
-            for n, y in enumerate(x):
-                check_tensor(f"aux[{n}]", y, device)
-        elif name in TENSORS:
-            check = check_integers if name in (*INTEGERS, *SEEDS) else check_tensor
-            check(name, x, device)
-    seed = given.get("seed")
-    if seed is not None and seed.numel() != 1:
-        raise ValueError(f"seed must be one integer; got shape {tuple(seed.shape)}")

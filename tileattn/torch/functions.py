@@ -40,13 +40,13 @@ class _Tensors(AuxArrays):
 
 
 def read_functions(options: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
-    """Replace functions among the options by their texts; captured arrays join ``aux``.
+    """Replace functions among the options by their expressions; captured arrays join ``aux``.
 
-    ``device`` is the device of q.
+    A program that Dynamo traces gets the texts of the expressions. ``device`` is the device of q.
     """
-    functions = functions_of(options)
-    if not functions:
+    if options.get("score_mod") is None and options.get("mask_mod") is None:
         return options
+    functions = functions_of(options)
     for name, x in aux_arrays(options).items():
         check_tensor(name, x)
         check_kind(name, x)
@@ -81,15 +81,19 @@ def text_of(name: str, function: Any, arrays: Sequence[Any]) -> str:
 def _read(
     functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
 ) -> dict[str, Any]:
-    """Return the texts of functions, and the arrays they index as ``aux``, if any."""
-    read, arrays = expressions_of(functions, aux, device)
-    found: dict[str, Any] = {name: x.to_text() for name, x in read.items()}
-    if arrays:
-        found["aux"] = tensors_of(arrays, device)
-    return found
+    """Return the expressions of functions, and the arrays they index as ``aux``, if any."""
+    found: dict[str, Any]
+    found, arrays = expressions_of(functions, aux, device)
+    return {**found, "aux": tensors_of(arrays, device)} if arrays else found
 
 
-_read_outside = torch.compiler.disable(_read)
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # PyTorch's
+def _read_outside(
+    functions: Mapping[str, Any], aux: Sequence[torch.Tensor], device: torch.device
+) -> dict[str, Any]:
+    """Return the same, with texts in place of expressions."""
+    found = _read(functions, aux, device)
+    return found | {name: found[name].to_text() for name in functions}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # PyTorch's

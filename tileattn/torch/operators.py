@@ -7,7 +7,6 @@ import torch
 
 import tileattn
 from tileattn.call.options import DIFFERENTIABLE, OPTIONS, ROWS
-from tileattn.call.prepared import CALLS, PreparedCall, signature
 from tileattn.call.scalars import seed_of
 from tileattn.errors import UnsupportedError
 from tileattn.expressions.parameters import Expression
@@ -82,17 +81,6 @@ def backward(
         grads = tileattn.backward(*map(array_of, rows), **options)
         found = [*grads, *(grads.daux or ())]
         return [tensor_of(x) for x in found if x is not None]
-
-
-def prepared(inputs: Sequence[Any], others: Sequence[Any] = ()) -> PreparedCall | None:
-    """Look up the library's prepared call; ``others`` are the tensors of a backward pass."""
-    given = dict(zip(INPUTS, inputs, strict=True))
-    with on(given["q"].device):
-        options = _options(given)
-        del options["deterministic"]
-        backend = options.pop("backend")
-        rows = (*(given[name] for name in ROWS), *others)
-        return CALLS.get(signature(map(array_of, rows), backend, options))
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:

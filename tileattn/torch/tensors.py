@@ -16,7 +16,7 @@ from tileattn.messages import called
 from tileattn.torch import cuda
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of tensors whose memory holds their elements, unless ``layouts`` finds a lazy view."""
+"""Types of tensors whose memory holds their elements, unless they are lazy views."""
 
 torch.compiler.assume_constant_result(called)  # Dynamo cannot trace it
 _ON_CPU = nullcontext()
@@ -62,10 +62,9 @@ def array_of(x: torch.Tensor) -> Any:
         )
     if x.is_cuda:
         return cuda.array_of(x)
-    x = x.detach()
     if x.dtype is torch.bfloat16:  # NumPy has no bfloat16 of its own
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
+        return x.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy(force=True)  # also of a tensor that requires a gradient
 
 
 def tensor_of(x: Any) -> torch.Tensor:
