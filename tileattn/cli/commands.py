@@ -1,4 +1,4 @@
-"""Command line: ``python -m tileattn {info,check,explain,compile,bench}``."""
+"""Command line: ``python -m tileattn {info,check,explain,compile,cache,bench}``."""
 
 import argparse
 import importlib
@@ -22,6 +22,7 @@ import threadpoolctl
 import tileattn
 from tileattn.backends import registry, threads
 from tileattn.call.parse import parse
+from tileattn.cli import kernel_cache
 from tileattn.cli.progress import Progress
 from tileattn.dtypes import DTYPES
 from tileattn.errors import BackendUnavailableError
@@ -107,6 +108,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--jobs", type=_COUNT, default=os.cpu_count(), help=jobs)
     add("--clear", action="store_true", help="empty the cache and compile nothing")
     fill.set_defaults(run=_compile)
+    about = "show the disk cache of kernels: its folder, its limit, and what is in it"
+    kept = commands.add_parser(
+        "cache",
+        help=about,
+        description=f"{about}. TILEATTN_CACHE_DIR sets the folder, TILEATTN_CACHE_BYTES the limit "
+        "(default 1 GiB). A kernel that is added removes those that were not used for longest.",
+    )
+    kept.add_argument("--clear", action="store_true", help="remove all kernels")
+    kept.set_defaults(run=kernel_cache.run)
     bench = commands.add_parser("bench", help="run a benchmark, in a checkout of the repository")
     bench.add_argument("section", nargs="?", choices=BENCHMARKS, help="without it: list them")
     rest = "options of the benchmark; --help lists them"
@@ -178,7 +188,7 @@ def _info(_: argparse.Namespace) -> int:
         ("NVRTC", _nvrtc()),
         ("CUDA kernels", _shipped()),
         ("GPU", _gpu()),
-        ("kernel cache", _cache()),
+        ("kernel cache", kernel_cache.summary()),
         *(
             (f"backend {name}", "ready" if reason is None else f"not available: {reason}")
             for name, reason in tileattn.available_backends().items()
@@ -282,8 +292,9 @@ def _explain_on(
 def _compile(arguments: argparse.Namespace) -> int:
     try:
         if arguments.clear:
-            print(f"removed {cache.clear()} files from {cache.folder()}")
+            print(kernel_cache.cleared())
             return 0
+        cache.limit()  # raises
         place = cache.prepare()
         archs = [checked_arch(arch) for arch in arguments.arch or [arch_of(0)]]
     except BackendUnavailableError as error:
@@ -414,16 +425,6 @@ def _shipped() -> str:
     archs = sorted(path.stem for path in shipped.FOLDER.glob("*.json"))
     counts = [f"{len(shipped.index(shipped.FOLDER, arch))} for {arch}" for arch in archs]
     return f"came compiled: {', '.join(counts) or 'none'}"
-
-
-def _cache() -> str:
-    try:
-        place = cache.folder()
-    except OSError as error:
-        return f"none: {error}; set TILEATTN_CACHE_DIR to another folder"
-    sizes = [path.stat().st_size for path in cache.entries()]
-    size = f"{len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
-    return f"{place}, {size} (set TILEATTN_CACHE_DIR to change)"
 
 
 def _gpu() -> str:

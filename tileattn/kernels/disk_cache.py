@@ -1,8 +1,12 @@
-"""The disk cache of compiled kernels: private to the user, and optional.
+"""The disk cache of compiled kernels: private to the user, bounded, and optional.
 
-An entry is named by the digest of its inputs. Its header repeats that digest and the digest of its
-content, so that a truncated, damaged or foreign file is ignored and then overwritten. A cache that
-cannot be used costs a warning, not a call.
+An entry is named by its kind and the digest of its inputs. Its header repeats that digest and the
+digest of its content, so that a truncated, damaged or foreign file is ignored and then overwritten.
+A cache that cannot be used costs a warning, not a call.
+
+A write removes the entries that were not used for longest, until the others fit into `limit` bytes.
+The time of use is the file's modification time, which a read renews once a day. Another process
+that looks for a removed entry compiles it again; one that has opened it reads it to the end.
 """
 
 import contextlib
@@ -18,8 +22,9 @@ import time
 import warnings
 from collections.abc import Iterator
 from functools import reduce
-from operator import or_
+from operator import attrgetter, or_
 from pathlib import Path
+from typing import NamedTuple
 
 if sys.platform != "win32":
     import fcntl
@@ -27,8 +32,44 @@ if sys.platform != "win32":
 _MAGIC = b"tileattn"
 _VERSION = 1
 _HEADER = struct.Struct("<8sI32s32s")  # magic, version, digest of the inputs, digest of the body
-_OURS = re.compile(r"[0-9a-f]{64}\.(kernel(\.\w+\.part)?|lock)")
+_OURS = re.compile(r"(?:(cuda|llvm)-)?[0-9a-f]{64}\.(?:kernel(?:\.\w+\.part)?|lock)")
 _PATIENCE = 60.0  # seconds that a process waits for another one to compile the same kernel
+
+LIMIT = 1 << 30  # bytes of the default limit
+_RENEWED = 86_400.0  # seconds after which a read renews the time of use: a write to the disk
+_ABANDONED = 3_600.0  # seconds after which a lock or a partial file is left from an ended process
+
+
+class Entry(NamedTuple):
+    """A file of the cache."""
+
+    path: Path
+    kind: str  # "cuda" or "llvm"; "" for an entry of an older version
+    nbytes: int
+    used: float  # seconds since the epoch, exact to a day
+
+    @property
+    def is_kernel(self) -> bool:
+        """False for a lock, or for a file that is being written."""
+        return self.path.suffix == ".kernel"
+
+
+def name_of(kind: str, *made_from: object) -> str:
+    """Name an entry of a kind, "cuda" or "llvm", by everything that it is made from."""
+    return f"{kind}-{hashlib.sha256(repr(made_from).encode()).hexdigest()}"
+
+
+def limit() -> int:
+    """Return the largest number of bytes of the cache: ``TILEATTN_CACHE_BYTES``, or `LIMIT`."""
+    given = os.environ.get("TILEATTN_CACHE_BYTES")
+    if not given:
+        return LIMIT
+    if not given.isdecimal():
+        raise ValueError(
+            "TILEATTN_CACHE_BYTES must be a whole number of bytes, 0 or more; "
+            f"got {given!r} (1 GiB is {LIMIT})"
+        )
+    return int(given)
 
 
 def folder() -> Path:
@@ -61,14 +102,16 @@ def prepare() -> Path:
     return where
 
 
-def read(inputs: str) -> bytes | None:
+def read(name: str) -> bytes | None:
     """Return the body of an entry; None if it is missing, damaged, or writable by other users."""
+    limit()  # raises
     try:
         where = folder()
         _check_private(where, where.stat())
-        entry = where / f"{inputs}.kernel"
+        entry = where / f"{name}.kernel"
         with open(entry, "rb", opener=_opened_itself) as file:
-            _check_private(entry, os.fstat(file.fileno()))
+            status = os.fstat(file.fileno())
+            _check_private(entry, status)
             data = file.read()
     except FileNotFoundError:
         return None
@@ -76,29 +119,36 @@ def read(inputs: str) -> bytes | None:
         _warn_once(_sentence(error))
         return None
     header, body = data[: _HEADER.size], data[_HEADER.size :]
-    return body if header == _header(inputs, body) else None
+    if header != _header(name, body):
+        return None
+    if abs(time.time() - status.st_mtime) > _RENEWED:
+        with contextlib.suppress(OSError):  # another process has removed it, or the disk is full
+            os.utime(entry)
+    return body
 
 
-def write(inputs: str, body: bytes) -> None:
-    """Write an entry atomically; on failure, warn once."""
-    name = f"{inputs}.kernel"
+def write(name: str, body: bytes) -> None:
+    """Write an entry atomically, and remove what exceeds the limit; on failure, warn once."""
+    file_name, most = f"{name}.kernel", limit()
     try:
         where = prepare()
         # In the same folder, so that the rename is atomic; mkstemp makes the file 0600.
-        handle, part = tempfile.mkstemp(prefix=f"{name}.", suffix=".part", dir=where)
+        handle, part = tempfile.mkstemp(prefix=f"{file_name}.", suffix=".part", dir=where)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(_header(inputs, body) + body)
-            Path(part).replace(where / name)
+                file.write(_header(name, body) + body)
+            Path(part).replace(where / file_name)
         except BaseException:
             Path(part).unlink(missing_ok=True)
             raise
     except OSError as error:
         _warn_once(_sentence(error))
+    else:
+        _evict(most)
 
 
 @contextlib.contextmanager
-def alone(inputs: str) -> Iterator[None]:
+def alone(name: str) -> Iterator[None]:
     """Let one process or thread at a time compile an entry; others wait up to a minute.
 
     Without effect on Windows, and if the folder cannot be written to.
@@ -106,7 +156,7 @@ def alone(inputs: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if sys.platform != "win32":
             with contextlib.suppress(OSError):  # `write` warns of it
-                lock = prepare() / f"{inputs}.lock"
+                lock = prepare() / f"{name}.lock"
                 handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
                 stack.callback(os.close, handle)  # releases the lock
                 stack.callback(lock.unlink, missing_ok=True)
@@ -125,26 +175,52 @@ def _is_locked(handle: int) -> bool:
     return True
 
 
-def entries() -> list[Path]:
-    """List the files of the cache, including the remains of interrupted writes."""
+def entries() -> list[Entry]:
+    """List the files of the cache, least recently used first."""
+    found = []
     try:
-        return sorted(path for path in folder().iterdir() if _OURS.fullmatch(path.name))
+        with os.scandir(folder()) as files:
+            for file in files:
+                match = _OURS.fullmatch(file.name)
+                if match is None or file.is_dir(follow_symlinks=False):
+                    continue
+                with contextlib.suppress(OSError):  # another process has removed it
+                    status = file.stat(follow_symlinks=False)
+                    path, kind = Path(file.path), match[1] or ""
+                    found.append(Entry(path, kind, status.st_size, status.st_mtime))
     except OSError:
         return []
+    return sorted(found, key=attrgetter("used", "path"))
 
 
-def clear() -> int:
-    """Remove all files of the cache; return their number."""
-    found = entries()
-    for path in found:
-        path.unlink(missing_ok=True)
-    return len(found)
+def clear() -> list[Entry]:
+    """Remove all files of the cache; return them."""
+    return [entry for entry in entries() if _removed(entry)]
 
 
-def _header(inputs: str, body: bytes) -> bytes:
+def _evict(most: int) -> None:
+    """Remove the least recently used entries until the rest fits, and what ended processes left."""
+    found, now = entries(), time.time()
+    total = sum(entry.nbytes for entry in found)
+    for entry in found:
+        goes = total > most if entry.is_kernel else now - entry.used > _ABANDONED
+        if goes and _removed(entry):
+            total -= entry.nbytes
+
+
+def _removed(entry: Entry) -> bool:
+    """Remove a file; return False if that fails, as on Windows if another process reads it."""
+    try:
+        entry.path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _header(name: str, body: bytes) -> bytes:
     """Return the header of an entry."""
     made = hashlib.sha256(body).digest()
-    return _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(inputs), made)
+    return _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(name.partition("-")[2]), made)
 
 
 def _expanded(path: str) -> Path:

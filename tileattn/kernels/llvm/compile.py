@@ -122,13 +122,12 @@ def functions(module: Module) -> tuple[Function, ...]:
 
 
 def key_of(module: Module) -> str:
-    """Return the key of a module in the disk cache: a digest of everything that shapes its code."""
+    """Name a module in the disk cache by everything that shapes its code."""
     import llvmlite
     from llvmlite import binding as llvm
 
     versions = llvmlite.__version__, llvm.llvm_version_info
-    made_from = _sources(), versions, *module[:4], module.own.key, module.layout
-    return hashlib.sha256(repr(made_from).encode()).hexdigest()
+    return cache.name_of("llvm", _sources(), versions, *module[:4], module.own.key, module.layout)
 
 
 def names_of(name: str, target: Target) -> tuple[str, ...]:

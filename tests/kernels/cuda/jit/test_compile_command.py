@@ -94,18 +94,21 @@ def test_the_command_needs_an_arch_or_a_gpu(
 
 
 def test_the_command_clears_the_cache(capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    cache.write("ab" * 32, b"kernel")
+    cache.write("cuda-" + "ab" * 32, b"kernel")
     (place / "notes.txt").write_text("keep")
     assert main(["compile", "--clear"]) == 0
-    assert capsys.readouterr().out == f"removed 1 files from {place}\n"
+    said = capsys.readouterr().out
+    assert said == f"removed 1 file, 0.0 MiB from {place} (CUDA: 1 file, 0.0 MiB)\n"
     assert [path.name for path in place.iterdir()] == ["notes.txt"]
 
 
 def test_info_shows_the_cache(capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    cache.write("ab" * 32, bytes(2**20))
+    cache.write("llvm-" + "ab" * 32, bytes(2**20))
     assert main(["info"]) == 0
     out = capsys.readouterr().out
-    assert re.search(rf"kernel cache +{re.escape(str(place))}, 1 files, 1\.0 MiB", out)
+    assert re.search(
+        rf"kernel cache +{re.escape(str(place))}, 1 file, 1\.0 MiB of at most 1,024 MiB", out
+    )
     assert re.search(
         r"NVRTC +(\d+\.\d+, compiles for sm_|CuPy (is not installed|finds no NVRTC))", out
     )

@@ -90,7 +90,7 @@ def compiled(
         If NVRTC does not know ``arch``.
     """
     texts, options = sources_of(key, arch, folders), _options(key, arch, options)
-    inputs = _digest(texts, options)
+    inputs = hashlib.sha256(repr((texts, options)).encode()).hexdigest()
     body = shipped.read(arch, inputs) if ship and not force else None
     cached = body is not None
     if body is None:
@@ -104,22 +104,18 @@ def _read_or_compiled(
     key: KernelKey, arch: str, texts: dict[str, str], options: tuple[str, ...], force: bool
 ) -> tuple[bytes, bool]:
     """Return the body of a kernel, and whether it was in the disk cache."""
-    inputs = _digest(texts, options, compiler_name(), _build())
-    body = None if force else cache.read(inputs)
+    name = cache.name_of("cuda", texts, options, compiler_name(), _build())
+    body = None if force else cache.read(name)
     if body is not None:
         return body, True
-    with cache.alone(inputs):
+    with cache.alone(name):
         # Another process may have compiled it while this one waited.
-        body = None if force else cache.read(inputs)
+        body = None if force else cache.read(name)
         if body is not None:
             return body, True
         body = _compile(key, arch, texts, options)
-        cache.write(inputs, body)
+        cache.write(name, body)
         return body, False
-
-
-def _digest(*made_from: object) -> str:
-    return hashlib.sha256(repr(made_from).encode()).hexdigest()
 
 
 @functools.cache
