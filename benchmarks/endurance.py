@@ -63,7 +63,7 @@ def endurance(bench: Any, count: int) -> Iterator[Row]:
             call()
             seconds += time.perf_counter() - start
         start = time.perf_counter()
-        bench.drain()
+        bench.queue.drain()
         seconds += time.perf_counter() - start
         row = {"section": "endurance", "calls": (part + 1) * count // PARTS}
         yield row | {"us": 1e6 * seconds / (count // PARTS)} | memory(bench.loops.xp) | entries()

@@ -139,16 +139,20 @@ class Sdpa(Torch):
         made: AbstractContextManager[Any] = self._choice.sdpa_kernel([backend])
         return made
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        made: Callable[..., Any] = self.torch.nn.functional.scaled_dot_product_attention
+        return made
+
     def attend(self, step: Step) -> Callable[..., Any] | None:
         given = step.options
         if step.without("causal", "scale", "dropout_p", "seed", "kv_lengths", "cu_seqlens_q"):
             return None
-        sdpa = self.torch.nn.functional.scaled_dot_product_attention
         own = {"is_causal": given.get("causal", False), "scale": given.get("scale")}
         own["dropout_p"] = given.get("dropout_p", 0.0)
         if step.rows[0].shape[-3] != step.rows[1].shape[-3]:
             own["enable_gqa"] = True
-        sdpa = partial(sdpa, **own)
+        sdpa = partial(self.function, **own)
         if "kv_lengths" in given:
             return self._masked(sdpa, given["kv_lengths"])
         return self._one_by_one(sdpa, given["cu_seqlens_q"]) if step.longest else sdpa
@@ -176,6 +180,19 @@ class Sdpa(Torch):
             return self.torch.cat([sdpa(*(x[None] for x in part))[0] for part in parts], 1)
 
         return attend
+
+
+class DropIn(Sdpa):
+    """`tileattn.torch.scaled_dot_product_attention`, which draws a new seed in each call."""
+
+    ours = True
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        made: Callable[..., Any] = importlib.import_module(
+            "tileattn.torch"
+        ).scaled_dot_product_attention
+        return made
 
 
 class VarlenAttn(Torch):

@@ -21,7 +21,6 @@ those of single calls, without waiting for the GPU: their median, the 99th perce
 """
 
 import argparse
-import gc
 import json
 import sys
 import time
@@ -29,14 +28,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from benchmarks import libraries, report
+from benchmarks.clock import Queue, Times, deal
 from benchmarks.configurations import Call
-from benchmarks.cpu import PAUSE, rounded
+from benchmarks.cpu import rounded
 from benchmarks.device import AGREEMENT, Gpu, difference
 from benchmarks.libraries import Library, Step
 from benchmarks.lived_loops import CPU, GPU, Loop, Loops
@@ -44,7 +43,7 @@ from benchmarks.report import Row, one_line
 from tileattn.backends import threads
 
 WARM_CALLS = 8
-ROUND_SECONDS = 2.0  # a slow participant stops after so long
+FIGURES = ("us", "host_us", "host_p99_us", "host_max_us")
 REPEATS = 2  # runs of steps before they count as repeated
 MAY_WAIT = ("cudaMemcpy", "cudaMalloc", "cudaFree")
 FIRST_PEERS = {"SDPA": "sdpa", "FlashAttention-4": "fa4"}
@@ -57,45 +56,10 @@ class Bench:
 
     loops: Loops
     libraries: list[Library]
-    drain: Call
-    settle: Call  # collects garbage, and waits until no thread is busy
+    queue: Queue
     rounds: int = 5
     calls: int = 40  # steps of a round
     only: Sequence[str] = ()  # names of loops
-
-
-@dataclass
-class Times:
-    """Seconds of the steps of a participant."""
-
-    walls: list[float]
-    hosts: list[float]
-
-    def add(self, calls: Sequence[Call], bench: Bench) -> int:
-        """Time a run of calls, each of them and the whole; return how many there was time for."""
-        bench.settle()
-        hosts: list[float] = []
-        clock = time.perf_counter
-        start = now = clock()
-        for call in calls:
-            call()
-            before, now = now, clock()
-            hosts.append(now - before)
-            if now - start > ROUND_SECONDS:
-                break
-        bench.drain()
-        self.walls.append((clock() - start) / len(hosts))
-        self.hosts += hosts
-        return len(hosts)
-
-    def figures(self) -> Row:
-        host = 1e6 * np.array(self.hosts)
-        return {
-            "us": 1e6 * median(self.walls),
-            "host_us": float(np.median(host)),
-            "host_p99_us": float(np.percentile(host, 99)),
-            "host_max_us": float(host.max()),
-        }
 
 
 # --- loops ----------------------------------------------------------------------------------------
@@ -110,28 +74,28 @@ def loops(bench: Bench) -> Iterator[Row]:
 
 def compared(loop: Loop, bench: Bench) -> Row:
     """Time all participants in turns; record failures."""
-    warm, *hands = loop.hands(1 + bench.rounds * len(bench.libraries), bench.calls)
+    warm, *hands = deal(loop.most, 1 + bench.rounds * len(bench.libraries), bench.calls)
     able, failed = _able(loop, warm[:WARM_CALLS], bench)
-    new = {each.name: Times([], []) for each in able}
-    again = {each.name: Times([], []) for each in able if each.ours}
+    new = {each.name: Times() for each in able}
+    again = {each.name: Times() for each in able if each.ours}
     dealt = iter(hands)
     for turn in range(bench.rounds):
         for each in able if turn % 2 else reversed(able):
             steps = [loop.step(value, each.tokens_first) for value in next(dealt)]
             calls = [call for step in steps if (call := each.prepare(step))]
             with each.context():
-                done = new[each.name].add(calls, bench)
+                done = new[each.name].add(calls, bench.queue)
                 if each.ours:
                     for _ in range(REPEATS):
-                        Times([], []).add(calls[:done], bench)
-                    again[each.name].add(calls[:done], bench)
+                        Times().add(calls[:done], bench.queue)
+                    again[each.name].add(calls[:done], bench.queue)
     figures = {name: times.figures() for name, times in new.items()}
     repeated = {name: times.figures()["us"] for name, times in again.items()}
     peers = [x["us"] for name, x in figures.items() if name not in repeated]
     own = {name: figures[name]["us"] for name in repeated}
     return {
         **{"section": "loops", "loop": loop.name, "sizes": loop.about, "calls": len(warm)},
-        **{key: {n: x[key] for n, x in figures.items()} for key in Times([0], [0]).figures()},
+        **{key: {n: x[key] for n, x in figures.items()} for key in FIGURES},
         "repeated_us": repeated,
         "over_repeated": {name: repeated[name] / us for name, us in own.items()},
         "over_peers": {name: min(peers) / us for name, us in own.items()} if peers else {},
@@ -157,7 +121,7 @@ def _able(loop: Loop, values: Sequence[int], bench: Bench) -> tuple[list[Library
                 raise RuntimeError(f"the results differ by {distance:.1e}")
             steps = [loop.step(value, each.tokens_first) for value in values]
             with each.context():
-                Times([], []).add([each.prepare(x) or (lambda: None) for x in steps], bench)
+                Times().add([each.prepare(x) or (lambda: None) for x in steps], bench.queue)
         # A library that does not fit the others installed may fail with anything.
         except Exception as error:
             failed[each.name] = one_line(error)
@@ -206,7 +170,7 @@ def child(text: str) -> Row:
     sizes = bench.loops.sizes._replace(dtype=dtype, D=D)
     (each,) = (x for x in bench.libraries if x.name == name)
     step: Step = getattr(Loops(bench.loops.xp, sizes), kind)(100, each.tokens_first)
-    bench.drain()
+    bench.queue.drain()
     seconds = []
     for one in (step._replace(rows=step.rows[:3]), *([step] if len(step.rows) == 4 else [])):
         call = each.prepare(one)
@@ -214,7 +178,7 @@ def child(text: str) -> Row:
             break
         start = time.perf_counter()
         call()
-        bench.drain()
+        bench.queue.drain()
         seconds.append(time.perf_counter() - start)
     return {"seconds": seconds}
 
@@ -227,7 +191,7 @@ def waits(bench: Bench) -> Iterator[Row]:
     import torch
 
     for loop in bench.loops.all():
-        warm, *hands = loop.hands(1 + 2 * len(bench.libraries), bench.calls)
+        warm, *hands = deal(loop.most, 1 + 2 * len(bench.libraries), bench.calls)
         if bench.only and loop.name not in bench.only:
             continue
         for n, each in enumerate(x for x in bench.libraries if x.ours):
@@ -239,7 +203,7 @@ def waits(bench: Bench) -> Iterator[Row]:
             )
             yield {
                 **{"section": "waits", "loop": loop.name, "who": each.name, "calls": len(one)},
-                "waited": _waited(one, bench.drain, torch),
+                "waited": _waited(one, bench.queue.drain, torch),
                 "synchronisations": _synchronisations(two, torch),
             }
 
@@ -292,22 +256,13 @@ def _bench(on_gpu: bool, peers: Sequence[str]) -> tuple[Bench, dict[str, str], C
     if on_gpu:
         gpu = Gpu.required()
         drain = gpu.xp.cuda.get_current_stream().synchronize
-        return (
-            Bench(Loops(gpu.xp, GPU), every, drain, partial(_settle, drain)),
-            missing,
-            gpu.machine,
-        )
+        return Bench(Loops(gpu.xp, GPU), every, Queue.of(drain, pause=0)), missing, gpu.machine
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads.worker_count())
     version = {"torch": getattr(torch, "__version__", None)}
-    bench = Bench(Loops(np, CPU), every, lambda: None, partial(_settle, partial(time.sleep, PAUSE)))
+    bench = Bench(Loops(np, CPU), every, Queue.of())
     return bench, missing, lambda: report.host() | version
-
-
-def _settle(wait: Call) -> None:
-    gc.collect()
-    wait()
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

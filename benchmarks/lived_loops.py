@@ -50,19 +50,6 @@ class Loop(NamedTuple):
     most: int  # distinct values
     step: Callable[[int, bool], Step]  # of a value, and True if memory has tokens first
 
-    def hands(self, count: int, calls: int) -> list[list[int]]:
-        """Deal distinct values to participants, each an even sample of the whole range.
-
-        An odd stride keeps any hand from having more multiples of a power of two.
-        """
-        stride = count | 1
-        drawn = np.random.default_rng(0).choice(
-            self.most, min(stride * calls, self.most), replace=False
-        )
-        values = np.sort(drawn).tolist()
-        size = min(len(values) // stride, calls)
-        return [values[n::stride][:size] for n in range(count)]
-
 
 class Loops:
     """The loops on a device; their arrays are made once."""

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import libraries, lived
+from benchmarks.clock import Queue, deal
 from benchmarks.endurance import PARTS, endurance, steps
 from benchmarks.libraries import Arrays, Library, Step
 from benchmarks.lived import Bench, child, compared
@@ -20,8 +20,7 @@ LOOPS = Loops(np, SMALL)
 
 
 def bench(*found: Library) -> Bench:
-    nothing = partial(int)
-    return Bench(LOOPS, list(found), nothing, nothing, rounds=2, calls=3)
+    return Bench(LOOPS, list(found), Queue(int, int), rounds=2, calls=3)
 
 
 class Recorded(Arrays):
@@ -55,8 +54,7 @@ def test_no_step_of_a_loop_equals_another(loop: Loop) -> None:
 
 
 def test_hands_are_even_samples_of_the_range() -> None:
-    loop = Loop("", "", 1000, LOOPS.length)
-    hands = loop.hands(12, 40)
+    hands = deal(1000, 12, 40)
     assert {len(hand) for hand in hands} == {40}
     assert len({value for hand in hands for value in hand}) == 12 * 40
     assert {hand == sorted(hand) for hand in hands} == {True}
@@ -87,7 +85,7 @@ def test_rows_are_written_with_their_origin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lived, "CPU", SMALL)
-    monkeypatch.setattr(lived, "_settle", bool)
+    monkeypatch.setattr(Queue, "of", lambda: Queue(int, int))
     name = "decoding, growing cache"
     lived.main(["--quick", "--only", "loops", "--loops", name, "--to", str(tmp_path)])
     result = json.loads((tmp_path / "lived_cpu.json").read_text(encoding="utf-8"))

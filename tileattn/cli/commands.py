@@ -43,6 +43,7 @@ BENCHMARKS = {
     "decode": "speed of decoding on the GPU; baselines: cuDNN, FlashAttention-4",
     "distributed": "speed of ranks that share a sequence; baseline: one rank",
     "distributed_gpu": "speed of GPUs that share a sequence; baseline: one GPU",
+    "end_to_end": "speed of whole models, training and generating; baseline: PyTorch",
     "frameworks": "speed of attention inside PyTorch; baseline: PyTorch's own",
     "functions": "speed of score_mod and mask_mod on the GPU; baseline: FlexAttention",
     "gpu": "speed on CuPy arrays; baselines: PyTorch, FlashAttention-4, naive CuPy",
