@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tileattn.expressions.build import apply
 from tileattn.expressions.functions import (
     _outside,
     check_indices,
@@ -20,7 +21,8 @@ from tileattn.expressions.functions import (
     mask_expression,
     score_expression,
 )
-from tileattn.expressions.nodes import Kind, ordered
+from tileattn.expressions.nodes import Kind, Node, ordered
+from tileattn.expressions.parameters import Expression, parameter
 from tileattn.expressions.state import state_of
 
 TABLE = np.zeros(8)
@@ -330,6 +332,19 @@ def test_indices_are_bounded_once_for_many_lengths() -> None:
     for n in range(512, 1012):
         check_indices("mask_mod", mask, ((n,),), (1, 1, n, n))
     assert _outside.cache_info().misses == 1
+
+
+@pytest.mark.parametrize(("place", "misses"), [("value", 1), ("index", 9)])
+def test_indices_are_bounded_again_for_the_numbers_that_they_read(place: str, misses: int) -> None:
+    i, j = (Node("input", Kind.INTEGER, (), name) for name in "ij")
+    index, number = apply("subtract", i, j), parameter(0, Kind.INTEGER)
+    if place == "index":
+        index = apply("add", index, number)
+    node = apply("less", number, Node("aux", Kind.INTEGER, (index,), 0))
+    _outside.cache_clear()
+    for n in range(9):
+        check_indices("mask_mod", Expression(node, (n,)), ((32,),), (1, 1, 8, 8))
+    assert _outside.cache_info().misses == misses
 
 
 @pytest.mark.parametrize(("n", "inside"), [(599, False), (600, False), (601, True), (1000, True)])

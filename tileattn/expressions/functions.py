@@ -16,7 +16,7 @@ from tileattn.expressions.aux_arrays import AuxArrays, kind_of
 from tileattn.expressions.captures import with_stand_ins
 from tileattn.expressions.intervals import all_bounds
 from tileattn.expressions.nodes import INDICES, Kind, Node, constant, elements
-from tileattn.expressions.parameters import Expression
+from tileattn.expressions.parameters import Expression, index_cells
 from tileattn.expressions.state import state_of
 from tileattn.expressions.trace import Source, Traced, TracedArray, node_of, trace
 from tileattn.lru import Lru
@@ -134,6 +134,8 @@ def check_indices(
     # Indices that reach an axis also reach a longer one, and more indices reach it too. So calls
     # share what is found for the powers of two below their sizes.
     smaller = tuple(map(_power_of_two_below, shapes)), _power_of_two_below(sizes)
+    node = function.node
+    function = Expression(node, index_cells(node, function.constants))
     if not _outside(function, *smaller):
         return
     for number, axis, n, low, high in _outside(function, shapes, sizes):

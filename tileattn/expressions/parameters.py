@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.expressions.build import apply, computed
-from tileattn.expressions.nodes import Kind, Node, from_text, ordered, to_text
+from tileattn.expressions.nodes import Kind, Node, elements, from_text, ordered, to_text
 
 NEAR = 1 << 30
 """Integer parameters are at least -NEAR and below NEAR: plus an index they fit in 32 bits."""
@@ -85,6 +85,21 @@ def renumbered(output: Node, first: int) -> Node:
         else:
             made[node] = Node(node.op, node.kind, tuple(made[x] for x in node.inputs), node.value)
     return made[output]
+
+
+def index_cells(output: Node, constants: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the cells that indices into arrays depend on; the others are 0.
+
+    What depends only on indices is kept under these: other numbers may differ in every call.
+    """
+    used = _of_indices(output) if constants else ()
+    return tuple([cell if n in used else 0 for n, cell in enumerate(constants)])
+
+
+@lru_cache(maxsize=256)
+def _of_indices(output: Node) -> frozenset[int]:
+    nodes = ordered(elements(output))
+    return frozenset(int(x.value or 0) for x in nodes if x.op == "parameter")
 
 
 @lru_cache(maxsize=256)

@@ -12,6 +12,7 @@ from tileattn.call.problem import Problem
 from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.intervals import all_bounds, index_range
 from tileattn.expressions.nodes import Node, depends_on
+from tileattn.expressions.parameters import index_cells
 from tileattn.kernels.cuda.families.cuda_text import Learned
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, Constant, contiguous
@@ -113,7 +114,8 @@ def why_not_learned(
         if depends_on(node, "s"):
             return f"the gradient of {aux_name(n)} at an index that depends on the score"
         sizes = P.entries, P.Hq, P.Nq, P.Nk
-        more = P.accum_dtype, len(shapes), origin, P.constants
+        cells = index_cells(node, P.constants)
+        more = P.accum_dtype, len(shapes), origin, cells
         # Larger sizes reach as many elements or more, and calls share what is found for them.
         larger = map(_power_of_two_above, (shapes[n], sizes))
         if elements_of_tile(node, *larger, *more) <= MOST_OF_TILE:

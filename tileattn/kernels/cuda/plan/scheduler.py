@@ -115,17 +115,18 @@ def _static_or_claimed(
     """
     key, tuning = launch.key, device.tuning
     blocks, tiles = -(-P.Nq // key.block_q), -(-P.Nk // key.block_k)
+    work_tiles = P.B * P.Hq * blocks
     # Without a mask all work tiles have the same length, and start together.
     row = (P.D + P.Dv) * P.dtype.itemsize
     drifts = _is_triangle(P) and P.Nk * row > tuning.lockstep_l2 * device.l2_bytes
-    steps = _lockstep_steps(P, P.B * P.Hq * blocks, tiles, launch.workers) if drifts else 0
+    steps = _lockstep_steps(P, work_tiles, tiles, launch.workers) if drifts else 0
     # A late thread block has one group, and no block waits for it in lockstep.
     is_tall = key.block_q >= tuning.late_rows and key.groups == 1
     is_narrow = max(P.D, P.Dv) <= tuning.late_dim
     late_share = tuning.late_share if is_tall and is_narrow and not steps else 0
     # One block a head, as in decoding, is little work, and lengths may differ in each call.
-    few = blocks == 1 or P.B * P.Hq * blocks <= launch.workers
-    if few or P.B * P.Hq * blocks > tuning.max_waves * launch.workers:
+    few = blocks == 1 or work_tiles <= launch.workers
+    if few or work_tiles > tuning.max_waves * launch.workers:
         return Schedule(groups, lockstep_steps=steps)
     if tables:
         assignment = assignment_of(P, layout, launch, groups, late_share, tuning)
@@ -133,15 +134,12 @@ def _static_or_claimed(
     own = P.mask_mod
     is_listed = layout.listed_mask is not None or (own is not None and kinds_agree(own))
     differ = is_listed or P.window != (None, None) or not _are_alike(layout)
-    claims = (differ or own is not None) and not steps
-    order = claimed(P, launch, groups) if claims else Schedule(groups)
-    return order._replace(lockstep_steps=steps, is_provisional=differ or late_share > 0)
-
-
-def claimed(P: Problem, launch: KernelLaunch, groups: int) -> Schedule:
-    """Let workers claim work tiles, the longest of each head group first."""
-    blocks = -(-P.Nq // launch.key.block_q)
-    return Schedule(groups, dynamic_tiles=blocks * P.B * P.Hq)
+    return Schedule(
+        groups,
+        lockstep_steps=steps,
+        dynamic_tiles=work_tiles if (differ or own is not None) and not steps else 0,
+        is_provisional=differ or late_share > 0,
+    )
 
 
 def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Schedule:

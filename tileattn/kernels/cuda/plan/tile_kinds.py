@@ -6,9 +6,9 @@ tiles of other functions to the device as well.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,7 @@ _MOST, _MOST_ON_DEVICE = 1 << 20, 1 << 24
 _KNOWN_TO_DEVICE = frozenset({"aux", "power", *ROUNDED})  # operations
 
 
-@dataclass(frozen=True, slots=True)
-class TileKinds:
+class TileKinds(NamedTuple):
     """How the tiles of a pass are classified, given its block mask if it has one."""
 
     tile: tuple[int, int]  # queries and keys
@@ -49,10 +48,8 @@ class TileKinds:
         """Return the shape of the kinds: (B or 1, Hq or 1, query tiles, key tiles)."""
         B, Hq, Nq, Nk = self.shape
         own = self.function
-        b, h = (
-            n if own is not None and depends_on(own, name) else 1
-            for name, n in (("b", B), ("h", Hq))
-        )
+        b = B if own is not None and depends_on(own, "b") else 1
+        h = Hq if own is not None and depends_on(own, "h") else 1
         return b, h, -(-Nq // self.tile[0]), -(-Nk // self.tile[1])
 
     def kinds(self, mask: BlockMask | None) -> NDArray[np.int8]:
@@ -89,9 +86,9 @@ def tile_kinds_of(
     count = math.prod(kinds.device_shape())
     of_host = count <= _MOST and kinds_agree(own)
     if mask is None and not (of_host and tables) and 0 < count <= _MOST_ON_DEVICE:
-        return replace(kinds, decided="device", is_provisional=of_host)
+        return kinds._replace(decided="device", is_provisional=of_host)
     decided = "host" if 0 < count <= _MOST else ""
-    return replace(kinds, function=without_values(own), decided=decided)
+    return kinds._replace(function=without_values(own), decided=decided)
 
 
 @lru_cache(maxsize=256)

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +39,7 @@ def _once(make: _Make) -> _Make:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class TileLists:
+class TileLists(NamedTuple):
     """How the lists of a pass are made, given its block mask if it has one."""
 
     of: TileKinds
