@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import cpu, gpu, roofline
 from benchmarks.configurations import PASSES
 from benchmarks.report import RESULTS, Row, load
-from tools import pages
+from tools import lived_tables, pages
 from tools.pages import DOCS, paragraphs, shown, table
 from tools.tables import HEADINGS, by_section, columns, origin_of, sections, table_of
 
@@ -409,6 +409,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "performance-gpu.md": gpu_lines,
     "performance-options.md": option_lines,
     "performance-cpu.md": cpu_lines,
+    "performance-loops.md": lambda: lived_tables.lines(RESULTS),
 }
 
 

@@ -13,7 +13,7 @@ from benchmarks.report import RESULTS
 from tileattn.backends.numpy.backend import NumpyBackend
 from tileattn.call.options import Options
 from tileattn.call.problem import Problem
-from tools import pages, performance_tables, support_table
+from tools import lived_tables, pages, performance_tables, support_table
 
 VERSIONS = ("driver", "cuda", "cupy", "torch", "cudnn", "python", "commit")
 MACHINE = {"gpu": "A GPU", "multiprocessors": 100, "clock_mhz": 1000.0}
@@ -65,6 +65,30 @@ def test_a_new_result_makes_pages_stale_and_writing_repairs_them(
     assert "| causal | llvm | PyTorch |\n| --- | --- | --- |\n| no | 1288 | 644 |" in tables
     assert "| yes | 8.12 | 1.02 |" in tables
     assert "| options | mask | 3 | 1.5 |" in tables
+
+
+def test_loops_are_compared_with_repeated_calls_and_other_libraries(tmp_path: Path) -> None:
+    machine = MACHINE | {"processor": "A CPU", "threads": 2}
+    loop = {"section": "loops", "loop": "growing", "sizes": "D = 64", "calls": 3}
+    loop |= {"us": {"torch": 20.0, "SDPA": 25.0}, "repeated_us": {"torch": 15.0}}
+    loop |= {f"host_{x}us": {"torch": 7.0, "SDPA": 8.0} for x in ("", "p99_", "max_")}
+    first = {"section": "first_calls", "loop": "growing", "dtype": "bf16", "D": 64}
+    rows = [
+        loop | {"over_peers": {"torch": 1.25}},
+        loop
+        | {"loop": "new seed", "us": {"torch": 30.0}, "over_peers": {}}
+        | {"repeated_us": {"torch": 24.0}},
+        first | {"forward_s": {"torch": 0.5}, "both_s": {"torch": 0.25}},
+    ]
+    text = json.dumps({"machine": machine, "rows": rows})
+    (tmp_path / "lived_gpu.json").write_text(text, encoding="utf-8")
+    found = list(lived_tables.lines(tmp_path))
+    assert "| growing | 20 | 25 | 15 | 0.75 | 1.25 |" in found
+    assert "| new seed | 30 |  | 24 | 0.8 |  |" in found
+    assert "| growing | 7 / 7 / 7 | 8 / 8 / 8 |" in found
+    assert "| new seed | 7 / 7 / 7 |  |" in found
+    assert "| both, after forward | 0.25 |" in found
+    assert "- growing: D = 64" in found
 
 
 class Short(NumpyBackend):
