@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,19 @@ def once(mask: BlockMask, key: Any, make: Callable[[], Any]) -> Any:
     if key not in known:
         known[key] = make()
     return known[key]
+
+
+def once_for_mask(make: Callable[[Any, BlockMask | None], Any]) -> Callable[..., Any]:
+    """Compute the result of a method once for each block mask, or without one.
+
+    A plan needs a few results without a mask, which are large: no more of them are kept.
+    """
+    without = lru_cache(maxsize=4)(lambda x: make(x, None))
+
+    def found(x: Any, mask: BlockMask | None) -> Any:
+        return without(x) if mask is None else once(mask, (x, make), lambda: make(x, mask))
+
+    return found
 
 
 def partial_blocks(mask: BlockMask) -> tuple[Any, Any]:

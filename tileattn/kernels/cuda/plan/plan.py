@@ -255,15 +255,14 @@ def _mask_tiles(kind: KindPlan, P: Problem, layout: CallLayout, tables: bool) ->
         arrays["tile_kinds"] = contiguous((b, h, rows, columns), "int8")
         parts["tile_kinds"] = arrays["tile_kinds"].nbytes
     elif kind.classifying and (kinds.decided or layout.evaluated_mask is not None):
-        known = kinds.kinds(layout.evaluated_mask)
+        constants["tile_kinds"] = known = kinds.constant(layout.evaluated_mask)
         arrays["tile_kinds"] = contiguous(known.shape, "int8")
-        constants["tile_kinds"] = Constant.of(known)
     if lists is not None:
         arrays["tile_list"] = contiguous(lists.shape(mask), "int32")
         if lists.on_device:
             parts |= lists.workspace()
         elif layout.block_mask is None:
-            constants["tile_list"] = Constant.of(lists.lists(layout.evaluated_mask))
+            constants["tile_list"] = lists.constant(layout.evaluated_mask)
     return _MaskTiles(launches, lines, arrays, parts, constants, lists, kinds.is_provisional)
 
 

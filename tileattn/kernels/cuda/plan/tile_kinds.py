@@ -20,7 +20,8 @@ from tileattn.expressions.intervals import ROUNDED
 from tileattn.expressions.nodes import Node, depends_on, ordered
 from tileattn.expressions.parameters import Expression, renumbered
 from tileattn.expressions.quadtree import kinds_by_intervals
-from tileattn.kernels.cuda.plan.block_sparse import tile_kinds
+from tileattn.kernels.cuda.plan.block_sparse import once_for_mask, tile_kinds
+from tileattn.kernels.cuda.plan.layout import Constant
 
 # Tiles that are classified on the host, where results are kept, and on the device, in each call. If
 # there are more, kernels look into each.
@@ -52,6 +53,7 @@ class TileKinds(NamedTuple):
         h = Hq if own is not None and depends_on(own, "h") else 1
         return b, h, -(-Nq // self.tile[0]), -(-Nk // self.tile[1])
 
+    @once_for_mask
     def kinds(self, mask: BlockMask | None) -> NDArray[np.int8]:
         """Classify each tile as empty, partial or full, as far as the host knows.
 
@@ -62,11 +64,16 @@ class TileKinds(NamedTuple):
             *_, rows, columns = self.device_shape()
             kinds = tile_kinds(mask, self.tile)[..., :rows, :columns]
         if self.function is not None and self.decided == "host":
-            own = self.function, self.constants
-            kinds = np.minimum(kinds, _by_intervals(*own, self.shape, self.tile))
+            own = kinds_by_intervals(self.function, self.shape, self.tile, constants=self.constants)
+            kinds = np.minimum(kinds, own)
         elif self.function is not None:
             kinds = np.minimum(kinds, PARTIAL)
         return np.asarray(kinds, np.int8)
+
+    @once_for_mask
+    def constant(self, mask: BlockMask | None) -> Constant:
+        """Return the kinds as an array that a plan uploads."""
+        return Constant.of(self.kinds(mask))
 
 
 def tile_kinds_of(
@@ -128,15 +135,3 @@ def without_values(output: Node) -> Node:
         else:
             made[node] = Node(node.op, node.kind, tuple(made[x] for x in node.inputs), node.value)
     return made[output]
-
-
-@lru_cache(maxsize=16)
-def _by_intervals(
-    function: Node,
-    constants: tuple[int, ...],
-    shape: tuple[int, int, int, int],
-    tile: tuple[int, int],
-) -> NDArray[np.int8]:
-    kinds = kinds_by_intervals(function, shape, tile, constants=constants)
-    kinds.setflags(write=False)
-    return kinds

@@ -1,8 +1,6 @@
 """The lists of tiles by which Hopper kernels skip tiles that masks leave empty."""
 
 import math
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +11,8 @@ from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import ROW_WARPS, KernelLaunch
 from tileattn.kernels.cuda.families.grid import Grid, Over
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.plan.block_sparse import once
+from tileattn.kernels.cuda.plan.block_sparse import once_for_mask
+from tileattn.kernels.cuda.plan.layout import Constant
 from tileattn.kernels.cuda.plan.tile_kinds import TileKinds
 
 END = np.iinfo(np.int32).max  # minus the number of entries: stands after the last entry
@@ -23,20 +22,6 @@ CLASSIFY = "classify_tiles"
 LISTS = {"forward": ("list_key_tiles",), "backward": ("rank_key_tiles", "list_query_tiles")}
 KERNELS = (CLASSIFY, *LISTS["forward"], *LISTS["backward"])
 _CLASSIFY_WARPS = 16
-
-_Make = Callable[["TileLists", BlockMask | None], NDArray[Any]]
-
-
-def _once(make: _Make) -> _Make:
-    """Compute the result of a method of `TileLists` once for each block mask, or without one."""
-
-    def found(lists: "TileLists", mask: BlockMask | None) -> NDArray[Any]:
-        if mask is None:
-            return _without_block_mask(lists, make)
-        made: NDArray[Any] = once(mask, (lists, make), lambda: make(lists, mask))
-        return made
-
-    return found
 
 
 class TileLists(NamedTuple):
@@ -63,7 +48,7 @@ class TileLists(NamedTuple):
         ranks = {"tile_ranks": math.prod(shape[:2]) * rows * columns * 8} if self.backward else {}
         return ranks | {"tile_list": math.prod(shape) * 4}
 
-    @_once
+    @once_for_mask
     def kinds(self, mask: BlockMask | None) -> NDArray[Any]:
         """Classify each tile as empty, partial or full.
 
@@ -77,7 +62,7 @@ class TileLists(NamedTuple):
             kinds = np.where(most == EMPTY, EMPTY, np.where(least == FULL, FULL, PARTIAL))
         return np.asarray(kinds)
 
-    @_once
+    @once_for_mask
     def lists(self, mask: BlockMask | None) -> NDArray[np.int32]:
         """List the key tiles of each query tile, or backward the query tiles of each key tile.
 
@@ -88,7 +73,12 @@ class TileLists(NamedTuple):
         """
         return (query_tile_lists if self.backward else key_tile_lists)(self.kinds(mask))
 
-    @_once
+    @once_for_mask
+    def constant(self, mask: BlockMask | None) -> Constant:
+        """Return the lists as an array that a plan uploads."""
+        return Constant.of(self.lists(mask))
+
+    @once_for_mask
     def tiles_before(self, mask: BlockMask | None) -> NDArray[Any]:
         """Count the key tiles that each query tile attends to before each of them.
 
@@ -164,8 +154,3 @@ def list_launches(dtype: str, tile: tuple[int, int], direction: str) -> tuple[Ke
         grid = Grid(over, together=ROW_WARPS)
         launches.append(KernelLaunch(key, grid, why="one warp for each line of tiles"))
     return tuple(launches)
-
-
-@lru_cache(maxsize=64)
-def _without_block_mask(lists: TileLists, make: _Make) -> NDArray[Any]:
-    return make(lists, None)
