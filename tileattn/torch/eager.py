@@ -5,7 +5,7 @@ once. The library checks sizes and numbers in each call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,26 +59,39 @@ def attend(
     rows: Sequence[Any], backend: Any, deterministic: bool, options: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output and the logsumexp, recorded by autograd if a tensor needs a gradient."""
-    given = _given(rows, backend, deterministic, options)
-    known: Call | None = None if given is None else CALLS.get(given.kind)
-    if given is not None and known is not None:
-        return known(given.tensors, given.values)
+    given = _sorted(rows, options) if type(backend) is str and is_eager() else None
+    if given is not None:
+        names, tensors, values = given
+        default = default_backend() if backend == "auto" else None
+        of_all = names, backend, default, deterministic
+        key = _signature(of_all, tensors, values)
+        known: tuple[Call, _Pass] | None = None if key is None else CALLS.get(key)
+        if known is not None:
+            call, run = known
+            return call(tensors, values, key, run)
+        kind = (
+            *("kind", of_all, *((x.dtype, x.device) for x in tensors)),
+            *((name, type(x)) for name, x in values.items()),
+        )
+        of_kind: Call | None = CALLS.get(kind)
+        if of_kind is not None:
+            return of_kind(tensors, values, key)
     inputs = inputs_of(rows, backend, deterministic, options)
     if given is None or inputs[0].is_meta:
         return torch.ops.tileattn.forward(*inputs)  # type: ignore[no-any-return]  # untyped
-    call = Call(given, backend, deterministic)
-    output = call(given.tensors, given.values)
-    CALLS.keep(given.kind, call)
+    call = Call(names, tensors, backend, deterministic)
+    output = call(tensors, values, key)
+    CALLS.keep(kind, call)
     return output
 
 
-class _Given(NamedTuple):
-    """The arguments of a call, without conversions.
+def _sorted(
+    rows: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[tuple[str, ...], Sequence[torch.Tensor], Mapping[str, Any]] | None:
+    """Sort the arguments of a call; None for unusual ones.
 
-    Parameters
-    ----------
-    kind : tuple
-        Key of everything that `inputs_of` checks.
+    Returns
+    -------
     names : tuple of str
         Names of the options that are tensors.
     tensors : sequence of torch.Tensor
@@ -86,45 +99,46 @@ class _Given(NamedTuple):
     values : mapping
         The other options.
     """
-
-    kind: tuple[Any, ...]
-    names: tuple[str, ...]
-    tensors: Sequence[torch.Tensor]
-    values: Mapping[str, Any]
-
-
-def _given(
-    rows: Sequence[Any], backend: Any, deterministic: bool, options: Mapping[str, Any]
-) -> _Given | None:
-    """Sort the arguments of a call; None for unusual ones and if operators are intercepted."""
-    if type(backend) is not str or not is_eager():
-        return None
-    default = default_backend() if backend == "auto" else None
     seed: Any = options.get("seed")
     if type(seed) in PLAIN and seed.is_cpu and seed.numel() == 1:
         options = {**options, "seed": seed.item()}
-    kind: list[Any] = ["tensors", backend, default, deterministic]
-    tensors, values = rows, options
     names: tuple[str, ...] = ()
+    tensors, values = rows, options
     for name, x in options.items():
-        of_x = type(x)
-        kind += name, of_x
-        if of_x in PLAIN and (name in DIFFERENTIABLE or not x.requires_grad):
+        kind = type(x)
+        if kind in PLAIN and (name in DIFFERENTIABLE or not x.requires_grad):
             names = *names, name
-        elif of_x in _SEQUENCES:
+        elif kind in _SEQUENCES:
             if name != "aux" and not _NUMBERS.issuperset(map(type, x)):
                 return None
-        elif of_x not in _VALUES:
+        elif kind not in _VALUES:
             return None
     if names or "aux" in options:
-        aux = options.get("aux") or ()
-        tensors = *rows, *(options[name] for name in names), *aux
-        values = {name: x for name, x in options.items() if name != "aux" and name not in names}
+        values = dict(options)
+        aux = values.pop("aux", None) or ()
+        tensors = *rows, *map(values.pop, names), *aux
     for x in tensors:
         if not (isinstance(x, torch.Tensor) and holds_elements(x)):
             return None
-        kind += x.dtype, x.device
-    return _Given(tuple(kind), names, tensors, values)
+    return names, tensors, values
+
+
+def _signature(
+    first: Any, tensors: Sequence[torch.Tensor], values: Mapping[str, Any]
+) -> tuple[Any, ...] | None:
+    """Return a key of the layouts of tensors and of values; None for values without a hash."""
+    key: list[Any] = [first]
+    for x in tensors:
+        key += (x.dtype, x.shape, x.stride(), x.device)
+    for name, value in values.items():
+        kind = type(value)
+        if kind in _SEQUENCES:
+            key += name, kind, (*map(type, value),), (*value,)
+        elif kind in _HASHED:
+            key += name, kind, value
+        else:
+            return None
+    return tuple(key)
 
 
 class Call:
@@ -132,50 +146,69 @@ class Call:
 
     Parameters
     ----------
-    given : _Given
-        The arguments of one of the calls.
+    names : tuple of str
+        Names of the options that are tensors. Each call brings q, k and v before them, and ``aux``
+        after them.
+    tensors : sequence of torch.Tensor
+        The tensors of one of the calls.
     backend : str
         As for `attention`.
     deterministic : bool
         As for `attention`.
     """
 
-    def __init__(self, given: _Given, backend: str, deterministic: bool) -> None:
-        self._given = (*ROWS, *given.names)
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        tensors: Sequence[torch.Tensor],
+        backend: str,
+        deterministic: bool,
+    ) -> None:
+        self._given = (*ROWS, *names)
         self._most = sum(name in DIFFERENTIABLE for name in self._given)  # gradients but for aux
         self._backend, self._deterministic = backend, deterministic
         # A pass by addresses reads no values, so all tensors must be on the GPU.
-        on_gpu, has_aux = (x.is_cuda for x in given.tensors), len(given.tensors) > len(self._given)
-        self._has_addresses = all(on_gpu) and not has_aux
+        has_aux = len(tensors) > len(self._given)
+        self._has_addresses = not has_aux and all(x.is_cuda for x in tensors)
 
     def __call__(
-        self, tensors: Sequence[torch.Tensor], values: Mapping[str, Any]
+        self,
+        tensors: Sequence[torch.Tensor],
+        values: Mapping[str, Any],
+        key: Any,
+        run: _Pass | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the forward pass, recorded by autograd if a tensor requires a gradient."""
+        """Run the forward pass, recorded by autograd if a tensor requires a gradient.
+
+        ``key`` is the signature of the call, and ``run`` the pass that is known for it.
+        """
         if torch.is_grad_enabled():
             for x in tensors:
                 if x.requires_grad:
                     kept = {name: _copied(x) for name, x in values.items()}
-                    output: tuple[torch.Tensor, torch.Tensor] = _apply(self, kept, *tensors)
+                    output: tuple[torch.Tensor, torch.Tensor]
+                    output = _apply(self, key, run, kept, *tensors)
                     return output
-        return self.forward(tensors, values)
+        return self.forward(tensors, values, key, run)
 
     def forward(
-        self, tensors: Sequence[torch.Tensor], values: Mapping[str, Any]
+        self,
+        tensors: Sequence[torch.Tensor],
+        values: Mapping[str, Any],
+        key: Any,
+        run: _Pass | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the forward pass."""
-        key = self._key(tensors, values) if self._has_addresses else None
-        known: _Pass | None = None if key is None else CALLS.get(key)
-        output: tuple[torch.Tensor, torch.Tensor] | None = known and known(tensors)
+        output: tuple[torch.Tensor, torch.Tensor] | None = None if run is None else run(tensors)
         if output is not None:
             return output
         with on(tensors[0].device):
             rows, options = self._arrays(tensors, values)
             out, lse = map(tensor_of, tileattn.forward(*rows, backend=self._backend, **options))
-            if key is not None and known is None:
+            if run is None and key is not None:
                 results = {"out": out, "lse": lse}
                 run = self._pass(None, (rows, options), self._given, results, [*results])
-                CALLS.keep(key, run)
+                CALLS.keep(key, (self, run))
         return out, lse
 
     def backward(
@@ -194,9 +227,9 @@ class Call:
         is_plain = not torch.is_grad_enabled() and is_eager() and not are_gradients_batched()
         if not (is_plain and all(map(holds_elements, rows))):
             return self._dispatched(needs, saved, tensors, values)
-        key = self._key(rows, values, *needs) if self._has_addresses else None
-        known: _Pass | None = None if key is None else CALLS.get(key)
-        grads: Sequence[torch.Tensor | None] | None = known and known(rows)
+        key = _signature((self, *needs), rows, values) if self._has_addresses else None
+        run: _Pass | None = None if key is None else CALLS.get(key)
+        grads: Sequence[torch.Tensor | None] | None = None if run is None else run(rows)
         if grads is not None:
             return grads
         with on(tensors[0].device):
@@ -210,7 +243,7 @@ class Call:
             each += found.daux or (None,) * (len(tensors) - len(each))
             needed = (x if need else None for x, need in zip(each, needs, strict=True))
             grads = [None if x is None else tensor_of(x) for x in needed]
-            if key is not None and known is None:
+            if key is not None and run is None:
                 given = (*arrays, *others.values()), options
                 run = self._backward_pass(needs, saved, tensors, given)
                 CALLS.keep(key, run)
@@ -255,26 +288,6 @@ class Call:
         by_name = dict(zip(operators.INPUTS, found, strict=True))
         return *(by_name[name] for name in self._given), *by_name["aux"]
 
-    def _key(
-        self, tensors: Sequence[torch.Tensor], values: Mapping[str, Any], *needs: bool
-    ) -> tuple[Any, ...] | None:
-        """Return the key of a pass by addresses: it is valid for one layout and one set of values.
-
-        None for values without a hash.
-        """
-        key: list[Any] = [self, *needs]
-        for x in tensors:
-            key += (x.dtype, x.shape, x.stride(), x.device)
-        for name, x in values.items():
-            kind = type(x)
-            if kind in _SEQUENCES:
-                key += name, kind, (*map(type, x),), (*x,)
-            elif kind in _HASHED:
-                key += name, kind, x
-            else:
-                return None
-        return tuple(key)
-
     def _pass(
         self,
         deterministic: bool | None,
@@ -284,6 +297,8 @@ class Call:
         returned: Sequence[str | None],
     ) -> _Pass:
         """Make the pass by addresses of the call that has just run on the ``given`` arrays."""
+        if not self._has_addresses:
+            return _on_arrays
         arrays, options = given
         call = CALLS.get(signature(arrays, self._backend, options))
         known = None if call is None else call.address_pass(deterministic, [*results])
@@ -319,8 +334,10 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # untyped
     """Both passes of a `Call`, for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, values: Mapping[str, Any], *tensors: Any) -> Any:
-        output = call.forward(tensors, values)
+    def forward(
+        ctx: Any, call: Call, key: Any, run: Any, values: Mapping[str, Any], *tensors: Any
+    ) -> Any:
+        output = call.forward(tensors, values, key, run)
         ctx.call, ctx.values = call, values
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output, *tensors)
@@ -328,12 +345,12 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # untyped
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
-        _, _, *needs = ctx.needs_input_grad
+        _, _, _, _, *needs = ctx.needs_input_grad
         out, lse, *tensors = ctx.saved_tensors
         saved = {"dout": operators.upstream(dout, out), "out": out, "lse": lse}
         if dlse is not None:
             saved["dlse"] = dlse
-        return None, None, *ctx.call.backward(needs, saved, tensors, ctx.values)
+        return None, None, None, None, *ctx.call.backward(needs, saved, tensors, ctx.values)
 
 
 # Function.apply spends a quarter of its time on transforms, of which there are none here.
