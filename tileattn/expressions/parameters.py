@@ -4,7 +4,7 @@ A cell is an int64, or the bits of a float64. So NaN equals itself, and -0.0 dif
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from tileattn.expressions.build import apply, computed
+from tileattn.expressions.derivative import derivatives
 from tileattn.expressions.nodes import Kind, Node, elements, from_text, ordered, to_text
 
 NEAR = 1 << 30
 """Integer parameters are at least -NEAR and below NEAR: plus an index they fit in 32 bits."""
 
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
+_BY_CONSTANTS = ("floor_divide", "remainder", "left_shift", "right_shift")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,18 @@ def hoisted(outputs: tuple[Node, ...]) -> dict[Node, int]:
     return {node: n for n, node in enumerate(x for x in nodes if x in fixed and x in used)}
 
 
+@lru_cache(maxsize=256)
+def kernel_cells(score_mod: Node | None, mask_mod: Node | None) -> dict[Node, int]:
+    """Find the hoisted expressions of a call's functions, with derivatives, and number them.
+
+    Kernels read their cells.
+    """
+    outputs = [x for x in (score_mod, mask_mod) if x is not None]
+    if score_mod is not None:
+        outputs += derivatives(score_mod).values()
+    return hoisted(tuple(outputs))
+
+
 def numbers_of(of: Iterable[Node], constants: Sequence[int]) -> list[bool | int | float]:
     """Return the values of hoisted expressions, given the cells of the parameters."""
     return [number_of(x.kind, cell) for x, cell in zip(of, cells_of(of, constants), strict=True)]
@@ -139,3 +153,29 @@ def cells_of(of: Iterable[Node], constants: Sequence[int]) -> tuple[int, ...]:
             continue
         values[node] = computed("cast", node.kind, [np.asarray(number)[()]])
     return tuple(cell_of(values[node].item()) for node in of)
+
+
+def lifted(output: Node, literals: Collection[bool | int | float] = ()) -> Expression:
+    """Turn the constants of an expression into parameters, except ``literals``.
+
+    Integers that divide, shift or are not `NEAR` stay constants: kernels are faster by them.
+    """
+    nodes = ordered([output])
+    kept = {x.inputs[1] for x in nodes if x.kind == Kind.INTEGER and x.op in _BY_CONSTANTS}
+    made: dict[Node, Node] = {}
+    constants: list[int] = []
+    for node in nodes:
+        number = node.value
+        if node.op != "constant":
+            made[node] = Node(node.op, node.kind, tuple(made[x] for x in node.inputs), number)
+        elif node in kept or number in literals or not _is_near(number):
+            made[node] = node
+        else:
+            made[node] = parameter(len(constants), node.kind)
+            constants.append(cell_of(number))
+    return Expression(made[output], tuple(constants))
+
+
+def _is_near(x: Any) -> bool:
+    """Return True for a number that may be a parameter."""
+    return type(x) is float or (type(x) is int and -NEAR <= x < NEAR)

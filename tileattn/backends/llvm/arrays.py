@@ -13,6 +13,7 @@ from tileattn.backends.addresses import address_of
 from tileattn.call.options import PAIR_ARRAYS
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.sequences import Places
+from tileattn.expressions.parameters import cells_of, kernel_cells
 from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.kernels.cuda.plan.block_sparse import once, partial_blocks
 from tileattn.kernels.llvm.params import EMPTY, FULL, UNKNOWN
@@ -46,17 +47,18 @@ def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
     if P.has_dropout_origin:
         arrays["origin"] = x.origin
     arrays |= _blocks(P, x)
-    if x.aux:
-        arrays["aux"] = aux_table(x.aux)
+    if x.aux or P.constants:
+        arrays["aux"] = aux_table(P, x.aux)
     return arrays
 
 
-def aux_table(aux: Sequence[Array], more: Sequence[int] = ()) -> Array:
-    """Tabulate the address of each array, length and stride of each axis; then more numbers."""
+def aux_table(P: Problem, aux: Sequence[Array], more: Sequence[int] = ()) -> Array:
+    """Tabulate the address of each array, length and stride of each axis; cells; more numbers."""
     numbers: list[int] = []
     for x in aux:
         numbers += [address_of(x), *itertools.chain(*zip(x.shape, x.strides, strict=True))]
-    return np.array([*numbers, *more], np.int64)
+    cells = cells_of(kernel_cells(P.score_mod, P.mask_mod), P.constants)
+    return np.array([*numbers, *cells, *more], np.int64)
 
 
 def block_size(P: Problem, x: Operands) -> tuple[int, int]:
@@ -80,7 +82,7 @@ def _blocks(P: Problem, x: Operands) -> dict[str, Array]:
     if block_size(P, x) != (BLOCK, BLOCK):
         return {"block_kinds": np.full((1, 1, 1, 1), UNKNOWN, np.int32)}
     shape, known = (P.B, P.Hq, P.Nq, P.Nk), extrema(P.mask_mod, x.aux)
-    found = kinds_by_intervals(P.mask_mod, shape, (BLOCK, BLOCK), known)
+    found = kinds_by_intervals(P.mask_mod, shape, (BLOCK, BLOCK), known, P.constants)
     return {"block_kinds": np.array([EMPTY, UNKNOWN, FULL], np.int32)[found]}
 
 

@@ -101,7 +101,7 @@ class LlvmCall(PreparedCall):
         learned = layouts(batch, x)
         sums = element_sums(learned)
         if learned:
-            arrays["aux"] = aux_table(x.aux, places(learned, sums))
+            arrays["aux"] = aux_table(batch, x.aux, places(learned, sums))
         self._run("backward", batch, x, arrays, targets)
         with np.errstate(all="ignore"):
             return Gradients(

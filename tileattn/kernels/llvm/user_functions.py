@@ -6,6 +6,7 @@ from functools import cached_property
 
 from tileattn.expressions.derivative import derivatives
 from tileattn.expressions.nodes import Kind, Node, constant
+from tileattn.expressions.parameters import kernel_cells
 
 _SCORE = Node("input", Kind.FLOAT, (), "s")
 
@@ -30,6 +31,11 @@ class Functions:
         """Text that identifies these functions."""
         nodes = self.score_mod, self.mask_mod, self.derivative
         return f"{[x and x.digest.hex() for x in nodes]} {self.aux} {self.learning}"
+
+    @property
+    def cells(self) -> Mapping[Node, int]:
+        """The expressions that are loaded from cells, numbered; the cells follow the arrays."""
+        return kernel_cells(self.score_mod, self.mask_mod)
 
     @cached_property
     def derivative(self) -> Node:

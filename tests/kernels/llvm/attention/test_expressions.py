@@ -1,5 +1,6 @@
 """The caller's own functions in emitted code, against NumPy's evaluation of the expressions."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +17,14 @@ from tests.expressions.random_functions import AUX, HQ, NK, NQ, B, as_function, 
 from tests.gallery import calls
 from tests.kernels.llvm.emitted import call, on_targets
 from tileattn.algorithm.function_mask import BLOCK, FunctionMask
-from tileattn.backends.llvm.arrays import as_inputs
+from tileattn.backends.llvm.arrays import as_inputs, aux_table
 from tileattn.call.parse import parse
 from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.intervals import ROUNDED as MONOTONE
-from tileattn.expressions.nodes import Node, ordered
+from tileattn.expressions.nodes import Kind, Node, ordered
+from tileattn.expressions.parameters import Expression, lifted
 from tileattn.kernels.llvm.attention.expressions import TileFunctions
 from tileattn.kernels.llvm.compile import host
 from tileattn.kernels.llvm.instructions.code import I1, I8, I64, Code
@@ -34,14 +36,22 @@ ROUNDED = {*MONOTONE, "sin", "cos", "power"}
 """Operations that another library rounds otherwise."""
 
 
-def table_of(aux: Any) -> Any:
-    """Write down the arrays as a call does."""
+def table_of(aux: Any, function: Expression) -> Any:
+    """Write down the arrays and the parameters as a call does."""
     q = np.zeros((1, 1, 1, 1))
-    problem, x = parse(q, q, q, {})
-    return as_inputs(problem, x._replace(aux=aux))["aux"] if aux else np.zeros(1, np.int64)
+    option = "mask_mod" if function.node.kind == Kind.BOOLEAN else "score_mod"
+    own: dict[str, Any] = {option: function.node, "constants": function.constants}
+    return aux_table(replace(parse(q, q, q, {})[0], **own), aux)
 
 
-def emitted(target: Target, node: Node, inputs: dict[str, Any], aux: Any, dtype: str) -> Any:
+def emitted(
+    target: Target,
+    node: Node,
+    inputs: dict[str, Any],
+    aux: Any,
+    dtype: str,
+    constants: tuple[int, ...] = (),
+) -> Any:
     """Run the code of an expression on one vector."""
     lanes = target.vector_bytes // np.dtype(dtype).itemsize
     mask = node.kind == 0
@@ -65,7 +75,8 @@ def emitted(target: Target, node: Node, inputs: dict[str, Any], aux: Any, dtype:
     given = {n: np.broadcast_to(x, lanes).astype(np.int64) for n, x in inputs.items() if n != "s"}
     s = np.broadcast_to(inputs.get("s", 0.0), lanes).astype(dtype)
     out = np.empty(lanes, np.bool_ if mask else dtype)
-    call(target, dtype, body, s, *(given[n] for n in "bhij"), table_of(aux), out)
+    table = table_of(aux, Expression(node, constants))
+    call(target, dtype, body, s, *(given[n] for n in "bhij"), table, out)
     return out
 
 
@@ -93,6 +104,19 @@ def test_random_functions_are_computed_as_by_numpy(scores: bool, data: Any) -> N
         (expected,) = evaluate([node], inputs, AUX, np.dtype(np.float64))
     found = emitted(host(), node, inputs, AUX, "float64")
     np.testing.assert_array_equal(found, np.broadcast_to(expected, lanes))
+
+
+@pytest.mark.parametrize("scores", [True, False], ids=["score", "mask"])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_parameters_are_computed_as_constants(scores: bool, data: Any) -> None:
+    made = drawn(data.draw, "f" if scores else "b", data.draw(st.integers(1, 3)), scores)
+    node = (score_expression if scores else mask_expression)(as_function(made, scores), AUX)
+    function = lifted(node)
+    inputs = drawn_inputs(data.draw, host().vector_bytes // 8)
+    expected = emitted(host(), node, inputs, AUX, "float64")
+    found = emitted(host(), function.node, inputs, AUX, "float64", function.constants)
+    np.testing.assert_array_equal(found, expected)
 
 
 UNARY: dict[str, Any] = {

@@ -27,7 +27,7 @@ class TileFunctions:
 
     ``indices`` returns the inputs b, h, i and j of each vector of a row. The field ``aux`` of ``p``
     is the address of a table: the address of each array, then length and stride in bytes of each
-    axis; see `slots`.
+    axis; see `slots`. The cells of parameters follow.
     """
 
     def __init__(
@@ -84,9 +84,12 @@ class TileFunctions:
     def _evaluate(
         self, outputs: Sequence[Node | None], inputs: Mapping[str, Any], real: Any
     ) -> list[Any]:
-        c, values = self._c, dict[Node, Any]()
+        c, values, cells = self._c, dict[Node, Any](), self._functions.cells
         wanted = [x for x in outputs if x is not None]
-        for node in ordered(wanted):
+        for node in ordered(wanted, cells):
+            if node in cells:
+                values[node] = self._cell(node, real)
+                continue
             given = [values[x] for x in node.inputs]
             if node.op == "input":
                 values[node] = inputs[str(node.value)]
@@ -99,6 +102,15 @@ class TileFunctions:
             else:
                 values[node] = _apply(c, node, given)
         return [values[x] for x in wanted]
+
+    def _cell(self, node: Node, real: Any) -> Any:
+        """Load the value of a hoisted expression."""
+        c, number = self._c, slots(self._functions.aux) + self._functions.cells[node]
+        at = c.at(self._p.aux, 8 * number)
+        if node.kind == Kind.FLOAT:
+            return _float(c, c.load(at, ir.DoubleType()), real)
+        x = c.load(at, I64)
+        return x if node.kind == Kind.INTEGER else c.b.icmp_signed("!=", x, i64(0))
 
     def _axes(
         self, node: Node, indices: list[Any], real: Any

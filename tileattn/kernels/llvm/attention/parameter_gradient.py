@@ -24,7 +24,7 @@ class ElementSums:
     """Sums of one task for the gradients of elements; the end of ``memory`` holds private ones."""
 
     def __init__(self, functions: Functions, c: Code, p: Params, memory: Scratch) -> None:
-        first = slots(functions.aux)
+        first = slots(functions.aux) + len(functions.cells)
         tables = [c.at(p.aux, _BYTES * (first + 2 * n)) for n, _ in enumerate(functions.learned)]
         self._sums = [_Sums(c, table, memory) for table in tables]
         own = memory.rows(0, i64(0))
