@@ -165,7 +165,7 @@ def lifted(output: Node, literals: Collection[bool | int | float] = ()) -> Expre
     made: dict[Node, Node] = {}
     constants: list[int] = []
     for node in nodes:
-        number = node.value
+        number: Any = node.value
         if node.op != "constant":
             made[node] = Node(node.op, node.kind, tuple(made[x] for x in node.inputs), number)
         elif node in kept or number in literals or not _is_near(number):

@@ -42,10 +42,10 @@ class Executable:
         # The kind of the call decides about kernels and slots of addresses, its numbers about the
         # rest: constants and cells of the parameter block.
         self._launches = _loaded(plan)
-        places = slots(plan.aux)
+        places = slots(plan.aux, len(plan.cells))
         self.constants = {name: uploaded(x.array()) for name, x in plan.constants.items()}
         self._stream = stream_name() if self.constants else (0, 0)
-        cells = np.frombuffer(template(plan.fields, plan.aux), np.uint64).copy()
+        cells = np.frombuffer(template(plan.fields, plan.aux, plan.cells), np.uint64).copy()
         for name, x in self.constants.items():
             cells[places[name]] = x.data.ptr
         self._template = cells.tobytes()

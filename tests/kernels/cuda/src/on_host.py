@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tileattn.expressions.nodes import Node
+from tileattn.expressions.parameters import cells_of, kernel_cells
 from tileattn.kernels.cuda.families.block_order import (
     COUNTS,
     ORDERS_QUERIES,
@@ -237,10 +238,11 @@ def parameter_block(
     fields: Mapping[str, Any],
     arrays: Mapping[str, Array],
     aux: Mapping[str, ArrayLayout] | None = None,
+    cells: Sequence[int] = (),
 ) -> Array:
-    """Fill a parameter block with fields and the addresses of arrays."""
-    block = np.frombuffer(template(fields, aux or {}), np.uint64).copy()
-    places = slots(aux or {})
+    """Fill a parameter block with fields, cells and the addresses of arrays."""
+    block = np.frombuffer(template(fields, aux or {}, cells), np.uint64).copy()
+    places = slots(aux or {}, len(cells))
     for name, x in arrays.items():
         block[places[name]] = x.ctypes.data
     return block
@@ -249,7 +251,7 @@ def parameter_block(
 def block_with(plan: LaunchPlan, integers: Mapping[str, Array], **arrays: Array) -> Array:
     """Fill the parameter block of a plan with the integers of a call, of 4 or 8 bytes each."""
     sizes = {f"{name}_bytes": x.itemsize for name, x in integers.items()}
-    return parameter_block(plan.fields | sizes, {**integers, **arrays})
+    return parameter_block(plan.fields | sizes, {**integers, **arrays}, cells=plan.cells)
 
 
 def element_sums(
@@ -259,7 +261,7 @@ def element_sums(
     sums = {
         name: np.zeros(x.shape, x.dtype) for name, x in plan.aux.items() if name.startswith("sums")
     }
-    block = parameter_block(plan.fields, sums | named(aux), plan.aux)
+    block = parameter_block(plan.fields, sums | named(aux), plan.aux, plan.cells)
     accum = plan.problem.accum_dtype.name
     texts = kernel_texts(replace(key, kernel="element_sums"), 1, accum)
     texts["config.cuh"] += f"\nconstexpr int WINDOW = {window};\n"
@@ -278,7 +280,7 @@ def launched(folder: Path, plan: LaunchPlan, aux: Sequence[Array]) -> dict[str, 
     starts = dict(sorted(plan.workspace.starts.items(), key=lambda part: part[1]))
     ends = [*list(starts.values())[1:], len(memory)]
     parts = {name: memory[a:b] for (name, a), b in zip(starts.items(), ends, strict=True)}
-    block = parameter_block(plan.fields, parts | named(aux), plan.aux)
+    block = parameter_block(plan.fields, parts | named(aux), plan.aux, plan.cells)
     for launch in plan.launches:
         if launch.key.kernel not in KERNELS:
             continue
@@ -365,10 +367,12 @@ def run(
     s: Array,
     places: Sequence[Array],
     near: int | None = None,
+    constants: Sequence[int] = (),
 ) -> tuple[Array, Array, Array]:
     """Return scores, their derivatives with respect to s, and visibility of pairs b, h, i, j.
 
-    ``near`` is the number of the array with a near origin.
+    ``near`` is the number of the array with a near origin, ``constants`` are the cells of the
+    parameters.
     """
     kinds = tuple((x.dtype.name, x.ndim) for x in aux)
     texts = sources(*_HEADERS) | {
@@ -383,7 +387,8 @@ def run(
     at = np.ascontiguousarray(np.stack(whole[1:])).astype(np.int64)
     scores, grads, visible = np.empty_like(given), np.empty_like(given), np.empty(given.shape, bool)
     layouts = {name: array_layout(x, x.ctypes.data) for name, x in named(aux).items()}
-    block = parameter_block({}, named(aux), layouts)[PARAMS.itemsize // 8 :]
+    cells = cells_of(kernel_cells(score_mod, mask_mod), constants)
+    block = parameter_block({}, named(aux), layouts, cells)[PARAMS.itemsize // 8 :]
     arrays = (given, at, scores, grads, visible)
     library.pairs(pointer(block), ctypes.c_longlong(given.size), *map(pointer, arrays))
     return scores, grads, visible

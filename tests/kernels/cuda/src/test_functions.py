@@ -23,6 +23,7 @@ from tileattn.expressions.derivative import derivatives
 from tileattn.expressions.evaluate import evaluate
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.expressions.nodes import Kind, Node, constant
+from tileattn.expressions.parameters import lifted, renumbered
 from tileattn.expressions.trace import _input_count
 from tileattn.kernels.cuda.families.cuda_text import NEAR, functions_text
 from tileattn.kernels.cuda.families.key import KernelKey
@@ -71,15 +72,15 @@ def compare(folder: Path, score: Any, mask: Any, aux: Any, dtype: Any, s: Any) -
     """Compare scores, derivatives and visibility with the evaluator, bit by bit."""
     score_mod = None if score is None else score_expression(score, aux)
     mask_mod = None if mask is None else mask_expression(mask, aux)
-    scores, grads, visible = run(folder, score_mod, mask_mod, aux, s.astype(dtype), PLACES)
+    found = run(folder, score_mod, mask_mod, aux, s.astype(dtype), PLACES)
     new = SCORE if score_mod is None else score_mod
     grad = derivatives(new).get(SCORE, constant(0.0))
     inputs = {"s": s.astype(dtype), **dict(zip("bhij", PLACES, strict=True))}
     with functions_of_the_c_library(), np.errstate(all="ignore"):
         expected = evaluate([new, grad], inputs, aux, np.dtype(dtype))
         seen = evaluate([mask_mod or constant(True)], inputs, aux, FLOAT64)
-    for found, whole in zip((scores, grads, visible), (*expected, *seen), strict=True):
-        np.testing.assert_array_equal(found, np.broadcast_to(whole, SHAPE))
+    for one, whole in zip(found, (*expected, *seen), strict=True):
+        np.testing.assert_array_equal(one, np.broadcast_to(whole, SHAPE))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,25 @@ def test_random_functions_are_those_of_the_evaluator(tmp_path: Path, dtype: Any,
     mask = as_function(drawn(data.draw, "b", data.draw(st.integers(1, 6)), False), False)
     s = np.random.default_rng(data.draw(st.integers(0, 9))).normal(size=SHAPE)
     compare(tmp_path, score, mask, AUX, dtype, s)
+
+
+@settings(
+    max_examples=10,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_parameters_are_computed_as_constants(tmp_path: Path, data: Any) -> None:
+    score = as_function(drawn(data.draw, "f", data.draw(st.integers(1, 6))))
+    mask = as_function(drawn(data.draw, "b", data.draw(st.integers(1, 6)), False), False)
+    nodes = score_expression(score, AUX), mask_expression(mask, AUX)
+    own, visible = map(lifted, nodes)
+    constants = own.constants + visible.constants
+    functions = own.node, renumbered(visible.node, len(own.constants))
+    s = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    expected = run(tmp_path, *nodes, AUX, s, PLACES)
+    found = run(tmp_path, *functions, AUX, s, PLACES, constants=constants)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.slow
@@ -286,10 +306,10 @@ def test_every_operation_compiles(dtype: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nvrtc")
 def test_arrays_lie_behind_the_other_parameters(tmp_path: Path) -> None:
     (plan, *_) = planned("tree", "sm_90a", np.float32, 64, 67, 93)
-    places = slots(plan.aux)
+    places = slots(plan.aux, len(plan.cells))
     lines = [
         '#include "params.cuh"',
-        f"static_assert(sizeof(Params) == {len(template({}, plan.aux))});",
+        f"static_assert(sizeof(Params) == {len(template({}, plan.aux, plan.cells))});",
     ]
     for n, name in enumerate(("x0", "x1")):
         lines.append(

@@ -2,13 +2,14 @@
 
 Each node of an expression becomes one statement that calls the function of that name in
 ``numpy.cuh``. Values that depend only on the batch entry and the head are computed once per head,
-the others once per pair. A term added to the score goes into the score's ``fma`` (``Product``). A
-mask is written twice: for a pair, and in interval arithmetic for ranges of queries and keys.
+the others once per pair. Parameters are read from cells that precede the arrays. A term added to
+the score goes into the score's ``fma`` (``Product``). A mask is written twice: for a pair, and in
+interval arithmetic for ranges of queries and keys.
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from tileattn.expressions.diagonals import by_distance
 from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.intervals import INDEX_RANGES, all_bounds
 from tileattn.expressions.nodes import Kind, Node, constant, elements, ordered
+from tileattn.expressions.parameters import kernel_cells
 
 Aux = tuple[tuple[str, int], ...]
 """The dtype's name and the number of axes of each array."""
@@ -64,7 +66,7 @@ _TEXT = """\
 #include "intervals.cuh"
 
 struct AuxArrays {{
-{arrays}}};
+{fields}}};
 
 {structs}"""
 
@@ -83,6 +85,8 @@ struct {name} {{
 """
 
 _INTERVAL = "Interval<{}>"
+
+_CELLS = {Kind.BOOLEAN: "i64", Kind.INTEGER: "i64", Kind.FLOAT: "double"}
 
 _READS_ARRAYS = """\
     static constexpr bool READS_ARRAYS = {};
@@ -112,7 +116,8 @@ def functions_text(
 ) -> str:
     """Return the text for the functions of a call, or "" if it has none.
 
-    The text contains no length, address or stride, so calls of all sizes share their kernels.
+    The text contains no length, address, stride or parameter, so calls of all sizes and constants
+    share their kernels.
 
     Parameters
     ----------
@@ -129,15 +134,17 @@ def functions_text(
     """
     if score_mod is None and mask_mod is None:
         return ""
-    fields = [f"    AuxArray<{axes}> x{n};\n" for n, (_, axes) in enumerate(aux)]
+    cells = kernel_cells(score_mod, mask_mod)
+    fields = [f"    {_CELLS[x.kind]} c{n};\n" for x, n in cells.items()]
+    fields += [f"    AuxArray<{axes}> x{n};\n" for n, (_, axes) in enumerate(aux)]
     new = _SCORE if score_mod is None else score_mod
     of = _SCORE if learned is None else learned.element
     grad = derivatives(new).get(of, constant(0.0))
     known = [_NEAR_ORIGINS if n == near else None for n in range(len(aux))]
-    score = _Printer([new, grad], "Accum", aux, known, accum_dtype)
+    score = _Printer([new, grad], "Accum", aux, known, accum_dtype, cells)
     visible = constant(True) if mask_mod is None else mask_mod
     mask, masks = (
-        _Printer([visible], "double", aux, known, np.dtype(np.float64), number)
+        _Printer([visible], "double", aux, known, np.dtype(np.float64), cells, number)
         for number in ("{}", _INTERVAL)
     )
     method = "Accum score(Score s, int i, int j, Accum& grad)"
@@ -156,11 +163,13 @@ def functions_text(
                 f"    AuxArray<{aux[n][1]}> dx{n};\n",
                 f"    AuxArray<{aux[n][1] + 1}> sums{n};\n",
             ]
-        structs += _learned_structs(learned, aux, known, accum_dtype)
-    return _TEXT.format(arrays="".join(fields), structs="\n".join(structs))
+        structs += _learned_structs(learned, aux, known, accum_dtype, cells)
+    return _TEXT.format(fields="".join(fields), structs="\n".join(structs))
 
 
-def _learned_structs(learned: Learned, aux: Aux, known: Known, dtype: np.dtype[Any]) -> list[str]:
+def _learned_structs(
+    learned: Learned, aux: Aux, known: Known, dtype: np.dtype[Any], cells: Mapping[Node, int]
+) -> list[str]:
     """Write the indices of an element, for a pair and for ranges of queries and keys."""
     indices, number = learned.element.inputs, int(learned.element.value or 0)
     own = {name: str(name in learned.own).lower() for name in "bhi"}
@@ -169,7 +178,7 @@ def _learned_structs(learned: Learned, aux: Aux, known: Known, dtype: np.dtype[A
         axes=len(indices), number=number, dtype=aux[number][0], of_distance=distance, **own
     )
     pair, ranges = (
-        _Printer(indices, "Accum", aux, known, dtype, number) for number in ("{}", _INTERVAL)
+        _Printer(indices, "Accum", aux, known, dtype, cells, number) for number in ("{}", _INTERVAL)
     )
     method = "void place({0} i, {0} j, {1}* index)"
 
@@ -189,8 +198,9 @@ def _learned_structs(learned: Learned, aux: Aux, known: Known, dtype: np.dtype[A
 class _Printer:
     """Writes the statements of expressions.
 
-    ``floats`` is the C++ type of floating-point values. ``number`` is a format that turns the type
-    of a number into that of a value: "{}", or `_INTERVAL` for interval arithmetic.
+    ``floats`` is the C++ type of floating-point values. ``cells`` numbers the hoisted expressions.
+    ``number`` is a format that turns the type of a number into that of a value: "{}", or
+    `_INTERVAL` for interval arithmetic.
     """
 
     def __init__(
@@ -200,10 +210,12 @@ class _Printer:
         aux: Aux,
         known: Known,
         dtype: np.dtype[Any],
+        cells: Mapping[Node, int],
         number: str = "{}",
     ) -> None:
         self._outputs, self._floats, self._aux, self._number = outputs, floats, aux, number
-        self._nodes = [node for node in ordered(outputs) if node.op != "constant"]
+        self._cells = cells
+        self._nodes = [node for node in ordered(outputs, cells) if node.op != "constant"]
         self._names = {node: f"x{n}" for n, node in enumerate(self._nodes)}
         self._plain = number == "{}"
         self._jumps = any(node.op in _JUMPS or _truncates(node) for node in self._nodes)
@@ -280,6 +292,9 @@ class _Printer:
 
     def _value(self, node: Node) -> str:
         """Return the C++ expression of a node, in terms of the names of its inputs."""
+        if node in self._cells:
+            cell = f"{self._type_of_number(node)}(aux.c{self._cells[node]})"
+            return cell if self._plain else f"{self._type(node)}({cell})"
         if node.op == "input":
             return _PLACES.get(str(node.value), str(node.value))
         if node.op == "aux":

@@ -1,12 +1,13 @@
 """The block of parameters that every kernel takes by value: counterpart of ``src/params.cuh``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
+from tileattn.expressions.parameters import cells_of, kernel_cells
 from tileattn.kernels.cuda.families.context import folds_scale
 from tileattn.kernels.cuda.families.grid import padded_rows, split_count
 from tileattn.kernels.cuda.plan.layout import INTEGERS, ArrayLayout, CallLayout
@@ -90,24 +91,32 @@ PARAMS = np.dtype([field for section in SECTIONS.values() for field in section])
 _ON_DEVICE = {"length": FAR, "offset": -(1 << 62)}
 
 
-def template(values: Mapping[str, Any], aux: Mapping[str, ArrayLayout] | None = None) -> bytes:
+def template(
+    values: Mapping[str, Any],
+    aux: Mapping[str, ArrayLayout] | None = None,
+    cells: Sequence[int] = (),
+) -> bytes:
     """Write the block with null addresses; fields that are absent are zero.
 
-    ``aux`` are the arrays of the caller's own functions, by name. They follow the block: the
-    address of each, its sizes, and its strides in bytes. An array without axes has one size and one
-    stride, both unused.
+    The values that the caller's own functions read follow the block: ``cells``, then the arrays of
+    ``aux``, by name. Of an array these are its address, its sizes, and its strides in bytes. An
+    array without axes has one size and one stride, both unused.
     """
     block = np.zeros((), PARAMS)
     for name, value in values.items():
         block[name] = value
-    cells = [(0, *(x.shape or (0,)), *(x.strides or (0,))) for x in (aux or {}).values()]
-    return b"".join([block.tobytes(), *(np.array(each, np.int64).tobytes() for each in cells)])
+    arrays = [(0, *(x.shape or (0,)), *(x.strides or (0,))) for x in (aux or {}).values()]
+    parts = (np.array(each, np.int64).tobytes() for each in (cells, *arrays))
+    return b"".join([block.tobytes(), *parts])
 
 
-def slots(aux: Mapping[str, ArrayLayout]) -> dict[str, int]:
-    """Return the index of each address in the block, counted in cells of eight bytes."""
+def slots(aux: Mapping[str, ArrayLayout], cells: int = 0) -> dict[str, int]:
+    """Return the index of each address in the block, counted in cells of eight bytes.
+
+    ``cells`` is the number of those before the arrays of ``aux``.
+    """
     places = {name: slot for slot, name in enumerate(POINTERS)}
-    at = PARAMS.itemsize // 8
+    at = PARAMS.itemsize // 8 + cells
     for name, x in aux.items():
         places[name] = at
         at += 1 + 2 * max(1, len(x.shape))
@@ -137,6 +146,11 @@ def number_fields(
         | _mask_fields(layout, arrays)
         | _length_fields(layout, arrays)
     )
+
+
+def constant_cells(P: Problem) -> tuple[int, ...]:
+    """Return the cells that the caller's own functions read."""
+    return cells_of(kernel_cells(P.score_mod, P.mask_mod), P.constants)
 
 
 def _problem_fields(P: Problem) -> dict[str, Any]:

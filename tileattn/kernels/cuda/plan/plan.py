@@ -54,6 +54,8 @@ class LaunchPlan:
         True if the kernels read the call's block mask.
     aux : dict of str to ArrayLayout
         Arrays of the caller's own functions.
+    cells : tuple of int
+        Cells that these functions read.
     is_provisional : bool
         True if it was made without tables, and a plan with tables may be faster.
     """
@@ -70,6 +72,7 @@ class LaunchPlan:
     tile_lists: TileLists | None
     block_mask: bool
     aux: dict[str, ArrayLayout]
+    cells: tuple[int, ...]
     is_provisional: bool = False
 
     def without_assignment(self) -> "LaunchPlan":
@@ -220,6 +223,7 @@ def launch_plan(
         tile_lists=mask.lists,
         block_mask=layout.block_mask is not None,
         aux=layout.aux_by_name | learned if kind.functions else {},
+        cells=params.constant_cells(P) if kind.functions else (),
         is_provisional=schedule.is_provisional or mask.is_provisional,
     )
 
