@@ -105,9 +105,7 @@ def scaled_dot_product_attention(
             raise ValueError(f"{name} must have shape (..., N, D); got {tuple(x.shape)}")
     options = {"scale": scale}
     if is_causal:
-        options["causal"] = True
-        if query.shape[-2] != key.shape[-2]:
-            options["q_offset"] = 0
+        options |= causal_options(query, key)
     elif variant:
         options |= _causal_variant(attn_mask, query, key)
     q, k, v = _broadcast(rows, 3 if enable_gqa else 2)
@@ -131,13 +129,19 @@ def _overrides(x: Any) -> bool:
     )
 
 
+def causal_options(query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
+    """Return the options of a causal mask that is aligned at the top left."""
+    # For as many keys as queries this is the default, and compiled programs need no offset.
+    offset = {} if query.shape[-2] == key.shape[-2] else {"q_offset": 0}
+    return {"causal": True, **offset}
+
+
 def _causal_variant(bias: Any, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
     """Translate a ``torch.nn.attention.bias.CausalBias``."""
     shape, own = (query.shape[-2], key.shape[-2]), (bias.seq_len_q, bias.seq_len_kv)
     if own != shape:
         raise ValueError(f"attn_mask must be a CausalBias of shape {shape}; got one of {own}")
-    lower = bias.variant.name == "LOWER_RIGHT"
-    return {"causal": True} | ({} if lower or own[0] == own[1] else {"q_offset": 0})
+    return {"causal": True} if bias.variant.name == "LOWER_RIGHT" else causal_options(query, key)
 
 
 def _dropout(dropout_p: Any, q: torch.Tensor) -> dict[str, Any]:

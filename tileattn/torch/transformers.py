@@ -17,7 +17,7 @@ except ImportError as error:
     ) from error
 
 from tileattn.errors import UnsupportedError
-from tileattn.torch.drop_in import option_of
+from tileattn.torch.drop_in import causal_options, option_of
 from tileattn.torch.functional import attention, new_seed
 from tileattn.torch.transformers_masks import StructuredMask, make_mask
 from tileattn.torch.transformers_models import UNSUPPORTED, check_models
@@ -144,7 +144,8 @@ def attention_forward(
         options[option_of(attention_mask)] = attention_mask
     elif query.shape[2] > 1:
         is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        options |= {"causal": True, "q_offset": 0} if is_causal else {}
+        if is_causal:
+            options |= causal_options(query, key)
     if others.get("cu_seq_lens_q") is not None and options.keys().isdisjoint(("mask", "mask_mod")):
         raise UnsupportedError(
             "cu_seq_lens_q must come with position_ids that start again with each sequence, and "

@@ -186,6 +186,8 @@ def _padding(mask: torch.Tensor, first: int, count: int, seen: int) -> dict[str,
 
     The window already masks out the keys from ``seen`` on.
     """
+    if mask.shape[1] >= first + seen and bool(mask.all()):
+        return {}
     missing = max(first + count - mask.shape[1], 0)
     attended = torch.nn.functional.pad(mask, (0, missing))[:, first : first + count]
     lengths = attended.sum(1)
