@@ -123,7 +123,7 @@ def _kind_plan(
     split_keys = max((launch.traits.split_keys for launch in launches), default=0)
     classifying: tuple[KernelLaunch, ...] = ()
     if functions and P.mask_mod is not None and not split_keys:
-        classifying = (classify_launch(P.dtype.name, tile, functions),)
+        classifying = (classify_launch(P.dtype.name, tile, functions, P.mask_mod),)
         # A left limit leaves few tiles of the backward pass without lists.
         if lists and (direction == "forward" or P.window[0] is None):
             classifying += list_launches(P.dtype.name, tile, direction)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from tileattn.call.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.call.problem import Problem
+from tileattn.expressions.nodes import Node, elements
 from tileattn.kernels.cuda.families.context import ROW_WARPS, KernelLaunch
 from tileattn.kernels.cuda.families.grid import Grid, Over
 from tileattn.kernels.cuda.families.key import KernelKey
@@ -17,11 +18,11 @@ from tileattn.kernels.cuda.plan.tile_kinds import TileKinds
 
 END = np.iinfo(np.int32).max  # minus the number of entries: stands after the last entry
 
-# Kernels that classify the tiles of a ``mask_mod`` that reads arrays, and list them.
+# Kernels that classify the tiles of a ``mask_mod``, and list them.
 CLASSIFY = "classify_tiles"
 LISTS = {"forward": ("list_key_tiles",), "backward": ("rank_key_tiles", "list_query_tiles")}
 KERNELS = (CLASSIFY, *LISTS["forward"], *LISTS["backward"])
-_CLASSIFY_WARPS = 16
+_ARRAY_WARPS, _CLASSIFY_WARPS = 16, 4  # of a thread block: a warp for each tile, or a thread
 
 
 class TileLists(NamedTuple):
@@ -131,17 +132,21 @@ def query_tile_lists(kinds: NDArray[Any]) -> NDArray[np.int32]:
     return np.stack([entries, found], axis=-1).reshape(*entries.shape[:-1], -1)
 
 
-def classify_launch(dtype: str, tile: tuple[int, int], functions: str) -> KernelLaunch:
+def classify_launch(
+    dtype: str, tile: tuple[int, int], functions: str, mask_mod: Node
+) -> KernelLaunch:
     """Launch the kernel that marks each tile as empty, partial or full."""
+    reads = bool(elements(mask_mod))
     key = KernelKey(
         *(CLASSIFY, dtype),
         block_q=tile[0],
         block_k=tile[1],
-        warps_m=_CLASSIFY_WARPS,
+        warps_m=_ARRAY_WARPS if reads else _CLASSIFY_WARPS,
         mask_mod=True,
         functions=functions,
     )
-    why = "mask_mod reads arrays, whose values decide which tiles are computed"
+    what = "reads arrays, whose values" if reads else "has bounds, which"
+    why = f"mask_mod {what} decide which tiles are computed"
     return KernelLaunch(key, Grid("tile rows"), why=why)
 
 
