@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tileattn.algorithm.function_mask import BLOCK, extrema
 from tileattn.backends.addresses import address_of
 from tileattn.call.options import PAIR_ARRAYS
-from tileattn.call.problem import Operands, Problem
+from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem
 from tileattn.call.sequences import Places
 from tileattn.expressions.parameters import cells_of, kernel_cells
 from tileattn.expressions.quadtree import kinds_by_intervals
@@ -33,17 +33,23 @@ def as_batch(P: Problem, x: Operands) -> Problem:
 
 def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
     """Return the arrays that both passes read, by the name of their field."""
-    arrays: dict[str, Array] = {
-        "q": contiguous(x.q), "k": contiguous(x.k), "v": contiguous(x.v),
-        "kv_lengths": x.kv_lengths, "q_offset": x.q_offset,
-    }  # fmt: skip
-    if x.packing is not None or x.paging is not None:
-        arrays |= {name: contiguous(a) for name, a in Places.of(x).integers.items()}
-    for name, array in x.option_arrays.items():
+    arrays = {"q": contiguous(x.q), "k": contiguous(x.k), "v": contiguous(x.v), **settings(P, x)}
+    for name in ARRAY_OPTIONS:
+        array = getattr(x, name)
+        if array is None:
+            continue
         if name in PAIR_ARRAYS:
             arrays[name] = array if array.flags.aligned else array.copy()
         else:
             arrays[name] = contiguous(np.asarray(array, P.accum_dtype))
+    return arrays
+
+
+def settings(P: Problem, x: Operands) -> dict[str, Array]:
+    """Return the arrays that are made for a call: integers, kinds of blocks, the table of aux."""
+    arrays: dict[str, Array] = {"kv_lengths": x.kv_lengths, "q_offset": x.q_offset}
+    if x.packing is not None or x.paging is not None:
+        arrays |= {name: contiguous(a) for name, a in Places.of(x).integers.items()}
     if P.has_dropout_origin:
         arrays["origin"] = x.origin
     arrays |= _blocks(P, x)

@@ -1,6 +1,6 @@
 """Prepared calls of one signature: everything that depends on array layouts is kept."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +9,9 @@ import numpy as np
 from tileattn.algorithm import spec
 from tileattn.algorithm.parameter_gradient import aux_gradients
 from tileattn.algorithm.residuals import Residuals, rounding_of_lse, row_norms
-from tileattn.backends.addresses import Overlap, address_of
 from tileattn.backends.buffers import placed
 from tileattn.backends.llvm.arrays import Array, as_batch, as_inputs, aux_table, contiguous
-from tileattn.backends.llvm.execute import Executable, load
+from tileattn.backends.llvm.execute import Executable, load, new_block
 from tileattn.backends.llvm.parameter_gradient import (
     bias_gradient,
     bias_sums,
@@ -20,17 +19,15 @@ from tileattn.backends.llvm.parameter_gradient import (
     layouts,
     places,
 )
+from tileattn.backends.llvm.plain import PlainForward, is_plain
 from tileattn.backends.llvm.tasks import divide
-from tileattn.call.options import Options
+from tileattn.call.parse import four_axes
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
-from tileattn.kernels.llvm.params import Layout
+from tileattn.kernels.llvm.params import BIAS_DTYPES, Layout, put, put_strides
 from tileattn.kernels.llvm.sizes import ROWS, SECTION, padded
 from tileattn.kernels.llvm.target import Target
 from tileattn.results import Attention, Gradients
-
-_PLAIN = ("q", "k", "v", "out", "lse", "kv_lengths", "q_offset")
-"""Arrays of every forward pass, in the order of their fields."""
 
 
 class LlvmCall(PreparedCall):
@@ -47,18 +44,29 @@ class LlvmCall(PreparedCall):
 
     def forward(self, operands: Operands, out: Array | None) -> Attention:
         """Compute attention; ``out`` is written at once, after everything else has succeeded."""
-        P, operands = self.problem, _aligned(operands)
+        plain = self._plain(operands, out)
+        found = None if plain is None else plain(operands[:3], {}, out)
+        P = self.problem
+        if plain is not None and found is not None:
+            if plain.is_small:
+                self.cached[None] = plain
+            return Attention(four_axes(found.out), found.lse.reshape(P.B, P.Hq, P.Nq))
+        x, batch = _aligned(operands), as_batch(P, operands)
         result = Attention(
             np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
         )
-        batch = as_batch(P, operands)
-        arrays = as_inputs(batch, operands)
-        arrays |= {"out": result.out, "lse": result.lse}
-        for kernel, targets in self._kernels(operands):
-            executable = self._run(kernel, batch, operands, arrays, targets, self._few)
-            if len(targets) == 1 and self._is_plain(operands, arrays, out):
-                self.cached[None] = CachedForward(executable, P, arrays, out)
+        arrays = as_inputs(batch, x) | {"out": result.out, "lse": result.lse}
+        for kernel in self._kernels(x):
+            self._run(kernel, batch, x, arrays, self._few)
         return placed(result, out)
+
+    def _plain(self, x: Operands, out: Array | None) -> PlainForward | None:
+        """Return what runs the plain calls of this signature; None if a call is not plain."""
+        P, few = self.problem, self._few
+        targets = self._targets_of("decode" if P.Nq <= few else "forward")
+        if len(targets) > 1 or not is_plain(P, x, out):
+            return None
+        return PlainForward(P, x, targets[0], few, self.backend.split_keys, out)
 
     def backward(
         self,
@@ -102,7 +110,7 @@ class LlvmCall(PreparedCall):
         sums = element_sums(learned)
         if learned:
             arrays["aux"] = aux_table(batch, x.aux, places(learned, sums))
-        self._run("backward", batch, x, arrays, targets)
+        self._run("backward", batch, x, arrays)
         with np.errstate(all="ignore"):
             return Gradients(
                 dq,
@@ -113,40 +121,36 @@ class LlvmCall(PreparedCall):
                 aux_gradients(x, sums),
             )
 
-    def _kernels(self, x: Operands) -> Iterator[tuple[str, tuple[Target, ...]]]:
-        """Yield the forward kernels that run, and their targets; packed lengths may need both."""
+    def _kernels(self, x: Operands) -> list[str]:
+        """Name the forward kernels that run; packed lengths may need both."""
         queries = [self.problem.Nq] if x.packing is None else x.packing.sizes[1].tolist()
         few = {n <= self._few for n in queries}
-        if True in few:
-            yield "decode", self._targets[-1:]
-        if False in few:
-            yield "forward", self._targets
+        return [name for name, is_few in (("decode", True), ("forward", False)) if is_few in few]
+
+    def _targets_of(self, kernel: str) -> tuple[Target, ...]:
+        """Return the targets of a kernel; the second computes key heads that the first skips."""
+        return self._targets[-1:] if kernel == "decode" else self._targets
 
     def _run(
-        self, name: str, P: Problem, x: Operands, arrays: Mapping[str, Array],
-        targets: tuple[Target, ...], few: int = 0,
-    ) -> Executable:  # fmt: skip
+        self, name: str, P: Problem, x: Operands, arrays: Mapping[str, Array], few: int = 0
+    ) -> None:
         """Run a module for the first target, and for the next if key heads are left to it."""
+        targets = self._targets_of(name)
         if len(targets) > 1 and "unusual" not in arrays:
             arrays = {**arrays, "unusual": np.zeros((self.problem.B, P.Hkv), np.int64)}
-        layout = Layout(P.is_packed, P.is_paged)
         aux = tuple((array.dtype, array.ndim) for array in x.aux)
         learning = name == "backward" and x.wants("aux")
+        layout = Layout(P.is_packed, P.is_paged)
         kind = P.dtype, P.D, P.Dv, layout, P.score_mod, P.mask_mod, aux, learning
         for target in targets:
             division = divide(name, P, target, x, arrays, self.backend.split_keys, few)
-            executable = Executable(load(name, target, *kind), P, arrays, division)
-            executable.run(arrays, x.aux)
+            block = new_block(P, division, arrays)
+            put_strides(block, arrays, packed=P.is_packed)
+            if "bias" in arrays:
+                put(block, {"bias_dtype": BIAS_DTYPES.index(arrays["bias"].dtype.name)})
+            Executable(load(name, target, *kind), division, block).run((arrays, x.aux))
             if len(targets) > 1 and not np.count_nonzero(arrays["unusual"]):
                 break
-        return executable
-
-    def _is_plain(self, x: Operands, arrays: Mapping[str, Array], out: Array | None) -> bool:
-        """Return True if calls of this signature read only q, k and v, and in place."""
-        if len(arrays) > len(_PLAIN) or any(arrays[name] is not getattr(x, name) for name in "qkv"):
-            return False
-        # CachedForward checks that out overlaps none of q, k and v, but no other input.
-        return out is None or not (self.problem.has_lengths or self.problem.has_offset)
 
     def _split_large_rows(self, x: Operands, saved: Residuals) -> None:
         """Split the logsumexp of large rows, as ``spec.renormalise``, but for whole arrays.
@@ -165,53 +169,12 @@ class LlvmCall(PreparedCall):
             arrays = as_inputs(batch, x)
             arrays |= {"out": key_norm, "row_max": m, "log_l": own_log_l}
             call = LlvmCall(self.backend, plain)
-            call._run("forward", batch, x, arrays, call._targets)
+            call._run("forward", batch, x, arrays)
             q_norm = abs(P.scale) * row_norms(q)
             explained = rounding_of_lse(saved.lse, P.D, q_norm, key_norm[..., 0])
             ours = saved.large & (saved.lse - m - own_log_l <= explained)
             np.copyto(saved.log_l, own_log_l, where=ours)
             np.copyto(saved.lse, m, where=ours)
-
-
-class CachedForward:
-    """The forward pass of calls of one signature with no arrays but q, k, v and out.
-
-    ``executable``, ``arrays`` and ``out`` come from an earlier call.
-    """
-
-    def __init__(
-        self, executable: Executable, P: Problem, arrays: Mapping[str, Array], out: Array | None
-    ) -> None:
-        self._start = executable.start
-        self._out, self._lse = (P.out_shape, P.dtype), (P.out_shape[:-1], P.accum_dtype)
-        self._beyond = P.dtype.alignment - 1
-        self._overlaps = None if out is None else Overlap(out, (arrays[n] for n in "qkv"))
-        self._lengths = arrays["kv_lengths"], arrays["q_offset"]  # the same in all calls
-        self._at_lengths = tuple(map(address_of, self._lengths))
-
-    def __call__(
-        self,
-        rows: Sequence[Array],
-        options: Options,  # noqa: ARG002 - without arrays, and so the same in all calls
-        out: Array | None,
-    ) -> Attention | None:
-        """Run the call; return None if an array is unaligned or ``out`` cannot be written."""
-        q, k, v = rows
-        inputs = at_q, at_k, at_v = address_of(q), address_of(k), address_of(v)
-        if (at_q | at_k | at_v) & self._beyond:
-            return None
-        if out is not None and not self._may_write(out, inputs):
-            return None
-        result, lse = np.empty(*self._out), np.empty(*self._lse)
-        pointers = [at_q, at_k, at_v, address_of(result), address_of(lse), *self._at_lengths]
-        self._start(pointers, (q, k, v, result, lse, self))
-        return placed(Attention(result, lse), out)
-
-    def _may_write(self, out: Array, inputs: tuple[int, int, int]) -> bool:
-        """Return True if ``out`` is writable and, by addresses, overlaps no input."""
-        if self._overlaps is None or not out.flags.writeable:
-            return False
-        return not self._overlaps(address_of(out), inputs)
 
 
 def _dq_sums(P: Problem, dq: Array) -> dict[str, Array]:

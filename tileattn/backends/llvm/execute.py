@@ -20,13 +20,12 @@ from tileattn.expressions.nodes import Node
 from tileattn.kernels.llvm.compile import Function, Module, functions
 from tileattn.kernels.llvm.params import (
     ARRAYS,
-    BIAS_DTYPES,
     COUNTER,
     EMPTY_BLOCK,
+    FIELDS,
     Layout,
     put,
     put_numbers,
-    put_strides,
 )
 from tileattn.kernels.llvm.sizes import scratch_bytes
 from tileattn.kernels.llvm.target import Target
@@ -39,7 +38,7 @@ _KEPT = 1 << 24  # bytes; a thread frees larger scratch memory after a call
 _MOST_MODULES = 1024  # modules that are kept loaded, of a few kB each
 
 _SLOT = {name: slot for slot, name in enumerate(ARRAYS)}
-_COUNTER = COUNTER // 8
+_TASKS, _QUOTA, _COUNTER = (at // 8 for at in (FIELDS["tasks"], FIELDS["quota"], COUNTER))
 _Block = ctypes.c_int64 * (_COUNTER + 1)
 
 
@@ -59,10 +58,10 @@ class LoadedModule:
 @functools.lru_cache(maxsize=_MOST_MODULES)
 def load(
     name: str, target: Target, dtype: np.dtype[Any], D: int, Dv: int, layout: Layout,
-    score_mod: Node | None, mask_mod: Node | None, aux: tuple[tuple[np.dtype[Any], int], ...],
-    learning: bool,
+    score_mod: Node | None, mask_mod: Node | None,
+    aux: tuple[tuple[np.dtype[Any], int], ...] = (), learning: bool = False,
 ) -> LoadedModule:  # fmt: skip
-    """Load a module; the arguments are what calls of one kind share."""
+    """Load a module. Calls of one kind share the arguments, and so the module."""
     facts = tuple((x.name, axes) for x, axes in aux)
     own = Functions(score_mod, mask_mod, facts, learning)
     return LoadedModule(
@@ -71,43 +70,29 @@ def load(
 
 
 class Executable:
-    """The functions of a module, and the parameters of a call."""
+    """The functions of a module, and the parameter block of a call."""
 
-    def __init__(
-        self, module: LoadedModule, P: Problem, arrays: Mapping[str, Array], division: Division
-    ) -> None:
+    def __init__(self, module: LoadedModule, division: Division, block: bytearray) -> None:
+        self._functions, self._division, self._block = module.functions, division, block
         self._scratch_bytes = module.scratch_bytes + division.own_bytes
-        self._workspace = division.workspace
-        block = bytearray(EMPTY_BLOCK)
-        _put_problem(block, P)
-        put_strides(block, arrays, P.is_packed)
-        put(block, division.values)
-        if "bias" in arrays:
-            put(block, {"bias_dtype": BIAS_DTYPES.index(arrays["bias"].dtype.name)})
-        self._launches = []
-        for function, grid in zip(module.functions, division.grids, strict=True):
-            if grid.tasks:
-                put(block, {"tasks": grid.tasks, "quota": grid.quota})
-                self._launches.append((function, bytes(block), grid))
 
-    def run(self, arrays: Mapping[str, Array], aux: Sequence[Array] = ()) -> None:
-        """Run the functions in order on arrays of the same layouts."""
-        pointers = [0] * len(_SLOT)
-        for name, array in arrays.items():
-            pointers[_SLOT[name]] = address_of(array)
-        self.start(pointers, (arrays, aux))
+    def run(self, arrays: Any, addresses: Sequence[int] = ()) -> None:
+        """Run the functions in order.
 
-    def start(self, pointers: list[int], arrays: Any) -> None:
-        """Run the functions, given the addresses at the start of the parameter block.
-
-        Threads know only addresses, so ``arrays`` are held until the end.
+        Parameters
+        ----------
+        arrays : object
+            The arrays, which are held until the end: threads know only addresses.
+        addresses : sequence of int
+            Other addresses for the first arrays of the block, of the same layouts.
         """
-        workspace = self._workspace()
-        for function, values, grid in self._launches:
-            block: Any = _Block.from_buffer_copy(values)
-            block[: len(pointers)] = pointers
-            for name, array in workspace.items():
-                block[_SLOT[name]] = address_of(array)
+        block: Any = _Block.from_buffer_copy(self._block)
+        block[: len(addresses)] = addresses
+        workspace = self._division.workspace()
+        for name, x in workspace.items():
+            block[_SLOT[name]] = address_of(x)
+        for function, grid in zip(self._functions, self._division.grids, strict=True):
+            block[_TASKS], block[_QUOTA], block[_COUNTER] = grid.tasks, grid.quota, 0
             if grid.threads == 1:
                 self._work(function, block, grid.tasks)
             else:
@@ -156,20 +141,25 @@ def _compiled(module: Module) -> tuple[Function, ...]:
         ) from error
 
 
-def _put_problem(block: bytearray, P: Problem) -> None:
-    """Write the sizes and numbers of a problem."""
-    left, right = (_FAR if side is None else min(side, _FAR) for side in P.window)
+def new_block(P: Problem, division: Division, arrays: Mapping[str, Array]) -> bytearray:
+    """Make a parameter block, with the addresses of some arrays."""
+    left, right = P.window
     fraction, exponent = math.frexp(P.scale)
     softcap = 0.0
     if P.softcap is not None:
         ends = np.finfo(P.accum_dtype)
         softcap = min(max(P.softcap, float(ends.tiny)), float(ends.max * ends.eps))
+    block = bytearray(EMPTY_BLOCK)
     put_numbers(
         block,
-        *(P.B, P.Hq, P.Hkv, P.group, P.Nq, P.Nk, P.D, P.Dv, left, right, P.page or 0),
-        *(int(P.dropout_p * 2**32), *divmod(P.seed, 1 << 32)),
+        *(P.B, P.Hq, P.Hkv, P.group, P.Nq, P.Nk, P.D, P.Dv),
+        *(_FAR if left is None else min(left, _FAR), _FAR if right is None else min(right, _FAR)),
+        *(P.page or 0, int(P.dropout_p * 2**32), *divmod(P.seed, 1 << 32)),
         *(P.scale, math.ldexp(1.0, exponent - 1), 2 * fraction, softcap, 1 / (1 - P.dropout_p)),
     )
+    put(block, division.values)
+    put(block, {name: address_of(x) for name, x in arrays.items()})
+    return block
 
 
 class _Scratch:

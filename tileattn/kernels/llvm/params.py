@@ -22,7 +22,7 @@ ARRAYS = {
 }  # fmt: skip
 """Axes of each array that have a stride, in bytes, in the block.
 
-The block starts with the arrays of every forward pass, lengths and offsets last.
+The block starts with the rows of every forward pass, then lengths and offsets.
 """
 
 BF16_ARRAYS = {
@@ -75,16 +75,19 @@ COUNTER = (8 * len(FIELDS) // 64 + 2) * 64
 """Byte offset of the task counter, on a cache line of its own."""
 
 EMPTY_BLOCK = bytes(COUNTER + 8)
-"""A block of null addresses and zeros."""
+"""A block of null addresses and zeros, its task counter included."""
 
 _INTEGER = struct.Struct("<q")
 _NUMBERS = struct.Struct(f"<{len(_OF_PROBLEM)}q{len(FLOATS)}d")
+_ROWS = {name for name, axes in ARRAYS.items() if axes in ("bhi", "bhj")}
 _STEPS = {
     name: (FIELDS[fields[0]], len(fields), struct.Struct(f"<{len(fields)}q").pack_into)
     for name, fields in _STRIDES.items()
     if fields
 }
-_ROWS = {name for name, axes in ARRAYS.items() if axes in ("bhi", "bhj")}
+
+
+_FORWARD_ROWS = struct.Struct("<15q")  # three strides of each of q, k, v, out and lse
 
 
 def put_numbers(block: bytearray, *values: float) -> None:
@@ -93,9 +96,10 @@ def put_numbers(block: bytearray, *values: float) -> None:
 
 
 def put_strides(block: bytearray, arrays: Mapping[str, Any], packed: bool) -> None:
-    """Write the strides of arrays into a block, 0 along the axes in which they broadcast.
+    """Write the strides of arrays into a block.
 
-    Rows of packed sequences broadcast along the batch.
+    A stride is 0 along an axis in which the array broadcasts, as rows of packed sequences do along
+    the batch.
     """
     for name, x in arrays.items():
         if name in _STEPS:
@@ -106,7 +110,12 @@ def put_strides(block: bytearray, arrays: Mapping[str, Any], packed: bool) -> No
             pack_into(block, at, *steps)
 
 
+def put_forward_rows(block: bytearray, *strides: int) -> None:
+    """Write the strides of q, k, v, out and lse, three of each, into a block."""
+    _FORWARD_ROWS.pack_into(block, FIELDS["q_b"], *strides)
+
+
 def put(block: bytearray, fields: Mapping[str, int]) -> None:
-    """Write integers into a block."""
+    """Write addresses or integers into a block."""
     for name, value in fields.items():
         _INTEGER.pack_into(block, FIELDS[name], value)
