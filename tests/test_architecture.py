@@ -156,7 +156,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels.llvm.attention": LLVM_FACTS
     | {"expressions", "kernels.llvm.instructions", "kernels.llvm.tiles"},
     "kernels.llvm": LLVM_FACTS
-    | {"call", "expressions", "kernels.disk_cache", "kernels.llvm.attention"}
+    | {"call", "expressions", "kernels.disk_cache", "kernels.llvm.attention", "lru"}
     | {"kernels.llvm.instructions", "kernels.llvm.tiles"},
     "backends.threads": set(),
     "backends": FACTS | KERNELS | {"algorithm", "backends.threads", "traffic", "traffic.record"},

@@ -328,7 +328,7 @@ def test_a_call_from_another_thread_than_the_main_one() -> None:
 def compiled_afresh() -> Iterator[Callable[[], None]]:
     def forget() -> None:
         CALLS.clear()
-        compiling.functions.cache_clear()
+        compiling._functions.clear()
         execute.load.cache_clear()
         cache._warn_once.cache_clear()
 

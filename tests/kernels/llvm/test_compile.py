@@ -1,17 +1,20 @@
 """Kernels for CPUs compile for every target, in vectors of its own width, and are kept on disk."""
 
 import functools
+import gc
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 
 pytest.importorskip("llvmlite", reason="it compiles the kernels: pip install llvmlite")
 
-from llvmlite import binding
+from llvmlite import binding, ir
+from llvmlite.binding import newpassmanagers
 
 from tests.test_architecture import MODULES, module_of, own_imports
 from tileattn.dtypes import DTYPES
@@ -109,13 +112,38 @@ def test_a_register_block_stays_in_registers(target: Target, name: str) -> None:
 def test_code_is_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEATTN_CACHE_DIR", str(tmp_path / "cache"))
     given = compiling.Module("forward", compiling.host(), "float32", "float32")
-    compiling.functions.cache_clear()
+    compiling._functions.clear()
     first = compiling.functions(given)
     assert len(cache.entries()) == 1
     monkeypatch.setattr(compiling, "object_code", None)  # nothing is compiled again
-    compiling.functions.cache_clear()
+    compiling._functions.clear()
     assert len(compiling.functions(given)) == len(first) == 1
-    compiling.functions.cache_clear()
+    compiling._functions.clear()
+
+
+def test_code_lives_as_long_as_it_is_cached_or_a_function_of_it_lives() -> None:
+    compiling._functions.clear()
+    given = compiling.Module("forward", compiling.host(), "float32", "float32")
+    functions = compiling.functions(given)
+    code = ref(functions[0].code)  # type: ignore[attr-defined] # of this object
+    assert compiling.functions(given) is functions
+    compiling._functions.clear()
+    one = functions[0]
+    del functions
+    assert code() is not None
+    del one
+    assert code() is None
+
+
+def test_a_pass_manager_is_freed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[Any] = []
+    monkeypatch.setattr(newpassmanagers.NewPassManager, "_dispose", freed.append)
+    module = ir.Module()
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), []), "nothing")
+    ir.IRBuilder(function.append_basic_block()).ret_void()
+    compiling.optimized(module, compiling.host())
+    gc.collect()
+    assert len(freed) == 1
 
 
 def test_every_source_that_shapes_code_is_in_its_key(

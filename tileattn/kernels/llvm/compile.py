@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import finalize
 
 from tileattn.call import options
 from tileattn.expressions import nodes
@@ -17,6 +18,7 @@ from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.llvm.params import BATCHED, Layout
 from tileattn.kernels.llvm.target import AMX, AVX2, AVX512, AVX512_BF16, GENERIC, NEON, Target
 from tileattn.kernels.llvm.user_functions import LIBRARY, NO_FUNCTIONS, Functions
+from tileattn.lru import Lru
 
 MEMORY = ("memset", "memcpy", "memmove")
 """Functions of the C library into which LLVM turns loops."""
@@ -40,8 +42,10 @@ _FEATURES = (
     (AVX2, ("avx2", "fma", "f16c")),
     (GENERIC, ()),
 )
+_LOADED = 4  # bytes of memory for a byte of object code; LLVM 22's MCJIT on Linux
+_MOST_MODULES, _MOST_BYTES = 1536, 128 << 20  # that stay loaded
+
 _lock = threading.RLock()  # a signal handler may call the package while this thread compiles
-_engines: list[Any] = []  # own the code
 
 
 if hasattr(os, "register_at_fork"):  # in a child, a compilation by another thread never ends
@@ -101,24 +105,50 @@ class Module(NamedTuple):
     layout: Layout = BATCHED
 
 
-@functools.cache
-def functions(module: Module) -> tuple[Function, ...]:
-    """Return the functions of a module in launch order, from the disk cache or compiled."""
-    from llvmlite import binding as llvm
+class _Code:
+    """The loaded code of a module; freed after the last of its functions."""
 
-    inputs = key_of(module)
-    with _lock:
-        body = cache.read(inputs)
-        if body is None:
-            body = object_code(module)
-            cache.write(inputs, body)
-        _initialize()
+    def __init__(self, module: Module, body: bytes) -> None:
+        from llvmlite import binding as llvm
+
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine(module.target))
         engine.add_object_file(llvm.ObjectFileRef.from_data(body))
         engine.finalize_object()
-        _engines.append(engine)
-        names = names_of(module.name, module.target)
-        return tuple(_FUNCTION(engine.get_function_address(f)) for f in names)
+        self.nbytes = _LOADED * len(body)
+        self.address_of = engine.get_function_address
+        finalize(self, _close, engine).atexit = False
+
+
+def _close(engine: Any) -> None:
+    with _lock:  # so that no thread is inside LLVM when another one forks
+        engine.close()
+
+
+def functions(module: Module) -> tuple[Function, ...]:
+    """Return the functions of a module in launch order: loaded, from the disk cache, or compiled.
+
+    A function holds its code, which may leave the cache meanwhile.
+    """
+    with _lock:
+        found: tuple[Function, ...] | None = _functions.get(module)
+        if found is None:
+            name = key_of(module)
+            body = cache.read(name)
+            if body is None:
+                body = object_code(module)
+                cache.write(name, body)
+            _initialize()
+            code = _Code(module, body)
+            names = names_of(module.name, module.target)
+            made = [_FUNCTION(code.address_of(f)) for f in names]
+            for function in made:
+                function.code = code  # type: ignore[attr-defined] # of this object, not its class
+            found = tuple(made)
+            _functions.keep(module, found)
+    return found
+
+
+_functions = Lru(_MOST_MODULES, _MOST_BYTES, size_of=lambda made: int(made[0].code.nbytes))
 
 
 def key_of(module: Module) -> str:
@@ -161,9 +191,22 @@ def optimized(module: Any, target: Target) -> Any:
     parsed = llvm.parse_assembly(str(module))
     options = llvm.create_pipeline_tuning_options(speed_level=2)
     options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
-    passes = llvm.create_pass_builder(compiler, options)
-    passes.getModulePassManager().run(parsed, passes)
+    builder = llvm.create_pass_builder(compiler, options)
+    passes = builder.getModulePassManager()
+    passes.run(parsed, builder)
+    _free(passes)
     return parsed
+
+
+def _free(passes: Any) -> None:
+    """Free a pass manager of a version of llvmlite that does not, as 0.50: 1.5 MB for a module.
+
+    Its class inherits an empty ``_dispose`` before the one that frees.
+    """
+    from llvmlite.binding import ffi, newpassmanagers
+
+    if type(passes)._dispose is ffi.ObjectRef._dispose:
+        newpassmanagers.NewPassManager._dispose(passes)
 
 
 def machine(target: Target) -> Any:
