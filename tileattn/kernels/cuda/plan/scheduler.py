@@ -111,7 +111,8 @@ def _static_or_claimed(
 ) -> Schedule:
     """Assign work tiles in advance, with late thread blocks or in lockstep.
 
-    Without ``tables`` workers take tiles round robin, or claim them if lengths differ.
+    Without ``tables`` workers claim tiles head by head where a table would help. That is about as
+    fast, and round robin is far slower (docs/tuning-log.md: plans without tables).
     """
     key, tuning = launch.key, device.tuning
     blocks, tiles = -(-P.Nq // key.block_q), -(-P.Nk // key.block_k)
@@ -134,12 +135,10 @@ def _static_or_claimed(
     own = P.mask_mod
     is_listed = layout.listed_mask is not None or (own is not None and kinds_agree(own))
     differ = is_listed or P.window != (None, None) or not _are_alike(layout)
-    return Schedule(
-        groups,
-        lockstep_steps=steps,
-        dynamic_tiles=work_tiles if (differ or own is not None) and not steps else 0,
-        is_provisional=differ or late_share > 0,
-    )
+    is_provisional = differ or late_share > 0
+    if steps or not (is_provisional or own is not None):
+        return Schedule(groups, lockstep_steps=steps, is_provisional=is_provisional)
+    return _dynamic(P, launch, is_provisional)
 
 
 def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Schedule:
@@ -255,7 +254,7 @@ def _is_dynamic(P: Problem, layout: CallLayout, launch: KernelLaunch, tuning: Tu
     return few_keys and _are_alike(layout) and blocks > 1 and blocks * P.B * P.Hq > launch.workers
 
 
-def _dynamic(P: Problem, launch: KernelLaunch) -> Schedule:
+def _dynamic(P: Problem, launch: KernelLaunch, is_provisional: bool = False) -> Schedule:
     """Schedule heads one by one, and the last heads together, the longest tiles first.
 
     The last heads have a work tile for each worker. With fewer heads the SMs would end at different
@@ -263,7 +262,12 @@ def _dynamic(P: Problem, launch: KernelLaunch) -> Schedule:
     """
     blocks, heads = -(-P.Nq // launch.key.block_q), P.B * P.Hq
     last = -(-launch.workers // blocks)
-    return Schedule(1, dynamic_tiles=blocks * heads, single_heads=max(0, heads - last))
+    return Schedule(
+        1,
+        dynamic_tiles=blocks * heads,
+        single_heads=max(0, heads - last),
+        is_provisional=is_provisional,
+    )
 
 
 def _are_alike(layout: CallLayout) -> bool:
