@@ -20,7 +20,6 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -186,15 +185,13 @@ def generation(bench: Bench) -> Iterator[Row]:
     """Time the tokens of a Llama, with prompts of new lengths in each round."""
     sizes = f"{bench.llama.layers} layers of {bench.llama.width}, {bench.llama.heads} heads over "
     sizes += f"{bench.llama.kv_heads}, {bench.tokens} tokens"
-    harnesses = [plain]
-    if find_spec("transformers") is not None:
-        harnesses.append(in_transformers)
-    for n, harness in enumerate(harnesses):
-        row = harness(bench, 32 + n * (1 + bench.rounds) * (bench.tokens + 16))
-        yield {"section": "generation", "model": harness.__name__.replace("_", " ")} | {
-            **{"sizes": sizes, "dtype": str(bench.dtype)[6:]},
-            **row,
-        }
+    for n, harness in enumerate((plain, in_transformers)):
+        row = {"section": "generation", "model": harness.__name__.replace("_", " ")}
+        row |= {"sizes": sizes, "dtype": str(bench.dtype)[6:]}
+        try:
+            yield row | harness(bench, 32 + n * (1 + bench.rounds) * (bench.tokens + 16))
+        except ImportError as error:
+            print(f"{harness.__name__} does not run: {one_line(error)}")
 
 
 Generate = Callable[[Any, int], Any]

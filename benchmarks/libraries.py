@@ -242,7 +242,7 @@ class Flash(Torch):
         make, ragged = self.torch.tensor, self.ragged(own)
 
         def attend(*rows: Any) -> Any:
-            return ragged(make(lengths, dtype=self.torch.int32, device="cuda"))(*rows)
+            return ragged(make(lengths, dtype=self.torch.int32, device=rows[0].device))(*rows)
 
         return attend
 
@@ -316,8 +316,8 @@ class Flex(Torch):
         if step.without("causal", "score_mod", "mask_mod") or not step.number:
             return None
         masks = importlib.import_module("torch.nn.attention.flex_attention")
-        N = step.rows[0].shape[2]
-        make = partial(masks.create_block_mask, B=None, H=None, Q_LEN=N, KV_LEN=N, device="cuda")
+        N, device = step.rows[0].shape[2], self._number.device
+        make = partial(masks.create_block_mask, B=None, H=None, Q_LEN=N, KV_LEN=N, device=device)
         number, flex, blocks = self._number, compiled_flex(), None
         if "score_mod" in step.options:
             blocks = make(lambda b, h, i, j: i >= j)
@@ -332,7 +332,8 @@ class Flex(Torch):
 
     @cached_property
     def _number(self) -> Any:
-        return self.torch.zeros((), device="cuda")
+        device = "cuda" if self.torch.cuda.is_available() else "cpu"
+        return self.torch.zeros((), device=device)
 
     @cached_property
     def _temperature(self) -> Any:

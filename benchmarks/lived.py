@@ -1,17 +1,19 @@
 """Speed of loops in which no call repeats, with the same calls repeated and other libraries.
 
-    python -m tileattn bench lived                       on the CPU: about three minutes
-    python -m tileattn bench lived --gpu                 on a GPU: about eight minutes
-    python -m tileattn bench lived --gpu --quick         fewer steps: about three minutes
-    python -m tileattn bench lived --only loops --loops "training, new length"
-    python -m tileattn bench lived --gpu --only waits    does a call wait for the GPU?
+    python -m tileattn bench lived                       loops on the CPU: about two minutes
+    python -m tileattn bench lived --gpu                 loops on a GPU: about five minutes
+    python -m tileattn bench lived --gpu --quick         fewer steps: about two minutes
+    python -m tileattn bench lived --loops "training, new length"
+    python -m tileattn bench lived --only first_calls    first calls: about two minutes
+    python -m tileattn bench lived --gpu --only waits    waits: about a minute
     python -m tileattn bench lived --endurance 100000    so many distinct calls in one process
 
 loops: time of a step, from the first call to the end of the last one, by participant
-first_calls: seconds until the first result, in a new process with empty kernel caches
-waits: synchronisations of a loop, which a profiler counts (--gpu, not by default)
+first_calls: seconds until the first result, in a new process with empty caches of kernels
+waits: whether a call waits for a busy GPU, and which calls of the CUDA runtime may wait
 
-The file is lived_cpu.json or lived_gpu.json, or NAME.json.
+The files are lived_gpu.json, first_calls_gpu.json, waits_gpu.json and endurance_gpu.json, or with
+cpu in place of gpu.
 
 A step has arguments that no earlier step had: a length, a seed, offsets, lengths, a scale, a number
 that a function captures. The arguments are made before the loop. Participants take turns, round by
@@ -37,6 +39,7 @@ from benchmarks.clock import Queue, Times, deal
 from benchmarks.configurations import Call
 from benchmarks.cpu import rounded
 from benchmarks.device import AGREEMENT, Gpu, difference
+from benchmarks.endurance import endurance
 from benchmarks.libraries import Library, Step
 from benchmarks.lived_loops import CPU, GPU, Loop, Loops
 from benchmarks.report import Row, one_line
@@ -48,6 +51,7 @@ REPEATS = 2  # runs of steps before they count as repeated
 MAY_WAIT = ("cudaMemcpy", "cudaMalloc", "cudaFree")
 FIRST_PEERS = {"SDPA": "sdpa", "FlashAttention-4": "fa4"}
 FIRST_CALLS = ("growing", "length", "seed", "offsets", "temperature", "window")
+FIRST_CALLS_OF_GPUS = [("length", "bf16", 128), ("length", "f32", 64)]
 
 
 @dataclass(frozen=True)
@@ -137,23 +141,21 @@ def first_calls(bench: Bench) -> Iterator[Row]:
     """Start a process for each participant, with empty caches of kernels."""
     on_gpu = bench.loops.sizes is GPU
     names = {loop.step.__name__: loop.name for loop in bench.loops.all()}
-    for kind, dtype, D in [
-        *((kind, bench.loops.sizes.dtype, 64) for kind in FIRST_CALLS),
-        *([("length", "bf16", 128), ("length", "f32", 64)] if on_gpu else []),
-    ]:
-        passes: tuple[Row, Row] = {}, {}
-        failed: Row = {}
+    kinds = [(name, bench.loops.sizes.dtype, bench.loops.sizes.D) for name in FIRST_CALLS]
+    for kind, dtype, D in [*kinds, *FIRST_CALLS_OF_GPUS * on_gpu]:
+        row: Row = {"section": "first_calls", "loop": names[kind], "dtype": dtype, "D": D}
+        row |= {"forward_s": {}, "both_s": {}, "failed": {}}
         for each in bench.libraries:
-            if each.ours or each.name in FIRST_PEERS:
+            step = getattr(bench.loops, kind)(0, each.tokens_first)
+            if (each.ours or each.name in FIRST_PEERS) and each.prepare(step) is not None:
                 try:
-                    row = _in_new_process(kind, dtype, D, each.name, on_gpu)
+                    seconds = _in_new_process(kind, dtype, D, each.name, on_gpu)["seconds"]
                 except RuntimeError as error:
-                    failed[each.name] = one_line(error)
-                    continue
-                for into, seconds in zip(passes, row["seconds"], strict=False):
-                    into[each.name] = seconds
-        row = {"section": "first_calls", "loop": names[kind], "dtype": dtype, "D": D}
-        yield row | {"forward_s": passes[0], "both_s": passes[1], "failed": failed}
+                    row["failed"][each.name] = one_line(error)
+                else:
+                    for passes, time_of in zip(("forward_s", "both_s"), seconds, strict=False):
+                        row[passes][each.name] = time_of
+        yield row
 
 
 def _in_new_process(kind: str, dtype: str, D: int, name: str, on_gpu: bool) -> Row:
@@ -174,8 +176,7 @@ def child(text: str) -> Row:
     seconds = []
     for one in (step._replace(rows=step.rows[:3]), *([step] if len(step.rows) == 4 else [])):
         call = each.prepare(one)
-        if call is None:
-            break
+        assert call is not None
         start = time.perf_counter()
         call()
         bench.queue.drain()
@@ -269,15 +270,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = report.parser("lived", __doc__)
     add = parser.add_argument
     names = partial(report.names, tuple(SECTIONS))
-    add("--only", type=names, default=["loops", "first_calls"], help=",".join(SECTIONS))
+    add("--only", type=names, default=["loops"], help=",".join(SECTIONS))
     add("--gpu", action="store_true", help="time on a GPU")
     add("--quick", action="store_true", help="fewer steps and rounds")
     add("--loops", nargs="+", default=[], metavar="NAME", help="names of loops (all)")
     peers = tuple(libraries.PEERS)
     add("--peers", type=partial(report.names, peers), default=list(peers), help=",".join(peers))
     add("--site", type=Path, help="folder of packages: FlashAttention-4, and fa3/_C.so")
-    add("--endurance", type=int, metavar="CALLS", help="only count memory over distinct calls")
-    add("--name", help="stem of the file (lived_cpu or lived_gpu)")
+    add("--endurance", type=int, metavar="CALLS", help="make distinct calls; nothing else")
     return report.parsed(parser, argv)
 
 
@@ -290,16 +290,13 @@ def main(argv: list[str] | None = None) -> None:
     report.show_missing(missing)
     rounds, calls = (3, 15) if arguments.quick else (bench.rounds, bench.calls)
     bench = replace(bench, rounds=rounds, calls=calls, only=arguments.loops)
-    made: Iterator[Row]
+    made = {section: SECTIONS[section](bench) for section in arguments.only}
     if arguments.endurance:
-        from benchmarks.endurance import endurance
-
-        made = endurance(bench, arguments.endurance)
-    else:
-        made = (row for section in arguments.only for row in SECTIONS[section](bench))
-    stem = f"lived{'_endurance' * bool(arguments.endurance)}_{'gpu' if arguments.gpu else 'cpu'}"
-    path = arguments.to / f"{arguments.name or stem}.json"
-    report.written(map(rounded, made), path, machine, arguments.ran, missing=missing)
+        made = {"endurance": endurance(bench, arguments.endurance)}
+    for section, rows in made.items():
+        stem = f"{'lived' if section == 'loops' else section}_{'gpu' if arguments.gpu else 'cpu'}"
+        path = arguments.to / f"{stem}.json"
+        report.written(map(rounded, rows), path, machine, arguments.ran, missing=missing)
 
 
 if __name__ == "__main__":

@@ -1,43 +1,33 @@
 """The tables of docs/performance-loops.md, from the results of `bench lived` and `end_to_end`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.report import Row, load
 from tools.pages import paragraphs, shown, table
 from tools.tables import by_section, origin_of, table_of
 
-DEVICES = {"gpu": "On a GPU", "cpu": "On a CPU"}
 OURS = ("torch", "tileattn", "arrays")  # the first that is there is compared with other libraries
 
 
 def lines(results: Path) -> Iterator[str]:
     """Make the tables of each device that was measured."""
-    for device, title in DEVICES.items():
-        if (results / f"lived_{device}.json").exists():
-            yield from paragraphs(f"## {title}")
-            yield from _lived(load(results, f"lived_{device}"))
-        if (results / f"end_to_end_{device}.json").exists():
-            yield from paragraphs(f"## Whole models {title[0].lower()}{title[1:]}")
-            yield from _models(load(results, f"end_to_end_{device}"))
-        if (results / f"lived_endurance_{device}.json").exists():
-            yield from paragraphs(f"## Many distinct calls {title[0].lower()}{title[1:]}")
-            yield from _endurance(load(results, f"lived_endurance_{device}"))
+    for name, (title, tables) in TABLES.items():
+        for device in ("gpu", "cpu"):
+            if (results / f"{name}_{device}.json").exists():
+                result = load(results, f"{name}_{device}")
+                where = f"## {title} on a {device.upper()}"
+                yield from paragraphs(where, f"Measured by {origin_of(result)}")
+                yield from tables(result)
 
 
-def _lived(result: Row) -> Iterator[str]:
-    found = by_section(result)
-    yield from paragraphs(f"Measured by {origin_of(result)}")
-    rows = found.get("loops", [])
-    if rows:
-        yield from paragraphs("Microseconds of a step:")
-        yield from table_of([_compared(row, "us") for row in rows])
-        yield from paragraphs("Microseconds of a call on the CPU, median / 99th percentile / most:")
-        yield from _hosts(rows)
-        yield from paragraphs("\n".join(f"- {row['loop']}: {row['sizes']}" for row in rows))
-    if "first_calls" in found:
-        yield from paragraphs("Seconds of the first call in a process, with empty kernel caches:")
-        yield from table_of(list(_first(found["first_calls"])))
+def _loops(result: Row) -> Iterator[str]:
+    rows = result["rows"]
+    yield from paragraphs("Microseconds of a step:")
+    yield from table_of([_compared(row, "us") for row in rows])
+    yield from paragraphs("Microseconds of a call on the CPU, median / 99th percentile / most:")
+    yield from _hosts(rows)
+    yield from paragraphs("\n".join(f"- {row['loop']}: {row['sizes']}" for row in rows))
 
 
 def _compared(row: Row, unit: str) -> Row:
@@ -70,7 +60,12 @@ def _hosts(rows: list[Row]) -> Iterator[str]:
     )
 
 
-def _first(rows: list[Row]) -> Iterator[Row]:
+def _first_calls(result: Row) -> Iterator[str]:
+    yield from paragraphs("Seconds of the first call in a process, with empty caches of kernels:")
+    yield from table_of(list(_by_pass(result["rows"])))
+
+
+def _by_pass(rows: list[Row]) -> Iterator[Row]:
     """Return a row for the forward pass, and one for both passes after it."""
     for row in rows:
         for kind, name in {"forward_s": "forward", "both_s": "both, after forward"}.items():
@@ -81,7 +76,6 @@ def _first(rows: list[Row]) -> Iterator[Row]:
 
 def _models(result: Row) -> Iterator[str]:
     captions = {"training": "a step of training", "generation": "a generated token"}
-    yield from paragraphs(f"Measured by {origin_of(result)}")
     for section, rows in by_section(result).items():
         what = f"Milliseconds of {captions[section]}, {rows[0]['dtype']}, {rows[0]['sizes']}:"
         yield from paragraphs(what)
@@ -90,8 +84,15 @@ def _models(result: Row) -> Iterator[str]:
 
 def _endurance(result: Row) -> Iterator[str]:
     yield from paragraphs(
-        f"Measured by {origin_of(result)}",
         "Microseconds of a call, megabytes of the process and of the pools on the GPU, entries of "
         "caches:",
     )
     yield from table_of(result["rows"])
+
+
+TABLES: dict[str, tuple[str, Callable[[Row], Iterator[str]]]] = {
+    "lived": ("Loops", _loops),
+    "end_to_end": ("Whole models", _models),
+    "first_calls": ("First calls", _first_calls),
+    "endurance": ("Many distinct calls", _endurance),
+}

@@ -78,17 +78,18 @@ def test_loops_are_compared_with_repeated_calls_and_other_libraries(tmp_path: Pa
         loop
         | {"loop": "new seed", "us": {"torch": 30.0}, "over_peers": {}}
         | {"repeated_us": {"torch": 24.0}},
-        first | {"forward_s": {"torch": 0.5}, "both_s": {"torch": 0.25}},
     ]
-    text = json.dumps({"machine": machine, "rows": rows})
-    (tmp_path / "lived_gpu.json").write_text(text, encoding="utf-8")
-    found = list(lived_tables.lines(tmp_path))
-    assert "| growing | 20 | 25 | 15 | 0.75 | 1.25 |" in found
-    assert "| new seed | 30 |  | 24 | 0.8 |  |" in found
-    assert "| growing | 7 / 7 / 7 | 8 / 8 / 8 |" in found
-    assert "| new seed | 7 / 7 / 7 |  |" in found
-    assert "| both, after forward | 0.25 |" in found
-    assert "- growing: D = 64" in found
+    first |= {"forward_s": {"torch": 0.5}, "both_s": {"torch": 0.25}}
+    for name, found in {"lived": rows, "first_calls": [first]}.items():
+        text = json.dumps({"machine": machine, "rows": found})
+        (tmp_path / f"{name}_gpu.json").write_text(text, encoding="utf-8")
+    lines = list(lived_tables.lines(tmp_path))
+    assert "| growing | 20 | 25 | 15 | 0.75 | 1.25 |" in lines
+    assert "| new seed | 30 |  | 24 | 0.8 |  |" in lines
+    assert "| growing | 7 / 7 / 7 | 8 / 8 / 8 |" in lines
+    assert "| new seed | 7 / 7 / 7 |  |" in lines
+    assert "| both, after forward | 0.25 |" in lines
+    assert "- growing: D = 64" in lines
 
 
 class Short(NumpyBackend):
