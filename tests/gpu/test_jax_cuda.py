@@ -161,6 +161,21 @@ def check_dq_of_sum(found: Any, q: Any, k: Any, v: Any, **options: Any) -> None:
     assert np.linalg.norm(np.asarray(found) - expected) <= bound.error
 
 
+def test_new_seeds_are_not_compiled_again() -> None:
+    q, k, v, _ = sent(normal(SIZES, HALF))
+    traced = []
+
+    def dropped(seed: Any) -> Any:
+        traced.append(1)
+        return attention(q, k, v, dropout_p=0.3, seed=seed)
+
+    compiled = jax.jit(dropped)
+    for seed in (3, 4, 2**31 - 1):
+        expected = attention(q, k, v, dropout_p=0.3, seed=seed)
+        assert np.array_equal(compiled(jnp.array(seed)), expected)
+    assert len(traced) == 1
+
+
 def test_vmap_makes_a_call_for_each_element() -> None:
     q, k, v = sent(jax.random.normal(jax.random.key(0), (3, 3, 2, 4, 67, 64)))
     bias = sent(jax.random.normal(jax.random.key(1), (3, 4, 1, 67)))

@@ -158,6 +158,32 @@ def test_other_values_are_not_compiled_again() -> None:
     assert len(traced) == 1
 
 
+def test_new_seeds_are_not_compiled_again() -> None:
+    q, k, v = (jnp.asarray(x) for x in given()[:3])
+    traced = []
+
+    def step(q: Any, seed: Any) -> Any:
+        traced.append(1)
+        return attention(q, k, v, dropout_p=0.4, seed=seed).sum()
+
+    gradient = jax.grad(step)
+    compiled = jax.jit(gradient)
+    seeds = 3, 5, 2**31 - 1
+    found = [compiled(q, jnp.array(seed)) for seed in seeds]
+    assert len(traced) == 1
+    assert np.array_equal(found, [gradient(q, seed) for seed in seeds])
+    misses = host_call._compiled.cache_info().misses
+    outs = [attention(q, k, v, dropout_p=0.4, seed=jnp.uint32(n)) for n in (2, 2**32 - 1)]
+    assert host_call._compiled.cache_info().misses == misses + 1
+    words = jnp.array([2, 2**32 - 1], np.uint32)
+    each = jax.vmap(lambda seed: attention(q, k, v, dropout_p=0.4, seed=seed))(words)
+    assert np.array_equal(each, jnp.stack(outs))
+    with pytest.raises(TypeError, match="seed must be an integer"):
+        attention(q, k, v, dropout_p=0.4, seed=jnp.array([1]))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"seed must be .*; got -1"):
+        attention(q, k, v, dropout_p=0.4, seed=jnp.array(-1)).block_until_ready()
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 5, 8), (1, 0, 5, 8), (1, 4, 0, 8)])
 def test_sizes_of_zero(shape: tuple[int, ...]) -> None:
     x = jnp.zeros(shape)

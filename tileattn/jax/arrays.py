@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tileattn.call.options import ARRAYS, INTEGERS, ROWS, options_with
+from tileattn.call.options import ARRAYS, INTEGERS, ROWS, SEEDS, options_with
 from tileattn.call.parse import aux_arrays
 from tileattn.call.sequences import as_integers
 from tileattn.messages import must_be
@@ -16,7 +16,7 @@ Arrays = dict[str, Any]
 """Arrays by name; ``aux`` is a tuple of arrays."""
 
 TRACED = frozenset((*ARRAYS, *INTEGERS, *options_with(value="arrays")))
-"""Options that may be traced."""
+"""Options that may be traced; a seed may be, too, if it is an array of JAX."""
 
 _INTEGERS = "an integer, or a sequence or JAX or NumPy array of integers"
 _ARRAY = "a JAX or NumPy array"
@@ -27,6 +27,7 @@ def arrays_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Arrays:
     """Convert the arrays of a call to JAX arrays; return them by name."""
     given = dict(zip(ROWS, (q, k, v), strict=True))
     given |= {name: x for name, x in options.items() if name in TRACED and x is not None}
+    given |= {name: options[name] for name in SEEDS if holds_arrays_of_jax(options.get(name))}
     return {
         name: tuple(_array(*named) for named in aux_arrays(options).items())
         if name == "aux"

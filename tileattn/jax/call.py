@@ -34,7 +34,8 @@ def call_of(arrays: Mapping[str, Any], backend: str, options: Mapping[str, Any])
     """Check a call by the shapes and dtypes of its arrays, and by integers on the host."""
     check_names(options)
     check_name(backend)
-    fixed = {name: _fixed(name, x) for name, x in options.items() if name not in TRACED}
+    traced = TRACED | arrays.keys()
+    fixed = {name: _fixed(name, x) for name, x in options.items() if name not in traced}
     known = dict(arrays)
     known["aux"] = tuple(map(_stand_in, known.get("aux", ())))
     known = {name: x if name == "aux" else _array(name, x, arrays) for name, x in known.items()}

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import tileattn
-from tileattn.call.options import DIFFERENTIABLE
+from tileattn.call.options import DIFFERENTIABLE, SEEDS
 from tileattn.jax.arrays import Arrays
 from tileattn.jax.call import Call
 from tileattn.jax.host_call import call_host
@@ -82,10 +82,10 @@ class _Backward:
 
 
 def _rows(given: Arrays) -> tuple[Any, Any, Any, Arrays]:
-    """Split the arrays into q, k, v and options."""
+    """Split the arrays into q, k, v and options; a seed on a GPU is read, which waits for it."""
     others = dict(given)
     q, k, v = (others.pop(name) for name in "qkv")
-    return q, k, v, others
+    return q, k, v, others | {name: others[name].item() for name in SEEDS if name in others}
 
 
 def _whole(x: Any, found: Any) -> Any:

@@ -39,7 +39,9 @@ def attention(
         As for ``tileattn.forward``.
     **options
         The options of ``tileattn.forward``. Arrays are JAX or NumPy arrays. Arrays, lengths and
-        offsets may be traced; other options are compiled into the program.
+        offsets may be traced; other options are compiled into the program. So is a seed that is a
+        number. A seed that is a JAX array may be traced: a new one needs no new program, but on a
+        GPU the host waits for its value.
 
     Returns
     -------
@@ -59,7 +61,7 @@ def attention(
     -----
     The compiled program calls the library on its own memory, as NumPy or CuPy arrays; on a GPU the
     call runs on XLA's stream, without copies. Only the gradients that JAX needs are computed. Under
-    ``vmap`` there is a call for each element, all with the same seed.
+    ``vmap`` there is a call for each element, all with the same seed if the seed is a number.
 
     Examples
     --------
