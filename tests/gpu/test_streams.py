@@ -1,5 +1,6 @@
 """Streams, graphs and repeated runs on the GPU."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 
 import tileattn
 from tests.on_gpu import bits, busy, hold, needs_gpu, random_arrays
-from tileattn import Attention, Gradients
+from tileattn import Attention, BlockMask, Gradients
+from tileattn.backends.cupy import streams
 
 pytestmark = needs_gpu
 
@@ -99,6 +101,36 @@ def test_a_graph_is_replayed_on_new_data(given: list[Any], options: dict[str, An
         stream.synchronize()
     assert bits(attention) == bits(expected)
     hold(fresh, attention, grads, options)
+
+
+def test_what_another_stream_reads_outlives_its_owner(given: list[Any]) -> None:
+    """The default stream, on which a mask was uploaded, does not wait for the other one."""
+    import cupy
+
+    rows, other = given[:3], cupy.cuda.Stream(non_blocking=True)
+    pairs = np.random.default_rng(5).random((333, 517)) < 0.4
+
+    def called(stream: Any) -> list[bytes]:
+        mask = BlockMask.from_mask(pairs, (64, 64))
+        tileattn.forward(*rows, block_mask=mask)  # uploads it
+        cupy.cuda.Device().synchronize()
+        with stream:
+            wait()
+            found = tileattn.forward(*rows, block_mask=mask)
+        del mask
+        gc.collect()
+        for nbytes in 20 * [512, 4096, 333 * 517]:
+            cupy.full(nbytes, 255, np.uint8)  # in memory that is free on the default stream
+        is_waiting.append(len(streams._released))
+        stream.synchronize()
+        return bits(found)
+
+    wait, is_waiting = busy(200), list[int]()
+    expected = called(cupy.cuda.Stream.null)
+    assert called(other) == expected
+    assert is_waiting[0] < is_waiting[1]
+    called(other)
+    assert is_waiting[2] <= is_waiting[1]  # what is complete is freed
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

@@ -94,6 +94,8 @@ class Machine:
         Devices that the thread has made current.
     capturing : bool
         Whether the current stream is being captured into a graph: nothing can be copied then.
+    busy : set of int
+        Handles of streams whose work has not ended.
     device : int
         CuPy's current device.
     arch : str
@@ -115,6 +117,7 @@ class Machine:
         self.allocated: list[int] = []
         self.streams: list[int] = []
         self.capturing = False
+        self.busy: set[int] = set()
         self.stream = 0
         self.graphs: list[list[Node]] = []
         self.destroyed: list[int] = []
@@ -196,6 +199,11 @@ class Machine:
         self.streams.append(stream)
         ctypes.memset(address, value, nbytes)
 
+    def event(self, *, disable_timing: bool) -> Any:
+        """Stand in for ``cupy.cuda.Event``."""
+        assert disable_timing
+        return Event(self)
+
     def load(self, key: KernelKey) -> Any:
         """Stand in for ``kernels.load.load_all``, for each key."""
 
@@ -268,6 +276,21 @@ class Machine:
         return 0
 
 
+class Event:
+    """Stand in for a CUDA event."""
+
+    def __init__(self, gpu: Machine) -> None:
+        self._gpu, self._stream = gpu, -1
+
+    def record(self, stream: Any) -> None:
+        self._stream = stream.ptr
+
+    @property
+    def done(self) -> bool:
+        assert self._gpu.mode == 2  # another thread may be capturing
+        return self._stream not in self._gpu.busy
+
+
 def at_host(x: Any) -> Any:
     """View an array of the machine's as the NumPy array that it is, strides of any sign."""
     steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)] if x.size else []
@@ -314,6 +337,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         "get_current_stream",
         lambda: SimpleNamespace(is_capturing=lambda: made.capturing, ptr=made.stream),
     )
+    monkeypatch.setattr(cupy.cuda, "Event", made.event)
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
     for user in (executable, explain):
         monkeypatch.setattr(user, "load_all", lambda keys: [made.load(key) for key in keys])

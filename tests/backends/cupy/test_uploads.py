@@ -15,6 +15,7 @@ from tileattn import BlockMask
 from tileattn.backends.cupy import streams
 from tileattn.backends.cupy.backend import CupyCall
 from tileattn.call.prepared import CALLS
+from tileattn.kernels.cuda.plan import block_sparse
 from tileattn.kernels.cuda.plan.block_sparse import partial_blocks
 from tileattn.kernels.cuda.plan.tile_kinds import TileKinds
 from tileattn.kernels.cuda.plan.tile_lists import TileLists
@@ -136,8 +137,7 @@ def test_a_mask_is_listed_once_for_each_size_of_tiles(gpu: Machine) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    ("captured", "handles", "kept"),
-    [(False, (0, 0), False), (False, (7, 7), False), (True, (0, 0), True), (False, (0, 7), True)],
+    ("captured", "handles"), [(False, (0, 0)), (False, (7, 7)), (True, (0, 0)), (False, (0, 7))]
 )
 def test_what_is_brought_goes_with_its_owner_unless_it_may_be_read_yet(
     gpu: Machine,
@@ -145,35 +145,43 @@ def test_what_is_brought_goes_with_its_owner_unless_it_may_be_read_yet(
     masked: bool,
     captured: bool,
     handles: tuple[int, int],
-    kept: bool,
 ) -> None:
     """A graph and another stream may read it: what a plan owns, or what is made of a mask.
 
     The latter also if a plan that no call can find again is still remembered.
     """
-    monkeypatch.setattr(streams, "_kept", {})
-    q = gpu.array((1, 2, 300, 64), np.float16)
-    options: dict[str, Any] = {"block_mask": BlockMask(np.ones((3, 3), bool))} if masked else CAUSAL
-    for gpu.stream in handles:
-        tileattn.forward(*((q, q, q) if masked else arrays(gpu)), **options)
-        gpu.capturing = captured
-    made = [weakref.ref(gpu.uploads.pop()) for _ in range(len(gpu.uploads))]
-    assert len(made) == (3 if masked else 1)  # kinds, bits and lists; an assignment
-    assert all(x() is not None for x in made)
-    if masked:
-        del options
-    else:
-        CALLS.clear()
+    monkeypatch.setattr(streams, "_captured", {})
+
+    def call() -> list[Any]:
+        """Return weak references to what two calls have brought."""
+        q = gpu.array((1, 2, 300, 64), np.float16)
+        mask = {"block_mask": BlockMask(np.ones((3, 3), bool))}
+        for gpu.stream in handles:
+            tileattn.forward(
+                *((q, q, q) if masked else arrays(gpu)), **(mask if masked else CAUSAL)
+            )
+            gpu.capturing = captured
+        made = [weakref.ref(gpu.uploads.pop()) for _ in range(len(gpu.uploads))]
+        assert len(made) == (3 if masked else 1)  # kinds, bits and lists; an assignment
+        assert all(x() is not None for x in made)
+        return made
+
+    gpu.busy = {*handles}
+    made = call()
+    CALLS.clear()
     gc.collect()
-    assert [x() is not None for x in made] == [kept] * len(made)
+    is_read = captured or handles == (0, 7)
+    assert [x() is not None for x in made] == [is_read] * len(made)
+    gpu.busy.clear()
+    gpu.capturing = False
+    call()
+    CALLS.clear()  # drops what was brought last, and looks at the others again
+    gc.collect()
+    assert [x() is not None for x in made] == [captured] * len(made)
 
 
-def test_default_streams_of_threads_are_not_one(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They share a handle; a mask that both read is remembered once."""
-    kept: dict[int, object] = {}
-    monkeypatch.setattr(streams, "_kept", kept)
+def test_default_streams_of_threads_are_not_one(gpu: Machine) -> None:
+    """They share a handle: the arrays wait for the kernels of other threads."""
     gpu.stream = streams.PER_THREAD
     q = gpu.array((1, 2, 300, 64), np.float16)
     mask = BlockMask(np.ones((3, 3), bool))
@@ -181,11 +189,14 @@ def test_default_streams_of_threads_are_not_one(
     def call() -> None:
         tileattn.forward(q, q, q, block_mask=mask)
 
+    def events() -> list[int]:
+        found = (x for x in block_sparse._made[mask].values() if isinstance(x, streams.Uploaded))
+        return [len(x._events) for x in found]
+
     call()
     call()
-    assert not kept
-    for _ in range(2):
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-    assert len(kept) == 2  # blocks and lists
+    assert events() == [0, 0]  # blocks and lists
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert events() == [1, 1]

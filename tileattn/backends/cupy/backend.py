@@ -2,16 +2,16 @@
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from tileattn.backends.cupy import describe, token_rows
 from tileattn.backends.cupy.cached_passes import ArrayPass, Pass
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.executable import Executable
 from tileattn.backends.cupy.external_memory import CupyMemory
-from tileattn.backends.cupy.streams import outlive_readers, stream_name, uploaded
+from tileattn.backends.cupy.streams import Uploaded
 from tileattn.backends.protocol import Explanation, PreparingBackend
 from tileattn.call.block_mask import BlockMask
 from tileattn.call.prepared import PreparedCall
@@ -170,8 +170,11 @@ class CupyCall(PreparedCall):
                 plan = plan_backward(self.problem, layout, gpu, deterministic=deterministic)
         else:
             plan = executable.plan
+        uploads: dict[tuple[str, ...], Uploaded] = {}
         if plan.block_mask and operands.block_mask is not None:
-            addresses |= _mask_addresses(operands.block_mask, device, plan.tile_lists)
+            uploads = _mask_uploads(operands.block_mask, device, plan.tile_lists)
+        for names, there in uploads.items():
+            addresses |= {n: x.data.ptr for n, x in zip(names, there.arrays, strict=True)}
         if executable is None:
             executable = Executable(plan, tuple(addresses))
             copied = plan.copies_in or plan.copies_out or operands.block_mask is not None
@@ -179,43 +182,28 @@ class CupyCall(PreparedCall):
             if executable.is_complete:
                 known.keep(key, executable)
         # Memory is allocated and kernels are loaded before the first byte of out is written.
-        known.run(executable, addresses, arrays, device, workspace)
+        try:
+            known.run(executable, addresses, arrays, device, workspace)
+        finally:
+            for there in uploads.values():
+                there.was_read()
         return known
 
 
-class _Uploaded(NamedTuple):
-    """Arrays on a device, and the stream on which their memory was allocated."""
-
-    arrays: tuple[Any, ...]
-    stream: tuple[int, int]
-
-
-def _mask_addresses(mask: BlockMask, device: int, lists: TileLists | None) -> dict[str, int]:
-    """Upload a block mask to CuPy's current device; return addresses by parameter name.
+def _mask_uploads(
+    mask: BlockMask, device: int, lists: TileLists | None
+) -> dict[tuple[str, ...], Uploaded]:
+    """Upload a block mask to CuPy's current device, once; return the arrays by parameter names.
 
     ``lists`` are the lists that kernels read, None if they read none.
     """
-    kinds, bits = _uploaded(mask, device, lambda: partial_blocks(mask))
-    found: dict[str, int] = {"block_kinds": kinds.data.ptr, "block_bits": bits.data.ptr}
+    found: dict[tuple[str, ...], Uploaded] = {
+        ("block_kinds", "block_bits"): once(mask, device, lambda: Uploaded(partial_blocks(mask)))
+    }
     if lists is not None:
-        (entries,) = _uploaded(mask, (device, lists), lambda: (lists.lists(mask),))
-        found["tile_list"] = entries.data.ptr
+        own = once(mask, (device, lists), lambda: Uploaded((lists.lists(mask),)))
+        found["tile_list",] = own
     return found
-
-
-def _uploaded(mask: BlockMask, key: Any, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Upload arrays made from a mask to CuPy's current device, once.
-
-    The copy is complete before any stream reads it, since all streams do. It outlives the mask if
-    the current stream may still read it.
-    """
-
-    def copied() -> _Uploaded:
-        return _Uploaded(tuple(map(uploaded, make())), stream_name())
-
-    there: _Uploaded = once(mask, key, copied)
-    outlive_readers(there, there.stream)
-    return there.arrays
 
 
 def _aux_gradients(P: Problem, x: Operands) -> tuple[Any, ...] | None:

@@ -9,12 +9,7 @@ import numpy as np
 
 from tileattn.backends.cupy.driver_launch import LaunchBlock, PlannedLaunch, can_overlap
 from tileattn.backends.cupy.graph import SINCE, Graph
-from tileattn.backends.cupy.streams import (
-    is_capturing,
-    outlive_readers,
-    stream_name,
-    uploaded,
-)
+from tileattn.backends.cupy.streams import Uploaded, is_capturing
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
 from tileattn.kernels.cuda.jit.load import load_all
 from tileattn.kernels.cuda.plan.params import slots, template
@@ -43,10 +38,10 @@ class Executable:
         # rest: constants and cells of the parameter block.
         self._launches = _loaded(plan)
         places = slots(plan.aux, len(plan.cells))
-        self.constants = {name: uploaded(x.array()) for name, x in plan.constants.items()}
-        self._stream = stream_name() if self.constants else (0, 0)
+        constants = plan.constants
+        self.uploads = Uploaded(x.array() for x in constants.values()) if constants else None
         cells = np.frombuffer(template(plan.fields, plan.aux, plan.cells), np.uint64).copy()
-        for name, x in self.constants.items():
+        for name, x in zip(constants, self.uploads.arrays if self.uploads else (), strict=True):
             cells[places[name]] = x.data.ptr
         self._template = cells.tobytes()
         self.names = tuple(name for name in names if name in places)
@@ -68,7 +63,6 @@ class Executable:
 
         No address is kept.
         """
-        self.outlive(stream)
         # Threads that run the same plan at the same time each take a block of their own: pop and
         # append are atomic.
         try:
@@ -76,7 +70,11 @@ class Executable:
         except IndexError:
             block = LaunchBlock(self._template, self._launches)
         block.fill(*self._given(addresses, workspace))
-        block.launch(stream.ptr)
+        try:
+            block.launch(stream.ptr)
+        finally:
+            if self.uploads is not None:
+                self.uploads.was_read(stream)
         self._spare.append(block)
 
     def bind(self, addresses: Sequence[int], workspace: int, stream: Any) -> "Bound":
@@ -88,11 +86,6 @@ class Executable:
             with suppress(RuntimeError):  # for example without memory
                 graph = Graph(block, stream.ptr)
         return Bound(self, block, graph)
-
-    def outlive(self, stream: Any) -> None:
-        """Keep the constants for as long as a stream may read them."""
-        if self.constants:
-            outlive_readers(self, self._stream, stream)
 
     def _given(self, addresses: Sequence[int], workspace: int) -> tuple[Any, tuple[int, int]]:
         """Return the arguments of `LaunchBlock.fill`."""
@@ -108,17 +101,18 @@ class Bound:
     """
 
     def __init__(self, executable: Executable, block: LaunchBlock, graph: Graph | None) -> None:
-        self._executable, self._block, self._graph = executable, block, graph
-        self._reads = bool(executable.constants)
+        self._uploads, self._block, self._graph = executable.uploads, block, graph
 
     def launch(self, stream: Any) -> None:
         """Start the kernels on a CuPy stream."""
-        if self._reads:
-            self._executable.outlive(stream)
-        if self._graph is None or stream.is_capturing():
-            self._block.launch(stream.ptr)
-        else:
-            self._graph.launch(stream.ptr)
+        try:
+            if self._graph is None or stream.is_capturing():
+                self._block.launch(stream.ptr)
+            else:
+                self._graph.launch(stream.ptr)
+        finally:
+            if self._uploads is not None:
+                self._uploads.was_read(stream)
 
 
 def _loaded(plan: LaunchPlan) -> list[PlannedLaunch]:

@@ -2,9 +2,11 @@
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
@@ -12,8 +14,6 @@ from tileattn.backends.cupy.driver import driver_by
 
 PER_THREAD = 2  # handle of the per-thread default stream, in every thread
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-
-_kept: dict[int, object] = {}
 
 
 def current_stream() -> Any:
@@ -58,11 +58,56 @@ def uploaded(x: np.ndarray[Any, Any]) -> Any:
         return cupy.asarray(x, blocking=True)
 
 
-def outlive_readers(owner: object, name: tuple[int, int], stream: Any = None) -> None:
-    """Keep memory for good if a stream may read it after it is dropped.
+class Uploaded:
+    """Arrays on the GPU that kernels on any stream read.
 
-    Freed memory is reused by the stream ``name``, on which it was allocated and which does not wait
-    for other streams; a graph reads the memory whenever it is replayed.
+    Freed memory is reused by the stream on which it was allocated, which does not wait for other
+    streams. So when this object dies, the arrays stay until kernels on other streams have read
+    them. They stay for good if such a kernel was captured: a graph may be replayed at any time.
     """
-    if stream_name(stream) != name or is_capturing(stream):
-        _kept[id(owner)] = owner
+
+    def __init__(self, arrays: Iterable[np.ndarray[Any, Any]]) -> None:
+        self.arrays = tuple(map(uploaded, arrays))
+        self._stream = stream_name()
+        self._events: dict[tuple[int, int], Any] = {}  # after the last reader on other streams
+        finalize(self, _release, self.arrays, self._events).atexit = False
+
+    def was_read(self, stream: Any = None) -> None:
+        """Take note of a kernel that was started on a stream, by default CuPy's current one."""
+        import cupy
+
+        stream = stream or current_stream()
+        if stream.is_capturing():
+            _captured[id(self)] = self
+        elif (name := stream_name(stream)) != self._stream:
+            event = self._events.get(name)
+            if event is None:
+                event = self._events.setdefault(name, cupy.cuda.Event(disable_timing=True))
+            event.record(stream)
+
+
+_captured: dict[int, Uploaded] = {}
+_released: deque[tuple[tuple[Any, ...], dict[Any, Any]]] = deque()
+"""Arrays whose owner has died, and the events for which they wait."""
+
+
+def _release(arrays: tuple[Any, ...], events: dict[Any, Any]) -> None:
+    """Free arrays when their events are complete, and those that were released earlier."""
+    if not events:
+        return
+    _released.append((arrays, events))
+    with unrestricted():
+        for _ in range(len(_released)):
+            try:
+                waiting = _released.popleft()
+            except IndexError:  # another thread looks at them too
+                return
+            if not all(map(_is_complete, waiting[1].values())):
+                _released.append(waiting)
+
+
+def _is_complete(event: Any) -> bool:
+    try:
+        return bool(event.done)
+    except Exception:  # the context is broken, and runs nothing any more
+        return True

@@ -8,16 +8,22 @@ from typing import Any
 import numpy as np
 
 from tileattn.call.block_mask import EMPTY, FULL, PARTIAL, BlockMask
+from tileattn.lru import Lru
 
-_made: "weakref.WeakKeyDictionary[BlockMask, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+MAX_ENTRIES = 96  # for a mask; a call of a new size adds up to ten
+
+_made: "weakref.WeakKeyDictionary[BlockMask, Lru]" = weakref.WeakKeyDictionary()
 
 
 def once(mask: BlockMask, key: Any, make: Callable[[], Any]) -> Any:
-    """Return what ``make`` returned for a mask and a key; the result lives as long as the mask."""
-    known = _made.setdefault(mask, {})
-    if key not in known:
-        known[key] = make()
-    return known[key]
+    """Return what ``make`` returns for a mask and a key; keep it, at most while the mask lives."""
+    known = _made.get(mask)
+    if known is None:
+        known = _made.setdefault(mask, Lru(MAX_ENTRIES))
+    found = known.get(key)
+    if found is None:
+        known.keep(key, found := make())
+    return found
 
 
 def once_for_mask(make: Callable[[Any, BlockMask | None], Any]) -> Callable[..., Any]:
