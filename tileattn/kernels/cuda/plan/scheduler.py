@@ -28,8 +28,8 @@ MAX_STEPS = 1 << 20  # steps of a worker: memory must not grow with the square o
 class Schedule(NamedTuple):
     """The order in which a pass takes its work tiles."""
 
+    # Fields of the parameter block.
     head_groups: int  # run one after the other: at least 1, at most B Hkv
-    assignment: Array | None = None  # None: tiles in the order of their numbers
     in_order: bool = False  # True: key blocks add to dq one after the other
     # Order of the key blocks of a head, and of their query tiles: as in `BwdWorkTile` in CUDA.
     last_keys_first: bool = False
@@ -42,16 +42,16 @@ class Schedule(NamedTuple):
     swizzle_heads: int = 1
     # Counters by which thread blocks stay in lockstep, as in `Lockstep` in CUDA.
     lockstep_steps: int = 0
-    # Dynamic scheduler: work tiles; heads that come one by one, before all groups.
-    dynamic_tiles: int = 0
-    single_heads: int = 0
+    single_heads: int = 0  # dynamic scheduler: heads that come one by one, before all groups
+    # Known only to the host.
+    dynamic_tiles: int = 0  # work tiles of the dynamic scheduler
+    assignment: Array | None = None  # None: tiles in the order of their numbers
     is_provisional: bool = False  # True: made without tables, and a table may be faster
 
     @property
     def fields(self) -> dict[str, int]:
         """Return the fields of the parameter block."""
-        of_host = {"assignment", "dynamic_tiles", "is_provisional"}
-        return {name: x for name, x in self._asdict().items() if name not in of_host}
+        return dict(zip(_FIELDS, self, strict=False))
 
     @property
     def parts(self) -> dict[str, int]:
@@ -61,11 +61,13 @@ class Schedule(NamedTuple):
     @property
     def zeros(self) -> dict[str, int]:
         """Return the bytes of the counters that start at zero."""
-        counts = {
-            "tile_counter": int(self.dynamic_tiles > 0),
-            "lockstep_counters": self.lockstep_steps,
-        }
-        return {name: 4 * count for name, count in counts.items() if count}
+        counts = {"tile_counter": 4} if self.dynamic_tiles else {}
+        if self.lockstep_steps:
+            counts["lockstep_counters"] = 4 * self.lockstep_steps
+        return counts
+
+
+_FIELDS = Schedule._fields[: Schedule._fields.index("dynamic_tiles")]
 
 
 def schedule_of(
@@ -131,7 +133,7 @@ def _static_or_claimed(
         return Schedule(groups, lockstep_steps=steps)
     if tables:
         assignment = assignment_of(P, layout, launch, groups, late_share, tuning)
-        return Schedule(groups, assignment, lockstep_steps=steps)
+        return Schedule(groups, assignment=assignment, lockstep_steps=steps)
     own = P.mask_mod
     is_listed = layout.listed_mask is not None or (own is not None and kinds_agree(own))
     differ = is_listed or P.window != (None, None) or not _are_alike(layout)
@@ -153,7 +155,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Sche
     if P.is_packed:
         rows = FAR if in_order and is_causal else device.l2_bytes // 2 // row
         turn = max(1, _in_flight(launch, tuning) if in_order else grid)
-        return Schedule(1, None, in_order, swizzle_rows=rows, swizzle_heads=turn)
+        return Schedule(1, in_order, swizzle_rows=rows, swizzle_heads=turn)
     alternate = not in_order and _alternate(P, key, tuning)
     in_step = _goes_in_step(P, launch) and (in_order or not is_causal)
     heads, blocks = P.B * P.Hkv, -(-P.Nk // key.block_k)
@@ -249,9 +251,10 @@ def _is_dynamic(P: Problem, layout: CallLayout, launch: KernelLaunch, tuning: Tu
     unknown time. Tiles assigned in advance would start earlier or later than other tiles of their
     head, and miss its keys in the L2 cache, whose two halves keep copies of what both read.
     """
+    if P.Nk > tuning.dynamic_keys or not _is_triangle(P) or P.has_pair_mask:
+        return False
     blocks = -(-P.Nq // launch.key.block_q)
-    few_keys = P.Nk <= tuning.dynamic_keys and _is_triangle(P) and not P.has_pair_mask
-    return few_keys and _are_alike(layout) and blocks > 1 and blocks * P.B * P.Hq > launch.workers
+    return blocks > 1 and blocks * P.B * P.Hq > launch.workers and _are_alike(layout)
 
 
 def _dynamic(P: Problem, launch: KernelLaunch, is_provisional: bool = False) -> Schedule:
@@ -272,7 +275,11 @@ def _dynamic(P: Problem, launch: KernelLaunch, is_provisional: bool = False) -> 
 
 def _are_alike(layout: CallLayout) -> bool:
     """Return True if batch entries have equal lengths and offsets, as far as the host knows."""
-    return all(len(set(x or ())) <= 1 for x in (layout.kv_lengths, layout.q_offset))
+    return _is_uniform(layout.kv_lengths) and _is_uniform(layout.q_offset)
+
+
+def _is_uniform(numbers: tuple[int, ...] | None) -> bool:
+    return not numbers or numbers.count(numbers[0]) == len(numbers)
 
 
 def _lockstep_steps(P: Problem, count: int, tiles: int, workers: int) -> int:
