@@ -9,7 +9,7 @@ runs one thread block; late thread blocks start when others end.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
@@ -51,7 +51,8 @@ class Schedule(NamedTuple):
     @property
     def fields(self) -> dict[str, int]:
         """Return the fields of the parameter block."""
-        return dict(zip(_FIELDS, self, strict=False))
+        numbers: tuple[Any, ...] = self
+        return dict(zip(_FIELDS, numbers, strict=False))
 
     @property
     def parts(self) -> dict[str, int]:
