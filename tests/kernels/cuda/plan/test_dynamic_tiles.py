@@ -62,6 +62,15 @@ def test_a_schedule_without_tables(dim: int, window: Any, lengths: Any) -> None:
     assert found.dynamic_tiles == (tiles_of(problem) if found.is_provisional else 0)
 
 
+@pytest.mark.parametrize("window", [(None, None), CAUSAL, (300, 0)], ids=str)
+def test_tiles_of_lengths_on_the_device_are_claimed(window: Any) -> None:
+    """A table of full lengths would not be better, however often the call repeats."""
+    problem = replace(SMALL, Nq=5000, Nk=5000, window=window)
+    found = schedule(problem, ON_GPU, tables=False)
+    assert found.dynamic_tiles == tiles_of(problem)
+    assert not found.is_provisional
+
+
 def test_tiles_in_lockstep_are_not_claimed() -> None:
     problem = replace(SMALL, B=1, Hq=2, Hkv=2, Nq=1 << 17, Nk=1 << 17)
     found = schedule(problem, tables=False)

@@ -138,8 +138,10 @@ def _static_or_claimed(
     own = P.mask_mod
     is_listed = layout.listed_mask is not None or (own is not None and kinds_agree(own))
     differ = is_listed or P.window != (None, None) or not _are_alike(layout)
-    is_provisional = differ or late_share > 0
-    if steps or not (is_provisional or own is not None):
+    # Tables would be made for full lengths if the device alone knows these.
+    is_known = layout.kv_lengths is not None and layout.q_offset is not None
+    is_provisional = is_known and (differ or late_share > 0)
+    if steps or (is_known and own is None and not is_provisional):
         return Schedule(groups, lockstep_steps=steps, is_provisional=is_provisional)
     return _dynamic(P, launch, is_provisional)
 
