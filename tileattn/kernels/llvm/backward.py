@@ -316,7 +316,7 @@ class _Block:
         c, b, p = self.c, self.c.b, self.p
         zero, scale = c.const(0.0), c.splat(p.dropout_scale)
         lanes, rows = (self.k0, b.add(self.k0, self.keys)), (i0, b.add(i0, n))
-        self.keep.clear(i64(ROWS + KEEP_SPARE))
+        self.keep.clear(ROWS + KEEP_SPARE)
         keep_pairs(c, p, self.keep, self.batch, h, lanes, i64(0), rows, queries_across=False)
         skipped = rows_before(c, p, self.batch, i0, queries_across=False)
 

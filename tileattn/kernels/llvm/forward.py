@@ -308,7 +308,7 @@ class _Block:
             keep_pairs(c, p, self.keep, self.batch, h, (i0, i1), lane, keys, queries_across=True)
             return ()
 
-        self.keep.clear(i64(self.kernel.target.keys + KEEP_SPARE))
+        self.keep.clear(self.kernel.target.keys + KEEP_SPARE)
         self.each_head(head)
         skipped = rows_before(c, p, self.batch, k0, queries_across=True)
 

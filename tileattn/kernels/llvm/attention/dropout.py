@@ -6,7 +6,7 @@ from llvmlite import ir
 
 from tileattn.kernels.llvm.instructions.code import I16, I32, I64, Code, i64
 from tileattn.kernels.llvm.instructions.kernel import Params
-from tileattn.kernels.llvm.instructions.philox import folded, words_of
+from tileattn.kernels.llvm.instructions.philox import folded, round_keys, words_of
 from tileattn.kernels.llvm.tiles.bits import Bits, ones, shifted
 
 
@@ -92,8 +92,10 @@ def _kept(
     b = c.b
     lines = folded(c, x0), c.splat(y, 8)
     i, j = lines if queries_across else reversed(lines)
-    w = words_of(c, i, head, batch, j, (p.seed_low, p.seed_high))
-    threshold = c.splat(b.trunc(p.threshold, I32), 16)
+    seed, least = (p.seed_low, p.seed_high), p.threshold
+    keys = c.once("round keys", lambda: round_keys(c, seed))
+    threshold = c.once("thresholds", lambda: c.splat(b.trunc(least, I32), 16))
+    w = words_of(c, i, head, batch, j, keys)
 
     def bits(halves: list[Any]) -> Any:
         low, high = (b.trunc(x, ir.VectorType(I32, 8)) for x in halves)

@@ -38,6 +38,7 @@ class Code:
         self.module, self.function, self.target = function.module, function, target
         self.dtype = dtype  # "float32" or "float64"
         self.b = ir.IRBuilder(function.append_basic_block("entry"))
+        self._once: dict[str, Any] = {}  # values of the first block, by name
         self.size = 8 if dtype == "float64" else 4  # bytes of a sum
         self.lanes = target.vector_bytes // self.size
         self.scalar = _FLOATS[dtype]
@@ -265,6 +266,16 @@ class Code:
             place = self.b.alloca(kind)
         self.b.store(start, place)
         return place
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """Compute a value in the function's first block, so that no loop computes it again.
+
+        ``make`` does not call `once` itself.
+        """
+        if name not in self._once:
+            with self.b.goto_entry_block():
+                self._once[name] = make()
+        return self._once[name]
 
     def spin_until(self, condition: Callable[[], Any]) -> None:
         """Spin until a condition holds; after a while, yield the core in each round."""

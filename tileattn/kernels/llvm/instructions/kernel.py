@@ -21,7 +21,8 @@ _TOKENS = {"bhi": "cu_seqlens_q", "bhj": "cu_seqlens_k"}
 class Params:
     """The fields of the parameter block, and addresses of rows of its arrays.
 
-    A packed sequence is a batch entry with its own first row and lengths.
+    A function loads each field once, in its first block, so that no loop loads it again. A packed
+    sequence is a batch entry with its own first row and lengths.
     """
 
     def __init__(self, c: Code, block: Any, layout: Layout) -> None:
@@ -30,13 +31,24 @@ class Params:
     def __getattr__(self, name: str) -> Any:
         c = self._c
         kind = POINTER if name in ARRAYS else ir.DoubleType() if name in FLOATS else I64
-        x = c.load(c.at(self._block, FIELDS[name]), kind)
-        return x if name not in FLOATS or c.size == 8 else c.b.fptrunc(x, c.scalar)
+
+        def load() -> Any:
+            x = self._load(name, kind)
+            return x if name not in FLOATS or c.size == 8 else c.b.fptrunc(x, c.scalar)
+
+        return c.once(name, load)
 
     def given(self, name: str) -> Any:
         """Return True if the call has this array, or this number is not 0."""
         c = self._c
-        return c.b.icmp_signed("!=", c.load(c.at(self._block, FIELDS[name]), I64), i64(0))
+
+        def load() -> Any:
+            return c.b.icmp_signed("!=", self._load(name, I64), i64(0))
+
+        return c.once(f"given {name}", load)
+
+    def _load(self, name: str, kind: Any) -> Any:
+        return self._c.load(self._c.at(self._block, FIELDS[name]), kind)
 
     def row(self, name: str, *indices: Any) -> Any:
         """Return the address of ``array[indices]``; missing indices are 0."""

@@ -13,16 +13,24 @@ _WORD = 0xFFFFFFFF
 _LANES = 8  # counters, of 64 bits each
 
 
-def philox4x32(c: Code, counter: list[Any], key: tuple[Any, Any]) -> list[Any]:
+def round_keys(c: Code, key: tuple[Any, Any]) -> list[list[Any]]:
+    """Return both words of the key of each round, as vectors."""
+    b = c.b
+    return [
+        [
+            c.splat(b.and_(b.add(k, i64(n * weyl)), i64(_WORD)), _LANES)
+            for k, weyl in zip(key, _WEYL, strict=True)
+        ]
+        for n in range(_ROUNDS)
+    ]
+
+
+def philox4x32(c: Code, counter: list[Any], keys: list[list[Any]]) -> list[Any]:
     """Encrypt counters: four vectors of 64-bit lanes, each with a word in its lower half."""
     b, kind = c.b, ir.VectorType(I64, _LANES)
     word, half, *factors = (same(kind, n) for n in (_WORD, 32, *_MULTIPLIERS))
     c0, c1, c2, c3 = counter
-    for n in range(_ROUNDS):
-        k0, k1 = (
-            c.splat(b.and_(b.add(k, i64(n * weyl)), i64(_WORD)), _LANES)
-            for k, weyl in zip(key, _WEYL, strict=True)
-        )
+    for k0, k1 in keys:
         # Where only lower halves are multiplied, upper ones need not be clear elsewhere.
         first, second = (b.mul(m, b.and_(x, word)) for m, x in zip(factors, (c0, c2), strict=True))
         c0, c1, c2, c3 = (
@@ -34,9 +42,9 @@ def philox4x32(c: Code, counter: list[Any], key: tuple[Any, Any]) -> list[Any]:
     return [c0, c1, c2, c3]
 
 
-def words_of(c: Code, i: Any, head: Any, batch: Any, j: Any, key: tuple[Any, Any]) -> list[Any]:
+def words_of(c: Code, i: Any, head: Any, batch: Any, j: Any, keys: list[list[Any]]) -> list[Any]:
     """Random words of the elements ``{i, i + 8} x {j, j + 8}``, given i and j folded."""
-    return philox4x32(c, [j, i, *(c.splat(x, _LANES) for x in (head, batch))], key)
+    return philox4x32(c, [j, i, *(c.splat(x, _LANES) for x in (head, batch))], keys)
 
 
 def folded(c: Code, start: Any) -> Any:
