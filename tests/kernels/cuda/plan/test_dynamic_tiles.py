@@ -71,6 +71,15 @@ def test_tiles_of_lengths_on_the_device_are_claimed(window: Any) -> None:
     assert not found.is_provisional
 
 
+def test_many_tiles_are_claimed() -> None:
+    """More than are worth a table: round robin would even out only in the mean."""
+    problem = replace(SMALL, B=400)
+    assert schedule(replace(problem, Nk=5000)).assignment is None
+    found = schedule(replace(problem, Nk=5000), tables=False)
+    assert found.dynamic_tiles == tiles_of(problem) > 64 * 132
+    assert not found.is_provisional
+
+
 def test_tiles_in_lockstep_are_not_claimed() -> None:
     problem = replace(SMALL, B=1, Hq=2, Hkv=2, Nq=1 << 17, Nk=1 << 17)
     found = schedule(problem, tables=False)

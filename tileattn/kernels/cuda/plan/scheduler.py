@@ -130,7 +130,8 @@ def _static_or_claimed(
     late_share = tuning.late_share if is_tall and is_narrow and not steps else 0
     # One block a head, as in decoding, is little work, and lengths may differ in each call.
     few = blocks == 1 or work_tiles <= launch.workers
-    if few or work_tiles > tuning.max_waves * launch.workers:
+    many = work_tiles > tuning.max_waves * launch.workers
+    if few or (tables and many):
         return Schedule(groups, lockstep_steps=steps)
     if tables:
         assignment = assignment_of(P, layout, launch, groups, late_share, tuning)
@@ -138,10 +139,10 @@ def _static_or_claimed(
     own = P.mask_mod
     is_listed = layout.listed_mask is not None or (own is not None and kinds_agree(own))
     differ = is_listed or P.window != (None, None) or not _are_alike(layout)
-    # Tables would be made for full lengths if the device alone knows these.
+    # A table would be made for full lengths if the device alone knows them.
     is_known = layout.kv_lengths is not None and layout.q_offset is not None
-    is_provisional = is_known and (differ or late_share > 0)
-    if steps or (is_known and own is None and not is_provisional):
+    is_provisional = is_known and not many and (differ or late_share > 0)
+    if steps or (is_known and own is None and not differ and not is_provisional):
         return Schedule(groups, lockstep_steps=steps, is_provisional=is_provisional)
     return _dynamic(P, launch, is_provisional)
 
