@@ -6,28 +6,12 @@ from typing import Any, Unpack
 
 from tileattn.backends import registry
 from tileattn.backends.buffers import ensure_workspace, ensure_writable
+from tileattn.backends.known_calls import first_run, validated
 from tileattn.backends.protocol import Explanation
 from tileattn.call.options import Options, wanted
-from tileattn.call.parse import (
-    arrays_of,
-    at_numbers,
-    aux_arrays,
-    check_array,
-    device_integers,
-    four_axes,
-    kind_of_call,
-    refuse_pages,
-)
-from tileattn.call.prepared import (
-    CALLS,
-    KnownKind,
-    PreparedCall,
-    kind_signature,
-    new_call,
-    signature,
-)
-from tileattn.call.problem import Operands, Problem
-from tileattn.call.sequences import Places
+from tileattn.call.parse import aux_arrays, four_axes, refuse_pages
+from tileattn.call.prepared import CALLS, PreparedCall, SeenCall, signature
+from tileattn.call.problem import Problem
 from tileattn.expressions.functions import read_functions
 from tileattn.results import Attention, Gradients
 from tileattn.validation import check_flags
@@ -172,16 +156,21 @@ def forward(
     >>> bool(np.allclose(out[:, :, 0], v[:, :, 0]))
     True
     """
-    arrays = (q, k, v) if out is None else (q, k, v, out)
+    rows = q, k, v
+    arrays = rows if out is None else (*rows, out)
     options = read_functions(options)
-    valid: PreparedCall | None = CALLS.get(signature(arrays, backend, options))
-    # A call like an earlier one: straight to the launch.
-    launch = None if valid is None else valid.cached.get(None)
-    cached: Attention | None = launch and launch((q, k, v), options, out)
-    if cached is not None:
-        return cached
+    key = signature(arrays, backend, options)
+    valid: PreparedCall | SeenCall | None = CALLS.get(key)
+    done: Attention | None = None
+    if isinstance(valid, PreparedCall):  # a call like an earlier one goes straight to the launch
+        launch = valid.cached.get(None)
+        done = launch and launch(rows, options, out)
+    elif out is None:
+        done = first_run(valid, key, rows, backend, options, None)
+    if done is not None:
+        return done
     extra = {} if out is None else {"out": out}
-    call, operands = _validated(valid, q, k, v, backend, options, extra)
+    call, operands = validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
     if out is not None:
         inputs = {"q": q, "k": k, "v": v, **options, **aux_arrays(options)}
@@ -291,13 +280,18 @@ def backward(
         extra["dlse"] = dlse
     rows = q, k, v, *extra.values()
     options = read_functions(options)
-    valid: PreparedCall | None = CALLS.get(signature(rows, backend, options))
-    if valid is not None and wrt is None and workspace is None and type(deterministic) is bool:
-        launch = valid.cached.get(deterministic)
-        cached: Gradients | None = launch and launch(rows, options, None)
-        if cached is not None:
-            return cached
-    call, operands = _validated(valid, q, k, v, backend, options, extra)
+    key = signature(rows, backend, options)
+    valid: PreparedCall | SeenCall | None = CALLS.get(key)
+    if wrt is None and workspace is None and type(deterministic) is bool:
+        done: Gradients | None
+        if isinstance(valid, PreparedCall):
+            launch = valid.cached.get(deterministic)
+            done = launch and launch(rows, options, None)
+        else:
+            done = first_run(valid, key, rows, backend, options, deterministic)
+        if done is not None:
+            return done
+    call, operands = validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
     operands = operands._replace(wrt=wanted(wrt, options))
     check_flags(deterministic=deterministic)
@@ -362,51 +356,10 @@ def explain(
     ('tileattn.algorithm.spec', "backend='numpy' asks for it")
     """
     options = read_functions(options)
-    call, operands = _validated(None, q, k, v, backend, options, {})
+    call, operands = validated(None, q, k, v, backend, options, {})
     explanation: Explanation = call.backend.explain(call.problem, operands)
     reasons = registry.why(backend, call.backend, call.problem, q)
     return replace(explanation, reasons=(*reasons, *explanation.reasons))
-
-
-def _validated(
-    valid: PreparedCall | None,
-    q: Any,
-    k: Any,
-    v: Any,
-    backend: str,
-    options: Options,
-    extra: dict[str, Any],
-) -> tuple[PreparedCall, Operands]:
-    """Validate a call and choose its backend, where no call like it is known to be valid."""
-    if valid is not None:
-        return valid, valid.operands(q, k, v, options)
-    rows = (q, k, v, *extra.values())
-    key = kind_signature(rows, backend, options)
-    known: KnownKind = CALLS.get(key) or _known_kind(q, k, v, backend, options, extra)
-    problem, operands = at_numbers(known.kind, q, k, v, options)
-    chosen = registry.supporting(known.able, problem)
-    for name, x in extra.items():
-        check_array(name, x, problem.shape_of(name), problem.dtype_of(name))
-    like = known.call
-    if like is None or like.backend is not chosen:
-        like = new_call(chosen, problem)
-        CALLS.keep(key, known._replace(call=like))
-    call = like.at(problem)
-    call.remember(Places.of(operands))
-    CALLS.keep(signature(rows, backend, options), call)
-    return call, operands
-
-
-def _known_kind(
-    q: Any, k: Any, v: Any, backend: str, options: Options, extra: dict[str, Any]
-) -> KnownKind:
-    """Validate what calls of one kind have in common, and find the backends that can run them."""
-    arrays = {"q": q, "k": k, "v": v, **extra}
-    arrays |= arrays_of(options)
-    able = registry.candidates(backend, arrays)
-    for name, x in device_integers(options).items():
-        registry.ensure_owned(able[0], name, x)
-    return KnownKind(able, kind_of_call(q, k, v, options))
 
 
 def _without_lead(x: Any, problem: Problem) -> Any:

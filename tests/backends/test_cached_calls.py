@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 import tileattn
 from tests.arrays import normal
-from tileattn import api
-from tileattn.backends import registry
+from tileattn.backends import known_calls, registry
 from tileattn.call.prepared import CALLS
 
 Array = NDArray[Any]
@@ -193,7 +192,7 @@ def test_a_step_validates_its_lengths_alone(monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(f"llvm: {reason}")
     q, k, v, _ = normal(SIZES)
     tileattn.forward(q, k, v, kv_lengths=[3, 4])
-    monkeypatch.setattr(api, "kind_of_call", None)
+    monkeypatch.setattr(known_calls, "kind_of_call", None)
     assert tileattn.forward(q, k, v, kv_lengths=[7, 1]).out.shape == (B, HQ, NQ, DV)
     with pytest.raises(ValueError, match=r"^kv_lengths must be .*; got 8$"):
         tileattn.forward(q, k, v, kv_lengths=[8, 1])

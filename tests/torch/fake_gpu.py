@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backends.cupy.fake_cupy import Machine, machine
+from tests.backends.cupy.fake_cupy import Machine, Stream, machine
 from tileattn.backends.cupy.external_memory import CupyMemory
 from tileattn.torch import cuda, eager
 
@@ -65,8 +65,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(cuda, "_memory", lambda: memory)
         monkeypatch.setattr(cuda, "on_device", on_device)
         monkeypatch.setattr(cuda, "tensor_of", lambda x: on_gpu(tensor_of(x)))
-        stream = type("Stream", (), {"ptr": STREAM, "is_capturing": lambda _: made.capturing})
-        monkeypatch.setattr(cuda, "_current_stream", lambda _: stream())
+        monkeypatch.setattr(cuda, "_current_stream", lambda _: Stream(made, STREAM))
         monkeypatch.setattr(eager, "PLAIN", {OnGpu, torch.Tensor})
         monkeypatch.setattr(torch, "empty", _made)
         monkeypatch.setattr(torch, "zeros", _zeros)

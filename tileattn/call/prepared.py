@@ -18,6 +18,9 @@ from tileattn.expressions.parameters import Expression
 from tileattn.lru import Lru
 from tileattn.results import Attention, Gradients
 
+# Calls of one signature before it gets a prepared call of its own, which takes as long as this many
+# first runs and makes each later one much shorter; H200, benchmarks/results/lived_gpu.json.
+SEEN_OFTEN = 8
 MAX_CALLS = 1536  # entries of the cache; a loop over 1,024 signatures finds all of them
 
 _MAX_VALUES = 1 << 12  # lengths or offsets in a signature, which the cache keeps
@@ -89,6 +92,22 @@ class PreparedCall:
         """
         return new_call(self.backend, problem)
 
+    def first(
+        self,
+        _kind: CallKind,
+        _rows: Sequence[Any],
+        _options: Mapping[str, Any],
+        _deterministic: bool | None,
+        /,
+    ) -> Any:
+        """Run a pass of a call whose numbers were not seen before, by arithmetic alone.
+
+        ``rows`` are q, k and v, and in the backward pass dout, out and lse; ``deterministic`` is
+        None for the forward pass. Return None if `at_numbers` and a plan are needed. The instance
+        is the call that others of the kind are made like.
+        """
+        return None
+
     def forward(self, operands: Operands, out: Any | None) -> Attention:
         result: Attention = self.backend.forward(self.problem, operands, out)
         return result
@@ -141,6 +160,15 @@ class KnownKind(NamedTuple):
     able: Sequence[Any]
     kind: CallKind
     call: PreparedCall | None = None
+
+
+class SeenCall:
+    """A call that has run by `PreparedCall.first`, and how often."""
+
+    __slots__ = ("count", "known")
+
+    def __init__(self, known: KnownKind) -> None:
+        self.known, self.count = known, 1
 
 
 def new_call(backend: Any, problem: Problem) -> PreparedCall:

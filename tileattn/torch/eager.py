@@ -15,7 +15,7 @@ from torch.utils._device import DeviceContext
 import tileattn
 from tileattn.call.block_mask import BlockMask
 from tileattn.call.options import DIFFERENTIABLE, ROWS
-from tileattn.call.prepared import CALLS, default_backend, signature
+from tileattn.call.prepared import CALLS, SeenCall, default_backend, signature
 from tileattn.expressions.parameters import Expression
 from tileattn.torch import operators
 from tileattn.torch.batches import are_gradients_batched
@@ -208,7 +208,8 @@ class Call:
             if run is None and key is not None:
                 results = {"out": out, "lse": lse}
                 run = self._pass(None, (rows, options), self._given, results, [*results])
-                CALLS.keep(key, (self, run))
+                if run is not None:
+                    CALLS.keep(key, (self, run))
         return out, lse
 
     def backward(
@@ -246,7 +247,8 @@ class Call:
             if key is not None and run is None:
                 given = (*arrays, *others.values()), options
                 run = self._backward_pass(needs, saved, tensors, given)
-                CALLS.keep(key, run)
+                if run is not None:
+                    CALLS.keep(key, run)
         return grads
 
     def _arrays(
@@ -295,12 +297,17 @@ class Call:
         names: Sequence[str],
         results: Mapping[str, torch.Tensor],
         returned: Sequence[str | None],
-    ) -> _Pass:
-        """Make the pass by addresses of the call that has just run on the ``given`` arrays."""
+    ) -> _Pass | None:
+        """Make the pass by addresses of the call that has just run on the ``given`` arrays.
+
+        None if it may repeat too seldom for that.
+        """
         if not self._has_addresses:
             return _on_arrays
         arrays, options = given
         call = CALLS.get(signature(arrays, self._backend, options))
+        if isinstance(call, SeenCall):
+            return None
         known = None if call is None else call.address_pass(deterministic, [*results])
         return _on_arrays if known is None else TensorPass(known, names, results, returned)
 
@@ -310,7 +317,7 @@ class Call:
         saved: Mapping[str, torch.Tensor],
         tensors: Sequence[torch.Tensor],
         given: tuple[Sequence[Any], Mapping[str, Any]],
-    ) -> _Pass:
+    ) -> _Pass | None:
         """Make the backward pass by addresses."""
         likes = {f"d{name}": x for name, x in zip(self._given, tensors, strict=True)}
         returned = [name if need else None for name, need in zip(likes, needs, strict=True)]

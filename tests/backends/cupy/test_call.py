@@ -8,8 +8,7 @@ import pytest
 
 import tileattn
 from tests.backends.cupy.fake_cupy import Machine, at_host, launch_together
-from tileattn import api
-from tileattn.backends import registry
+from tileattn.backends import known_calls, registry
 from tileattn.backends.cupy import backend as cupy_backend
 from tileattn.backends.cupy import cached_passes, describe
 from tileattn.backends.cupy.backend import CupyBackend, CupyCall
@@ -63,9 +62,9 @@ def forbid(monkeypatch: pytest.MonkeyPatch, *owners: tuple[Any, str]) -> None:
 
 
 PLANNING = (
-    (api, "kind_of_call"),
-    (api, "at_numbers"),
-    *((cupy_backend, name) for name in ("layout_of", "plan_forward", "plan_backward")),
+    (known_calls, "kind_of_call"),
+    (known_calls, "at_numbers"),
+    *((cupy_backend, name) for name in ("layout_of", "kind_key", "launch_plan")),
 )
 
 

@@ -34,22 +34,32 @@ def forward(gpu: Machine, Nk: int = 530) -> None:
 def test_every_kernel_of_a_plan_but_the_first_overlaps(
     gpu: Machine, arch: str, deterministic: bool
 ) -> None:
-    """In each call, also with packed sequences and with few queries."""
+    """In each call, also with few queries, and with packed sequences.
+
+    Their first calls store the offsets before. No kernel that stores values overlaps.
+    """
     gpu.arch = arch
     given = inputs(gpu)
     packed = {name: x[0] for name, x in given.items()}
     packed |= {f"cu_seqlens_{x}": np.array([0, 100, given[x].shape[2]]) for x in "qk"}
     cache = gpu.array((1, 2, 40_000, 64), np.float16)
-    for _ in range(2):
-        for kernels, call in (
-            (4, lambda: tileattn.backward(**given, deterministic=deterministic)),
-            (4, lambda: tileattn.backward(**packed, deterministic=deterministic)),
-            (2, lambda: tileattn.forward(gpu.array((1, 8, 1, 64), np.float16), cache, cache)),
+    for n in range(4):
+        gpu.planner.work()
+        for kernels, stores, call in (
+            (4, False, lambda: tileattn.backward(**given, deterministic=deterministic)),
+            (4, n < 3, lambda: tileattn.backward(**packed, deterministic=deterministic)),
+            (
+                2,
+                False,
+                lambda: tileattn.forward(gpu.array((1, 8, 1, 64), np.float16), cache, cache),
+            ),
         ):
             gpu.attributes.clear()
+            gpu.started.clear()
             call()
             first, *others = gpu.attributes
-            assert first == []
+            assert (gpu.started[0] == "store_values") == stores
+            assert first == (OVERLAPPING if stores else [])
             assert others == [OVERLAPPING] * len(others)
             assert len(others) >= kernels - 1
 
@@ -86,9 +96,10 @@ def test_a_stream_is_that_of_the_call(h200: Machine) -> None:
 
 def test_an_empty_grid_has_a_block(gpu: Machine) -> None:
     key = KernelKey("backward_preprocess", "float16")
-    planned = PlannedLaunch(KernelLaunch(key, OPEN), gpu.load(key), None, overlaps=False)
-    block = LaunchBlock(template({}), [planned])
-    block.fill([256], (0, 0))
+    planned = PlannedLaunch(KernelLaunch(key, OPEN), gpu.load(key), overlaps=False)
+    empty = template({})
+    block = LaunchBlock(len(empty), [planned])
+    block.fill(empty, [0], [(POINTERS.index("q"), 256)], {}, (0, 0))
     block.launch(0)
     (launched,) = gpu.launches
     assert launched[:3] == (key, 1, 0)

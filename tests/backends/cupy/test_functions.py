@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.backends.cupy.fake_cupy import Machine, at_host
+from tests.backends.cupy.fake_cupy import Machine, at_host, settle, values_at
 from tileattn import Gradients, UnsupportedError
 
 WRT = ("q", "k", "v")
@@ -59,20 +59,27 @@ def test_arrays_follow_the_parameters(gpu: Machine) -> None:
     assert not gpu.uploads
 
 
-def test_calls_without_arrays_find_their_tiles_again(gpu: Machine) -> None:
+def test_tiles_of_functions_without_arrays_are_classified_once_a_call_repeats(gpu: Machine) -> None:
+    """Until then kernels classify them; nothing is uploaded."""
     q, k = arrays(gpu)
+    tileattn.forward(q, k, k, mask_mod=window)
+    assert gpu.started == ["classify_tiles", "list_key_tiles", "forward_sm90"]
+    settle(gpu, lambda: tileattn.forward(q, k, k, mask_mod=window))
+    kinds, lists = gpu.sent
     for _ in range(3):
+        gpu.started.clear()
         out = tileattn.forward(q, k, k, mask_mod=window).out
+        assert gpu.started == ["forward_sm90"]
         params = gpu.launches[-1][-1]
         assert params["out"] == out.data.ptr
-        assert int(params["tile_kinds"]) in {x.data.ptr for x in gpu.uploads}
-    assert len(gpu.uploads) == 2  # kinds of tiles, and their lists
-    kinds = next(x for x in gpu.uploads if x.data.ptr == int(params["tile_kinds"]))
-    assert at_host(kinds).tolist() == [[[[1, 1, 0], [1, 1, 0]]]]
+        assert (params["tile_kinds"], params["tile_list"]) == (kinds.address, lists.address)
+    assert values_at(kinds.address, (2, 3), np.int8) == [[1, 1, 0], [1, 1, 0]]
+    assert gpu.uploads == []
+    assert len(gpu.sent) == 2
 
 
 def test_a_tree_is_a_function_of_its_mask_and_of_lengths(gpu: Machine) -> None:
-    """Lengths on the host are copied once for each set of them; those on the GPU bring an array."""
+    """Each call brings the first keys of trees: lengths on the GPU are an array."""
     q, k = arrays(gpu)
     tree = gpu.array((1, 150, 150), np.bool_)
     gpu.cells_after = (1 + 2 * 3) + (1 + 2 * 1)
@@ -80,17 +87,19 @@ def test_a_tree_is_a_function_of_its_mask_and_of_lengths(gpu: Machine) -> None:
         tileattn.forward(q, k, k, tree_mask=tree, kv_lengths=lengths)
         address, *of_tree = gpu.tails[-1][:7]
         assert (address, of_tree[:3]) == (tree.data.ptr, [1, 150, 150])
-        first = next(x for x in gpu.uploads if x.data.ptr == gpu.tails[-1][7])
-        assert at_host(first).tolist() == [n - 150 for n in lengths]
+        assert values_at(gpu.tails[-1][7], (2,)) == [n - 150 for n in lengths]
         assert gpu.tails[-1][8:] == [2, 8]
+        params = gpu.launches[-1][-1]
+        assert values_at(params["kv_lengths"], (2,)) == lengths
+        assert values_at(params["q_offset"], (2,)) == [n - 150 for n in lengths]
         assert gpu.launches[-1][0].mask_mod
-    assert len(gpu.uploads) == 2 * 3  # lengths, offsets, and the first keys of trees
+    assert gpu.uploads == []
     with pytest.raises(TypeError, match="tree_mask"):
         tileattn.forward(q, k, k, tree_mask=np.ones((1, 150, 150), bool))
 
 
 def test_an_origin_is_an_array_of_functions_and_of_dropout(gpu: Machine) -> None:
-    """It is copied once for each set of values: of functions in 32 bits, where it is near."""
+    """Each call brings it: of functions in 32 bits, where it is near."""
     q, k = arrays(gpu)
     gpu.cells_after = (1 + 2 * 2) + (1 + 2 * 1) + (1 + 2 * 2)
     table, number = gpu.array((9, 8), np.float32), gpu.array((1,), np.int32)
@@ -100,12 +109,11 @@ def test_an_origin_is_an_array_of_functions_and_of_dropout(gpu: Machine) -> None
         key, *_, params = gpu.launches[-1]
         assert key.origin
         address, *of_array = gpu.tails[-1][8:]
-        both = {x.data.ptr: at_host(x) for x in gpu.uploads}
-        for place, size in ((address, 8 if origin[3] > 5 else 4), (int(params["origin"]), 8)):
-            assert both[place].tolist() == [[*origin]] * 2
-            assert both[place].dtype.itemsize == size
-        assert of_array == [2, 4, 4 * both[address].itemsize, both[address].itemsize]
-    assert len(gpu.uploads) == 2 * 2
+        dtype = np.dtype(np.int64 if origin[3] > 5 else np.int32)
+        for place, kind in ((address, dtype), (params["origin"], np.int64)):
+            assert values_at(place, (2, 4), kind) == [[*origin]] * 2
+        assert of_array == [2, 4, 4 * dtype.itemsize, dtype.itemsize]
+    assert gpu.uploads == []
     assert tileattn.explain(q, k, k, **options).kernel == "forward_sm90"
 
 

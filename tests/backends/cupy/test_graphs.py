@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.backends.cupy.fake_cupy import Machine
+from tests.backends.cupy.fake_cupy import Machine, values_at
 from tests.backends.cupy.test_workspace import inputs
-from tileattn.backends.cupy import cached_passes, tensor_maps
+from tileattn.backends.cupy import cached_passes
 from tileattn.backends.cupy.executable import Bound
 from tileattn.call.prepared import CALLS
 
@@ -211,11 +211,8 @@ def test_two_threads_do_not_launch_one_graph_at_a_time(h200: Machine) -> None:
 # --- one kernel ---------------------------------------------------------------------------------
 
 
-def test_one_launch_is_bound_to_addresses_that_come_back(
-    h200: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It keeps its tensor maps when others are dropped, and is started on any stream."""
-    monkeypatch.setattr(tensor_maps, "MAX_ENTRIES", 1)
+def test_one_launch_is_bound_to_addresses_that_come_back(h200: Machine) -> None:
+    """It keeps its tensor maps when others are encoded, and is started on any stream."""
     rows = [[inputs(h200, Nq=60, Nk=70)[name] for name in "qkv"] for _ in range(2)]
     calls = [h200.reusing(partial(tileattn.forward, *given)) for given in rows]
     for call in calls * 3:
@@ -232,15 +229,40 @@ def test_one_launch_is_bound_to_addresses_that_come_back(
     assert {type(x) for x in cached_passes._met.values()} >= {Bound}
 
 
-def test_what_is_captured_first_is_not_bound(h200: Machine) -> None:
-    """The assignment is not there, and the next call makes it."""
+def test_a_call_is_not_bound_before_its_assignment_is_there(h200: Machine) -> None:
+    """An assignment is not made use of while a stream is captured."""
     q, k, v = (h200.array((1, heads, 3000, 8), np.float16) for heads in (12, 2, 2))
     call = h200.reusing(partial(tileattn.forward, q, k, v, causal=True))
     h200.capturing = True
     for _ in range(3):
         call()
         assert h200.launches[-1][-1]["assignment"] == 0
+        h200.planner.work()
+    assert h200.sent == []
     h200.capturing = False
+    call()
+    assert h200.launches[-1][-1]["assignment"] == 0
+    assert h200.graphs == []
     for _ in range(3):
         call()
-        assert h200.launches[-1][-1]["assignment"] != 0
+        (table,) = h200.sent
+        assert h200.launches[-1][-1]["assignment"] == table.address
+        assert len(h200.graphs) == 1
+
+
+def test_a_graph_stores_the_values_of_its_call(h200: Machine) -> None:
+    """A plan that nothing could improve is bound as well."""
+    given = inputs(h200)
+    lengths = {"kv_lengths": [500, 7], "q_offset": [3, 0]}
+    call = h200.reusing(lambda: tileattn.backward(**given, **lengths))
+    call()
+    expected = started(h200, call)
+    h200.planner.asked.pop()[0].set_exception(MemoryError())
+    for _ in range(4):
+        assert started(h200, call) == expected
+        params = h200.launches[-1][-1]
+        for name, x in lengths.items():
+            assert values_at(params[name], (2,)) == x
+        ctypes.memset(int(params["kv_lengths"]), 0xFF, 16)
+    assert len(h200.graphs) == 1
+    assert h200.sent == []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.backends.cupy.fake_cupy import Machine
+from tests.backends.cupy.fake_cupy import Machine, settle, values_at
 from tests.backends.cupy.test_call import PLANNING, forbid
 from tileattn.call.sequences import FAR
 
@@ -40,16 +40,30 @@ def test_offsets_of_each_call_are_read_where_they_are(
     assert gpu.uploads == []
 
 
-def test_offsets_on_the_host_are_uploaded_once(
+def test_offsets_on_the_host_are_stored_by_each_call(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """New ones too: nothing is uploaded, and a call that was made before plans nothing."""
+    for middle in (40, 50, 40, 50):
+        for params in call(gpu, cu_seqlens_q=[0, 40, middle, T]):
+            for name in ("cu_seqlens_q", "cu_seqlens_k"):
+                assert values_at(params[name], (S + 1,)) == [0, 40, middle, T]
+        if middle == 50:
+            forbid(monkeypatch, *PLANNING)
+    assert gpu.uploads == gpu.sent == []
+
+
+def test_offsets_that_come_back_stay_on_the_device(gpu: Machine) -> None:
     options = {"cu_seqlens_q": [0, 40, 40, T]}
-    (first, *_), uploads = call(gpu, **options), len(gpu.uploads)
-    assert uploads == 2 * 3  # of each pass: both offsets, and the lengths
-    forbid(monkeypatch, *PLANNING)
-    (second, *_) = call(gpu, **options)
-    assert first["cu_seqlens_q"] == second["cu_seqlens_q"] != 0
-    assert len(gpu.uploads) == uploads
+    settle(gpu, lambda: call(gpu, **options))
+    sent = len(gpu.sent)
+    gpu.started.clear()
+    for params in call(gpu, **options):
+        assert values_at(params["cu_seqlens_q"], (S + 1,)) == [0, 40, 40, T]
+        assert params["cu_seqlens_q"] in {x.address for x in gpu.sent}
+    assert "store_values" not in gpu.started
+    assert gpu.uploads == []
+    assert len(gpu.sent) == sent
 
 
 def test_lengths_may_be_on_the_device_alone(gpu: Machine) -> None:

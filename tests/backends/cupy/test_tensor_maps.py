@@ -1,7 +1,6 @@
 """Tensor maps: what the driver is asked, how often, and what launches are given; no GPU."""
 
-import ctypes
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +12,7 @@ from tests.backends.cupy.fake_cupy import Machine, launch_together
 from tileattn.backends.cupy import tensor_maps
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
 from tileattn.kernels.cuda.plan.layout import array_layout, contiguous
-from tileattn.kernels.cuda.plan.params import POINTERS
+from tileattn.kernels.cuda.plan.params import PARAMS, POINTERS
 from tileattn.kernels.cuda.plan.tensor_map import tensor_map
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
@@ -45,50 +44,72 @@ def test_maps_say_where_the_arrays_lie(
         tileattn.forward(**given)
     first, *others = h200.maps
     assert others == [first] * backward
-    assert h200.bound == [h200.device]
+    assert len(h200.encoded) == len(first)
     for made, (name, x) in zip(first, given.items(), strict=True):
         one = tensor_map(name, array_layout(x, x.data.ptr), BOXES[name])
         assert made == (x.data.ptr, kind, one.sizes, one.strides, one.box, (0, 3, 3, 0))
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_maps_of_the_same_arrays_are_not_encoded_again(h200: Machine, with_sinks: bool) -> None:
+def test_maps_are_those_of_each_call_until_its_addresses_come_back(
+    h200: Machine, with_sinks: bool
+) -> None:
     """A call without options is repeated in a shorter way than others."""
     options = {"sinks": h200.array((HQ,))} if with_sinks else {}
     one, other = arrays(h200), arrays(h200)
-    turns = (one, one, other, one, other, other | {"v": one["v"]}, one | {"k": other["k"]})
-    for given in turns:
-        tileattn.forward(**given, **options)
-    assert len(h200.encoded) == 3 * 4
-    expected = [tuple(x.data.ptr for x in given.values()) for given in turns]
+    sets = one, other, other | {"v": one["v"]}, one | {"k": other["k"]}
+    tileattn.forward(**one, **options)  # the first call allocates its memory differently
+    calls = [h200.reusing(partial(tileattn.forward, **given, **options)) for given in sets]
+    h200.maps.clear()
+    h200.encoded.clear()
+    for n in range(4):
+        for call in calls:
+            call()
+        assert len(h200.encoded) == 3 * len(sets) * min(n + 1, 2)
+    expected = [tuple(x.data.ptr for x in given.values()) for given in sets * 4]
     assert [tuple(made.address for made in maps) for maps in h200.maps] == expected
 
 
 def test_maps_are_made_again_for_another_dout_alone(h200: Machine) -> None:
     given = arrays(h200) | residuals(h200)
-    for _ in range(3):
+    for n in range(3):
         tileattn.backward(**given)
-    assert len(h200.encoded) == 4
+        assert len(h200.encoded) == 4 * (n + 1)  # once for both kernels
     given["dout"] = h200.array(given["dout"].shape, np.float16)
     tileattn.backward(**given)
     *_, before, safe, own = (made[3].address for made in h200.maps)
     assert safe == own == given["dout"].data.ptr != before
-    assert len(h200.encoded) == 8
 
 
-def test_maps_that_are_kept_are_bounded(h200: Machine) -> None:
+def test_maps_lie_one_after_the_other(h200: Machine) -> None:
+    """The place of each is aligned, and its address is in the parameter block."""
     x = contiguous((2, 2, 64, 64), "float16")
-    maps = EncodedMaps([tensor_map(name, x, 64) for name in ("q", "k", "dout")])
-    others = [16 * n for n in range(1, len(POINTERS))]
-    for n in range(1, 3 * tensor_maps.MAX_ENTRIES + 1):
-        addresses = maps.pick([16 * n, *others])
-        assert addresses == (16 * n, 16, 16 * POINTERS.index("dout"))
-        memory, start = maps[addresses]
-        first = ctypes.addressof(memory)
-        assert first <= start <= first + len(memory) - 3 * tensor_maps.MAP_BYTES
-        assert maps[addresses][1] is start
-        assert len(maps) <= tensor_maps.MAX_ENTRIES
-    assert len(h200.encoded) == 3 * 3 * tensor_maps.MAX_ENTRIES
+    boxes = [("q", 64), ("k", 64), ("dout", 64)]
+    maps = EncodedMaps(boxes)
+    assert maps.start % tensor_maps.MAP_BYTES == 0
+    placed = []
+    monkey = tensor_maps._driver_function()
+    for encoder in maps._encoders:
+        encoder._function = lambda place, *more: placed.append(place.value) or monkey(place, *more)
+    for n in (1, 2):
+        cells = [16 * n * slot for slot in range(1, PARAMS.itemsize // 8)]
+        maps.encode([tensor_map(name, x, rows) for name, rows in boxes], cells)
+        found = [made.address for made in h200.encoded[-3:]]
+        assert found == [cells[POINTERS.index(name)] for name, _ in boxes]
+        assert placed[-3:] == [maps.start + k * tensor_maps.MAP_BYTES for k in range(3)]
+
+
+def test_a_thread_without_a_context_gets_one(
+    h200: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = tensor_maps._driver_function()
+    monkeypatch.setattr(
+        *(tensor_maps, "_driver_function"),
+        lambda: lambda *given: encode(*given) if h200.bound else 201,
+    )
+    tileattn.forward(**arrays(h200))
+    assert h200.bound == [h200.device]
+    assert len(h200.encoded) == 3
 
 
 def test_threads_launch_with_the_maps_of_their_arrays(
@@ -106,9 +127,9 @@ def test_threads_launch_with_the_maps_of_their_arrays(
 @pytest.mark.usefixtures("h200")
 def test_a_refusal_of_the_driver_names_the_array() -> None:
     x = contiguous((2, 2, 9, 24), "float16")
-    narrow = replace(x, shape=(2, 2, 9, 20), strides=(720, 360, 40, 2))
-    maps = EncodedMaps([tensor_map("k", x, 64), tensor_map("v", narrow, 128)])
+    narrow = x._replace(shape=(2, 2, 9, 20), strides=(720, 360, 40, 2))
+    maps = EncodedMaps([("k", 64), ("v", 128)])
+    cells = dict.fromkeys(range(len(POINTERS)), 0x100) | {POINTERS.index("v"): 0x200}
     told = r"a tensor map of v of shape \(2, 2, 9, 20\).* at 0x200: .*returned 1;"
     with pytest.raises(RuntimeError, match=told):
-        _ = maps[0x100, 0x200]
-    assert maps == {}
+        maps.encode([tensor_map("k", x, 64), tensor_map("v", narrow, 128)], cells)

@@ -2,33 +2,50 @@
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
+from weakref import ref
+
+import numpy as np
 
 from tileattn.backends.cupy import describe, token_rows
 from tileattn.backends.cupy.cached_passes import ArrayPass, Pass
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
-from tileattn.backends.cupy.executable import Executable
+from tileattn.backends.cupy.executable import Executable, KindKernels
 from tileattn.backends.cupy.external_memory import CupyMemory
+from tileattn.backends.cupy.improvement import Improvement
+from tileattn.backends.cupy.program import Programs
 from tileattn.backends.cupy.streams import Uploaded
 from tileattn.backends.protocol import Explanation, PreparingBackend
 from tileattn.call.block_mask import BlockMask
+from tileattn.call.parse import ONE_NUMBER, CallKind, at_numbers, scalar_problem
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem
+from tileattn.call.sequences import Places as Located
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families.pages import why_not_paged
 from tileattn.kernels.cuda.plan.aux_gradient import daux_name, why_not_learned
 from tileattn.kernels.cuda.plan.block_sparse import once, partial_blocks
-from tileattn.kernels.cuda.plan.layout import ROWS, Constant
-from tileattn.kernels.cuda.plan.plan import plan_backward, plan_forward
+from tileattn.kernels.cuda.plan.filler import Places
+from tileattn.kernels.cuda.plan.kind_plan import KindPlan, backward_kind, forward_kind, kind_key
+from tileattn.kernels.cuda.plan.layout import ROWS, CallLayout, Constant
+from tileattn.kernels.cuda.plan.plan import LaunchPlan, evaluated, launch_plan
 from tileattn.kernels.cuda.plan.tile_lists import TileLists
+from tileattn.lru import Lru
 from tileattn.results import Attention, Gradients
 
 _REMEDY = (
     "where there is one, it needs a driver from 580 on, or for older ones "
     "pip install 'cupy-cuda12x[ctk]'; backend='numpy' needs none"
 )
+
+_PLACED = ONE_NUMBER | {"kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"}
+_INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))  # which kernels read in place
+
+MAX_KINDS = 96  # plans of kinds that calls of equal options share: by sizes, alignments, GPUs
+_OF_MASK = ("block_kinds", "block_bits", "tile_list")  # addresses of a block mask
 
 # Arrays that the caller provides, besides integers on the device.
 _BROUGHT = ROWS | {"lse", "dlse", *ARRAY_OPTIONS}
@@ -89,6 +106,46 @@ class CupyCall(PreparedCall):
     def __init__(self, backend: CupyBackend, problem: Problem) -> None:
         super().__init__(backend, problem)
         self.passes: dict[Any, Pass] = {}  # by ``deterministic``, None forward, and the results
+        # What calls of one kind share: plans and kernels, and what starts them for new numbers.
+        self._kinds, self._programs = Lru(MAX_KINDS), Programs()
+
+    def at(self, problem: Problem) -> PreparedCall:
+        call = CupyCall(self.backend, problem)
+        call._kinds, call._programs = self._kinds, self._programs
+        return call
+
+    def first(
+        self,
+        kind: CallKind,
+        rows: Sequence[Any],
+        options: Mapping[str, Any],
+        deterministic: bool | None,
+        /,
+    ) -> Any:
+        """Run a pass by the program of its kind; None if there is none yet."""
+        q, k, v = rows[:3]
+        if ONE_NUMBER.issuperset(options):
+            known = scalar_problem(kind, q, k, v, options)
+            if known is None:
+                return None
+            P = known
+            places: Places = (P.Nk,), (P.Nk - P.Nq,)
+            integers: Sequence[Any] = ()
+        elif _PLACED.issuperset(options):
+            P, x = at_numbers(kind, q, k, v, options)
+            given = Located.of(x).integers
+            integers = [x for x in given.values() if type(x) is not np.ndarray]
+            if not all(x.flags.c_contiguous and x.dtype in _INTEGERS for x in integers):
+                return None
+            host = given.keys() - {"kv_lengths", "q_offset"}
+            if any(type(given[name]) is np.ndarray for name in host):
+                return None  # offsets of packed sequences on the host
+            places = _on_host(x.kv_lengths), _on_host(x.q_offset)
+        else:
+            return None
+        if max(P.Nq, P.Nk) > LONGEST:
+            return None
+        return self._programs.run(P, places, rows, integers, deterministic)
 
     def address_pass(self, deterministic: bool | None, results: Sequence[str]) -> Pass | None:
         known = self.passes.get((deterministic, *results))
@@ -162,25 +219,19 @@ class CupyCall(PreparedCall):
         key = known.key(tuple(addresses.values()), device)
         executable = known.executables.get(key)
         if executable is None:
-            layout = layout_of(arrays, operands)
-            gpu = describe.device_of(device)
-            if deterministic is None:
-                plan = plan_forward(self.problem, layout, gpu)
-            else:
-                plan = plan_backward(self.problem, layout, gpu, deterministic=deterministic)
-        else:
+            executable = self._executable(name, layout_of(arrays, operands), device, arrays)
             plan = executable.plan
+            copied = plan.copies_in or plan.copies_out or operands.block_mask is not None
+            known.is_direct = not copied and _BROUGHT.union(self.on_device).issuperset(inputs)
+            known.keep(key, executable)
+        else:
+            executable = executable.latest(cupy.cuda.get_current_stream())
+        plan = executable.plan
         uploads: dict[tuple[str, ...], Uploaded] = {}
         if plan.block_mask and operands.block_mask is not None:
             uploads = _mask_uploads(operands.block_mask, device, plan.tile_lists)
         for names, there in uploads.items():
             addresses |= {n: x.data.ptr for n, x in zip(names, there.arrays, strict=True)}
-        if executable is None:
-            executable = Executable(plan, tuple(addresses))
-            copied = plan.copies_in or plan.copies_out or operands.block_mask is not None
-            known.is_direct = not copied and _BROUGHT.union(self.on_device).issuperset(inputs)
-            if executable.is_complete:
-                known.keep(key, executable)
         # Memory is allocated and kernels are loaded before the first byte of out is written.
         try:
             known.run(executable, addresses, arrays, device, workspace)
@@ -188,6 +239,55 @@ class CupyCall(PreparedCall):
             for there in uploads.values():
                 there.was_read()
         return known
+
+    def _executable(
+        self, name: tuple[Any, ...], layout: CallLayout, device: int, arrays: Iterable[str]
+    ) -> Executable:
+        """Plan a pass without tables; a plan with tables may follow when it repeats."""
+        gpu = describe.device_of(device)
+        problem, layout = evaluated(self.problem, layout)
+        key = name, device, *kind_key(problem, layout, gpu)
+        found = self._kinds.get(key)
+        if found is None:
+            deterministic = name[0]
+            if deterministic is None:
+                kind = forward_kind(problem, layout, gpu)
+            else:
+                kind = backward_kind(problem, layout, gpu, deterministic=deterministic)
+            found = kind, KindKernels()
+            self._kinds.keep(key, found)
+        kind, kernels = found
+        plan = launch_plan(kind, problem, layout, tables=False)
+        names = tuple(arrays)
+        if plan.block_mask:
+            names += _OF_MASK[: 2 if plan.tile_lists is None else 3]
+        executable = Executable(plan, names, kernels)
+        self._programs.keep(name[0], device, layout, plan, kernels)
+        if plan.is_provisional:
+            executable.improvement = Improvement(
+                partial(_plan_with_tables, kind, problem, *_released(layout)),
+                lambda plan, upload: Executable(plan, names, kernels, upload),
+            )
+        return executable
+
+
+def _on_host(x: Any) -> tuple[int, ...] | None:
+    return tuple(x.tolist()) if type(x) is np.ndarray else None
+
+
+def _released(layout: CallLayout) -> tuple[CallLayout, list[Any]]:
+    """Replace the caller's block masks in a layout by weak references."""
+    masks = layout.block_mask, layout.evaluated_mask
+    held = [None if mask is None else ref(mask) for mask in masks]
+    return layout._replace(block_mask=None, evaluated_mask=None), held
+
+
+def _plan_with_tables(
+    kind: KindPlan, problem: Problem, layout: CallLayout, held: list[Any]
+) -> LaunchPlan:
+    masks = [find and find() for find in held]
+    layout = layout._replace(block_mask=masks[0], evaluated_mask=masks[1])
+    return launch_plan(kind, problem, layout)
 
 
 def _mask_uploads(

@@ -98,23 +98,24 @@ class Pass:
         """
         key = self._number, device, workspace, *addresses
         found = _met.pop(key, None)
-        if found is None:
-            executable = executable or self.executables.get(self.key(addresses, device))
-            if executable is None:
-                return False
-            executable.start(addresses, workspace, stream)
-            if executable.is_complete:
-                if len(_met) >= MOST:
-                    _met.popitem(last=False)
-                _met[key] = executable
+        if isinstance(found, Bound):
+            found.launch(stream)
+            _met[key] = found
             return True
-        if isinstance(found, Executable):
-            if is_capturing(stream):
-                found.start(addresses, workspace, stream)
-                return True
-            found = found.bind(addresses, workspace, stream)
-        found.launch(stream)
-        _met[key] = found
+        if executable is None:
+            known: Executable | None = found or self.executables.get(self.key(addresses, device))
+            if known is None:
+                return False
+            executable = known.latest(stream)
+        if found is not None and executable.is_settled and not is_capturing(stream):
+            bound = executable.bind(addresses, workspace, stream)
+            bound.launch(stream)
+            _met[key] = bound
+            return True
+        executable.start(addresses, workspace, stream)
+        if found is None and len(_met) >= MOST:
+            _met.popitem(last=False)
+        _met[key] = executable
         return True
 
     def run(
@@ -276,6 +277,18 @@ def maker(parts: Sequence[tuple[Any, np.dtype[Any], int]]) -> Callable[[Any], li
         return made
 
     return make
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return an uninitialised contiguous array with memory of its own."""
+    import cupy
+
+    init = _own_part()
+    if init is None:
+        return cupy.ndarray(shape, dtype)
+    x = cupy.ndarray.__base__.__new__(cupy.ndarray)
+    init(x, shape, dtype, None)
+    return x
 
 
 @cache

@@ -8,13 +8,14 @@ ends: programmatic dependent launch. Every kernel of a plan but the first has it
 import ctypes
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tileattn.backends.cupy.driver import driver_by
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.jit.load import Kernel
+from tileattn.kernels.cuda.plan.tensor_map import TensorMap
 
 # Values of the enumerations in cuda.h.
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -48,66 +49,112 @@ class _Config(ctypes.Structure):
     )
 
 
+VALUES = 448  # words of 8 bytes that one launch stores; parameters have at most 4,096 bytes
+
+
+class _Values(ctypes.Structure):
+    """``Values`` of ``src/store_values.cu``."""
+
+    _fields_ = (
+        ("to", ctypes.c_uint64),
+        ("count", ctypes.c_int64),
+        ("values", ctypes.c_uint64 * VALUES),
+    )
+
+
 _OVERLAPPING = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
 
 
 class PlannedLaunch(NamedTuple):
-    """A launch of a plan, its kernel, and its arguments besides the parameter block."""
+    """A launch of a plan with its kernel."""
 
-    launch: KernelLaunch
+    launch: KernelLaunch  # with any grid
     kernel: Kernel
-    maps: EncodedMaps | None
     overlaps: bool  # True: it may start while the kernel before it runs
 
 
 class LaunchBlock:
     """The arguments of a plan's launches, for one thread at a time.
 
-    A launch copies them, so they can be reused afterwards.
+    A launch copies them, so they can be reused afterwards, also for another plan of the same kind.
 
     Parameters
     ----------
-    template : bytes
-        The parameter block.
+    nbytes : int
+        Size of the parameter block.
     launches : sequence of PlannedLaunch
         The caller keeps them alive.
+    stores : sequence of Kernel
+        For each of the values that `fill` takes, the kernel that stores them before the launches.
     """
 
-    def __init__(self, template: bytes, launches: Sequence[PlannedLaunch]) -> None:
+    def __init__(
+        self, nbytes: int, launches: Sequence[PlannedLaunch], stores: Sequence[Kernel] = ()
+    ) -> None:
         from cupy.cuda import runtime
 
         self._start, self._memset = _driver_function(), runtime.memsetAsync
-        self._cells: Any = (ctypes.c_uint64 * (len(template) // 8)).from_buffer_copy(template)
+        self._cells: Any = (ctypes.c_uint64 * (nbytes // 8))()
+        self._at = ctypes.addressof(self._cells)
         self._stream = 0
         self.zeros = 0, 0
         self._configs: list[_Config] = []
         self._given: list[tuple[Any, ...]] = []
-        self._maps: list[tuple[Any, EncodedMaps]] = []
-        for launch, kernel, maps, overlaps in launches:
-            grid, threads = max(launch.grid, 1), launch.key.threads  # the driver requires a block
-            config = _Config((grid, 1, 1), (threads, 1, 1), launch.shared_bytes)
+        self._maps: dict[tuple[tuple[str, int], ...], EncodedMaps] = {}
+        self._values: list[Any] = []
+        for kernel in stores:
+            values = _Values()
+            self._values.append(values)
+            self._add(
+                kernel, kernel.key.threads, 0, (ctypes.c_void_p * 1)(ctypes.addressof(values))
+            )
+        for launch, kernel, overlaps in launches:
+            parameters = (ctypes.c_void_p * 2)(self._at)
+            boxes = launch.tensor_maps
+            if boxes:
+                maps = self._maps.setdefault(boxes, EncodedMaps(boxes))
+                parameters[1] = maps.start
+            config = self._add(kernel, launch.key.threads, launch.shared_bytes, parameters)
             if overlaps:
                 config.attributes, config.attribute_count = ctypes.pointer(_OVERLAPPING), 1
-            parameters = (ctypes.c_void_p * 2)(ctypes.addressof(self._cells))
-            # ctypes is faster without a list of argument types.
-            function = ctypes.c_void_p(kernel.function.ptr)
-            self._configs.append(config)
-            self._given.append((ctypes.byref(config), function, parameters, None))
-            if maps is not None:
-                self._maps.append((parameters, maps))
+        self._grids = [config.grid for config in self._configs[len(stores) :]]
 
-    def fill(self, pointers: Sequence[int], zeros: tuple[int, int]) -> None:
-        """Set the first cells of the parameter block, and the tensor maps of these addresses.
+    def _add(self, kernel: Kernel, threads: int, shared_bytes: int, parameters: Any) -> _Config:
+        """Add a launch of one thread block."""
+        config = _Config((1, 1, 1), (threads, 1, 1), shared_bytes)
+        # ctypes is faster without a list of argument types.
+        function = ctypes.c_void_p(kernel.function.ptr)
+        self._configs.append(config)
+        self._given.append((ctypes.byref(config), function, parameters, None))
+        return config
 
-        ``zeros`` is memory to set to zero before the kernels run: its address and size, which may
-        be 0.
+    def fill(
+        self,
+        template: bytes,
+        grids: Sequence[int],
+        pointers: Iterable[tuple[int, int]],
+        maps: Mapping[tuple[tuple[str, int], ...], Sequence[TensorMap]],
+        zeros: tuple[int, int],
+        values: Sequence[tuple[int, bytes]] = (),
+    ) -> None:
+        """Set the parameter block, the grids, and the tensor maps.
+
+        ``pointers`` are the cells of addresses in the block, by their numbers. ``zeros`` is memory
+        to set to zero before the kernels run: its address and size, which may be 0. ``values`` are
+        at most `VALUES` words each, and the addresses where they are stored.
         """
-        self._cells[: len(pointers)] = pointers
+        ctypes.memmove(self._at, template, len(template))
+        cells = self._cells
+        for slot, address in pointers:
+            cells[slot] = address
         self.zeros = zeros
-        self._held = []
-        for parameters, maps in self._maps:
-            held, parameters[1] = maps[maps.pick(pointers)]
-            self._held.append(held)
+        for sizes, grid in zip(self._grids, grids, strict=True):
+            sizes[0] = grid or 1  # the driver requires a block
+        for boxes, encoded in self._maps.items():
+            encoded.encode(maps[boxes], cells)
+        for place, (address, words) in zip(self._values, values, strict=True):
+            place.to, place.count = address, len(words) // 8
+            ctypes.memmove(place.values, words, len(words))
 
     def launch(self, stream: int) -> None:
         """Launch all kernels on a stream, given its handle."""

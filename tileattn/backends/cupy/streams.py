@@ -3,7 +3,7 @@
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
@@ -58,6 +58,43 @@ def uploaded(x: np.ndarray[Any, Any]) -> Any:
         return cupy.asarray(x, blocking=True)
 
 
+class Sending:
+    """Copies of host arrays to the GPU that nothing waits for, on CuPy's current stream.
+
+    A copy passes through page-locked memory, which is kept until the copy is complete.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+        self._event: Any = None
+
+    def __call__(self, x: np.ndarray[Any, Any]) -> Any:
+        """Start to copy an array; no other stream may read it yet."""
+        import cupy
+        from cupy.cuda import runtime
+
+        x, stream = np.ascontiguousarray(x), current_stream()
+        with unrestricted(), cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
+            staging = cupy.cuda.alloc_pinned_memory(max(x.nbytes, 1))
+            ctypes.memmove(staging.ptr, x.ctypes.data, x.nbytes)
+            there = cupy.ndarray(x.shape, x.dtype)
+            copied = there.data.ptr, staging.ptr, x.nbytes
+            runtime.memcpyAsync(*copied, runtime.memcpyHostToDevice, stream.ptr)
+            self._held.append(staging)
+            self._event = cupy.cuda.Event(disable_timing=True)
+            self._event.record(stream)
+        return there
+
+    def is_done(self) -> bool:
+        """Return True if all copies are complete: any stream may read them."""
+        if self._event is not None:
+            with unrestricted():
+                if not self._event.done:
+                    return False
+        self._held.clear()
+        return True
+
+
 class Uploaded:
     """Arrays on the GPU that kernels on any stream read.
 
@@ -66,8 +103,12 @@ class Uploaded:
     them. They stay for good if such a kernel was captured: a graph may be replayed at any time.
     """
 
-    def __init__(self, arrays: Iterable[np.ndarray[Any, Any]]) -> None:
-        self.arrays = tuple(map(uploaded, arrays))
+    def __init__(
+        self,
+        arrays: Iterable[np.ndarray[Any, Any]],
+        upload: Callable[[np.ndarray[Any, Any]], Any] = uploaded,
+    ) -> None:
+        self.arrays = tuple(map(upload, arrays))
         self._stream = stream_name()
         self._events: dict[tuple[int, int], Any] = {}  # after the last reader on other streams
         finalize(self, _release, self.arrays, self._events).atexit = False

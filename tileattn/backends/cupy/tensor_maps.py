@@ -1,81 +1,72 @@
-"""Tensor maps that the driver has encoded: 128 bytes each, which a launch passes by value."""
+"""Tensor maps, encoded by the driver: 128 bytes each, which a launch passes by value."""
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+from collections.abc import Sequence
 from typing import Any
 
 from tileattn.backends.cupy.driver import driver_by
 from tileattn.dtypes import tensor_map_type
 from tileattn.kernels.cuda.plan.params import POINTERS
 from tileattn.kernels.cuda.plan.tensor_map import TensorMap
-from tileattn.lru import Lru
 
 MAP_BYTES = 128
-MAX_ENTRIES = 96  # sets of maps that a launch remembers
 # Values of the enumerations in cuda.h.
 _INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS = 0, 3, 3, 0
+_ONES = ctypes.byref((ctypes.c_uint32 * 4)(1, 1, 1, 1))
+_MODES = _INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS
 
 
-class EncodedMaps(Lru):
-    """The tensor maps of a launch by the addresses of its arrays, encoded at the first look-up.
+class EncodedMaps:
+    """Memory for the tensor maps of a launch, and the driver's arguments for each.
 
-    An entry is the memory of the maps, which is not written again, and its aligned start. The
-    launching thread keeps a reference to it. ``pick`` selects them from the addresses of all
-    arrays, in the order of the parameter block.
+    ``start`` is the address of the first map.
     """
 
-    def __init__(self, maps: Sequence[TensorMap]) -> None:
-        super().__init__(MAX_ENTRIES)
-        self._encoders = tuple(map(_Encoder, maps))
-        first, *others = (POINTERS.index(one.name) for one in maps)
-        # An itemgetter of one index returns no tuple.
-        self.pick: Callable[[Sequence[int]], tuple[int, ...]] = (
-            itemgetter(first, *others) if others else lambda cells: (cells[first],)
-        )
-
-    def __missing__(self, addresses: tuple[int, ...]) -> tuple[Any, int]:
-        found: tuple[Any, int] | None = super().__missing__(addresses)
-        if found is not None:
-            return found
-        from cupy.cuda import runtime
-
-        runtime.setDevice(runtime.getDevice())  # the driver requires a context in this thread
+    def __init__(self, boxes: Sequence[tuple[str, int]]) -> None:
         # Room for one more, to align the maps to their size.
-        memory = ctypes.create_string_buffer(MAP_BYTES * (len(addresses) + 1))
-        start = -(-ctypes.addressof(memory) // MAP_BYTES) * MAP_BYTES
-        for n, (encoder, address) in enumerate(zip(self._encoders, addresses, strict=True)):
-            encoder.encode(start + n * MAP_BYTES, address)
-        self.keep(addresses, (memory, start))
-        return memory, start
+        self._memory = ctypes.create_string_buffer(MAP_BYTES * (len(boxes) + 1))
+        self.start = -(-ctypes.addressof(self._memory) // MAP_BYTES) * MAP_BYTES
+        self._encoders = [
+            _Encoder(POINTERS.index(name), self.start + n * MAP_BYTES)
+            for n, (name, _) in enumerate(boxes)
+        ]
+
+    def encode(self, maps: Sequence[TensorMap], cells: Any) -> None:
+        """Write the maps of arrays, whose addresses are in the cells of the parameter block."""
+        for encoder, one in zip(self._encoders, maps, strict=True):
+            encoder.encode(one, cells[encoder.slot])
 
 
 class _Encoder:
-    """The arguments of the driver's function, except the addresses."""
+    """One place for a map, and what the driver reads to write it."""
 
-    def __init__(self, described: TensorMap) -> None:
+    def __init__(self, slot: int, place: int) -> None:
+        self.slot = slot  # of its address in the parameter block
         self._function = _driver_function()
-        self._described = described
-        self._dtype = tensor_map_type(described.dtype)
-        self._arguments = (
-            ctypes.byref((ctypes.c_uint64 * 4)(*described.sizes)),
-            ctypes.byref((ctypes.c_uint64 * 3)(*described.strides)),
-            ctypes.byref((ctypes.c_uint32 * 4)(*described.box)),
-            ctypes.byref((ctypes.c_uint32 * 4)(1, 1, 1, 1)),
-            *(_INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS),
-        )
+        self._place = ctypes.c_void_p(place)
+        self._sizes: Any = (ctypes.c_uint64 * 4)()
+        self._strides: Any = (ctypes.c_uint64 * 3)()
+        self._box: Any = (ctypes.c_uint32 * 4)()
+        self._at = tuple(ctypes.byref(x) for x in (self._sizes, self._strides, self._box))
 
-    def encode(self, place: int, address: int) -> None:
-        """Write the map of an array to an address on the host, a multiple of 64."""
+    def encode(self, described: TensorMap, address: int) -> None:
+        """Write the map of an array at an address."""
+        name, dtype, self._sizes[:], self._strides[:], self._box[:] = described
         # ctypes takes half the time without a list of argument types.
-        pointer = ctypes.c_void_p
-        status = self._function(pointer(place), self._dtype, 4, pointer(address), *self._arguments)
+        kind, at = tensor_map_type(dtype), ctypes.c_void_p(address)
+        arguments = self._place, kind, 4, at, *self._at, _ONES, *_MODES
+        status = self._function(*arguments)
+        if status:
+            from cupy.cuda import runtime
+
+            runtime.setDevice(runtime.getDevice())  # the driver requires a context in this thread
+            status = self._function(*arguments)
         if status:
             raise RuntimeError(
-                f"the driver could not encode a tensor map of {self._described}, at {address:#x}: "
+                f"the driver could not encode a tensor map of {described}, at {address:#x}: "
                 f"cuTensorMapEncodeTiled returned {status}; pass a contiguous array "
-                f"(cupy.ascontiguousarray({self._described.name}))"
+                f"(cupy.ascontiguousarray({name}))"
             )
 
 

@@ -77,7 +77,7 @@ def test_without_arrays_for_other_gradients(device: Device) -> None:
     )
     layout = inputs.with_contiguous_results(problem, "backward")
     some = {name: x for name, x in layout.arrays if name not in ("dq", "dk", "dv")}
-    plan = plan_backward(problem, replace(layout, arrays=tuple(some.items())), device)
+    plan = plan_backward(problem, layout._replace(arrays=tuple(some.items())), device)
     dbias = "backward_dbias_sm90" if device == H200 else "backward_dbias"
     assert kernels(plan)[2:] == [dbias, "backward_dsinks"]
     assert "dq_at" not in plan.fields

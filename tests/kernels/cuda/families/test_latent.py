@@ -35,7 +35,7 @@ def layout_of(P: Problem, *, v_is_k: bool = True) -> CallLayout:
         table = contiguous((P.B, P.Nk // P.page), "int64")
         layout = layout.with_arrays(block_table=table)
     v = ArrayLayout((*k.shape[:-1], P.Dv), k.strides, k.dtype)
-    return replace(layout.with_arrays(k=k, v=v), v_is_k=v_is_k)
+    return layout.with_arrays(k=k, v=v)._replace(v_is_k=v_is_k)
 
 
 def plan(P: Problem, device: Device = H200, *, v_is_k: bool = True) -> LaunchPlan:

@@ -34,9 +34,9 @@ def layout_of(problem: Problem, lengths: Any = None, offsets: Any = None) -> Cal
     if lengths is not None:
         there = None if lengths is ON_GPU else tuple(lengths.tolist())
         aligned = None if there is None else tuple(n - problem.Nq for n in there)
-        layout = replace(layout, kv_lengths=there, q_offset=aligned)
+        layout = layout._replace(kv_lengths=there, q_offset=aligned)
     if offsets is not None:
-        layout = replace(layout, q_offset=None if offsets is ON_GPU else tuple(offsets.tolist()))
+        layout = layout._replace(q_offset=None if offsets is ON_GPU else tuple(offsets.tolist()))
     return layout
 
 

@@ -10,9 +10,8 @@ import pytest
 from tests.kernels.cuda.plan.planning import A100, H200, asked
 from tileattn.call.problem import Problem
 from tileattn.expressions.functions import mask_expression, score_expression
-from tileattn.kernels.cuda.families.size_class import size_class
 from tileattn.kernels.cuda.plan.device import Device
-from tileattn.kernels.cuda.plan.kind_plan import KindPlan
+from tileattn.kernels.cuda.plan.kind_plan import KindPlan, kind_key
 from tileattn.kernels.cuda.plan.layout import CallLayout, contiguous, contiguous_inputs
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, launch_plan, plan_backward, plan_forward
 
@@ -53,7 +52,7 @@ def cases(dtype: str, options: frozenset[str], bounded: Any, dims: tuple[int, in
         if problem.is_packed:
             ends = contiguous((problem.entries + 1,), "int32")
             layout = layout.with_arrays(cu_seqlens_q=ends, cu_seqlens_k=ends)
-            layout = replace(layout, kv_lengths=None, q_offset=None)
+            layout = layout._replace(kv_lengths=None, q_offset=None)
         if "bias" in options:
             layout = layout.with_arrays(bias=contiguous((1, problem.Hq, 1, Nk), "float32"))
         yield problem, layout
@@ -88,10 +87,10 @@ def test_numbers_beyond_the_size_class_do_not_decide_about_kernels(
         for problem, layout in cases("bfloat16", options, bounded, dims):
             plan, arrays = planned(problem, layout, device, direction)
             kind = plan.kind
-            sizes = size_class(problem, device.tuning, device.sm_count)
-            earlier = known.setdefault((device, kind.kind, sizes, kind.context), kind)
+            key = kind_key(problem, arrays, device)
+            earlier = known.setdefault((device, kind.kind, key), kind)
             reused += earlier is not kind
             assert kind == earlier
-            assert launch_plan(earlier, problem.numbers, arrays) == plan
+            assert launch_plan(earlier, problem, arrays) == plan
             assert kind.fields.items() <= plan.fields.items()
     assert reused > 20

@@ -1,6 +1,5 @@
 """Plans of packed sequences, whose offsets are known only on the device; no GPU."""
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +30,7 @@ def on_device(problem: Problem) -> CallLayout:
     """Describe a call whose offsets are on the device, and decide about lengths alone."""
     offsets = contiguous((S + 1,), "int64")
     layout = contiguous_inputs(problem).with_arrays(cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    return replace(layout, kv_lengths=None, q_offset=None)
+    return layout._replace(kv_lengths=None, q_offset=None)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +125,6 @@ def test_both_kernels_of_wide_heads_have_an_order() -> None:
 def test_offsets_on_the_host_are_uploaded() -> None:
     problem = packed()
     ends = (("cu_seqlens_q", (0, 1, 2, 2, 9, TQ)), ("cu_seqlens_k", (0, 5, 6, 6, 7, TK)))
-    plan = forward(problem, H200, replace(contiguous_inputs(problem), cu_seqlens=ends))
+    plan = forward(problem, H200, contiguous_inputs(problem)._replace(cu_seqlens=ends))
     found = {name: tuple(plan.constants[name].array().tolist()) for name, _ in ends}
     assert found == dict(ends)

@@ -169,7 +169,7 @@ def test_lengths_that_differ_are_constants() -> None:
     assert "length" not in plan.fields
     assert plan.fields["offset"] == 3
     there = contiguous((B,), "int64")
-    on_gpu = replace(layout, kv_lengths=None, q_offset=None)
+    on_gpu = layout._replace(kv_lengths=None, q_offset=None)
     plan = forward(problem, layout=on_gpu, kv_lengths=there, q_offset=there)
     assert plan.constants == {}
     assert {"length", "offset"}.isdisjoint(plan.fields)

@@ -213,7 +213,7 @@ def test_tiles_that_are_skipped_cost_nothing(
     changed: dict[str, Any], mask: BlockMask | None
 ) -> None:
     problem, launch = replace(LONG, **changed), launch_of(replace(LONG, **changed))
-    layout = replace(layout_of(problem), block_mask=mask)
+    layout = layout_of(problem)._replace(block_mask=mask)
     found = schedule_of(problem, layout, (launch,), H200)
     costs = costs_of(problem, layout, launch, found.head_groups)
     assert found.assignment is not None

@@ -209,7 +209,7 @@ def test_kinds_from_an_origin(device: Any, near: bool, tmp_path: Path) -> None:
     P = replace(asked("float16", enabled_options={"mask_mod"}, D=64, Dv=64, **SIZES), mask_mod=node)
     arrays = {aux_name(0): array_layout(origin, origin.ctypes.data)}
     layout = contiguous_inputs(P).with_arrays(**arrays)
-    layout = replace(layout, near_origin=0 if near else None)
+    layout = layout._replace(near_origin=0 if near else None)
     starts = origin.astype(np.int64).T[:, :, None, None, None]
     places = np.ogrid[: P.B, : P.Hq, : P.Nq, : P.Nk]
     pairs = banded(*(x + y for x, y in zip(places, starts, strict=True)))

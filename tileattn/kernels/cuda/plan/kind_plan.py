@@ -1,9 +1,8 @@
 """What calls of one kind have in common: their kernels, with grids left open."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from tileattn.call.problem import Kind, Problem
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
@@ -21,6 +20,7 @@ from tileattn.kernels.cuda.families.size_class import (
     WHOLE,
     has_keys,
     has_queries,
+    size_class,
 )
 from tileattn.kernels.cuda.plan.aux_gradient import learned_arrays
 from tileattn.kernels.cuda.plan.device import Device
@@ -35,7 +35,7 @@ from tileattn.kernels.cuda.plan.tensor_map import can_map
 from tileattn.kernels.cuda.plan.tile_lists import classify_launch, list_launches
 
 _MAPPED = ("q", "k", "v", "dout")
-_DQKV = ("dq", "dk", "dv")
+_DQKV = frozenset({"dq", "dk", "dv"})
 _GENERIC_TILE = (128, 128)  # tile by which generic kernels skip what a mask_mod leaves empty
 
 
@@ -143,42 +143,89 @@ def _kind_plan(
     return KindPlan(P.kind, context, device, direction, own, classifying, fields, functions, tile)
 
 
-def launch_context(problem: Problem, layout: CallLayout, device: Device) -> LaunchContext:
-    """Return what the arrays decide about kernels; arrays to be copied are contiguous."""
+class ArrayFacts(NamedTuple):
+    """What the arrays of a call decide about kernels; the fields are as in `LaunchContext`."""
+
+    alignment_bytes: int
+    tensor_maps: bool
+    dqkv: bool
+    v_is_k: bool
+    mask_block_k: int
+    mask_vector_width: int = 1
+    bias: str = ""
+    full_bias: bool = False
+    dbias: bool = False
+    bias_alignment_bytes: int = 0
+
+
+def kind_key(problem: Problem, layout: CallLayout, device: Device) -> tuple[Any, ...]:
+    """Return what decides about the kernels of a pass among calls of one kind of validation.
+
+    The calls agree in dtypes, options, functions, device and wanted results.
+    """
     P = problem
-    arrays = dict(layout.arrays) | dict(copies(P, layout))
-    rows = [arrays[name] for name in ROWS & arrays.keys()]
-    alignment = math.gcd(*(math.gcd(x.alignment, *x.row_strides) for x in rows))
-    context = LaunchContext(
-        alignment,
-        device.shared_limit,
-        arch=device.arch,
-        dqkv=not arrays.keys().isdisjoint(_DQKV),
-        tensor_maps=all(can_map(arrays[name]) for name in _MAPPED if name in arrays),
-        sm_count=device.sm_count,
-        tuning=device.tuning,
-        mask_block_k=layout.block_mask.block_size[1] if layout.block_mask is not None else 0,
-        functions=_functions_text(P, layout),
-        v_is_k=layout.v_is_k,
-        learned=tuple(
-            LearnedLaunch(_functions_text(P, layout, x.element), x.own_rows, x.array)
-            for x in learned_arrays(P, layout, device.sm_count)
-        ),
+    left, right = P.window
+    learned = learned_arrays(P, layout, device.sm_count)
+    return (
+        *(P.D, P.Dv, P.group, P.page, left is None, right is None, layout.near_origin),
+        None if layout.evaluated_mask is None else P.mask_mod,
+        tuple([(x.element, x.own_rows, x.array) for x in learned]) if learned else (),
+        array_facts(P, layout),
+        size_class(P, device.tuning, device.sm_count),
+    )
+
+
+def array_facts(P: Problem, layout: CallLayout) -> ArrayFacts:
+    """Return what the arrays decide about kernels; arrays to be copied are contiguous."""
+    arrays = dict(layout.arrays)
+    arrays.update(copies(P, layout))
+    bits, dqkv = 0, False
+    for name, x in arrays.items():
+        if name in ROWS:
+            bits |= x.alignment
+            for n, stride in zip(x.shape, x.strides[:-1], strict=False):
+                if n > 1:
+                    bits |= stride
+            dqkv = dqkv or name in _DQKV
+    mask = layout.block_mask
+    facts = ArrayFacts(
+        bits & -bits,
+        all(can_map(arrays[name]) for name in _MAPPED if name in arrays),
+        dqkv,
+        layout.v_is_k,
+        mask.block_size[1] if mask is not None else 0,
     )
     if "mask" in arrays:
         width = arrays["mask"].row_alignment
         width = 16 if width == 16 else 2 if width > 1 else 1
-        context = context._replace(mask_vector_width=width)
+        facts = facts._replace(mask_vector_width=width)
     if "bias" in arrays:
         bias = arrays["bias"]
         staged = bias.row_alignment >= max(MIN_ALIGNMENT, bias.itemsize)
-        context = context._replace(
+        facts = facts._replace(
             bias=bias.dtype,
             full_bias=bias.shape == (P.B, P.Hq, P.Nq, P.Nk),
             dbias="dbias" in arrays,
             bias_alignment_bytes=bias.row_alignment if staged else 0,
         )
-    return context
+    return facts
+
+
+def launch_context(problem: Problem, layout: CallLayout, device: Device) -> LaunchContext:
+    """Return what the arrays, the functions and the GPU decide about kernels."""
+    P = problem
+    return LaunchContext(
+        shared_limit=device.shared_limit,
+        arch=device.arch,
+        sm_count=device.sm_count,
+        tuning=device.tuning,
+        functions=_functions_text(P, layout),
+        learned=tuple(
+            LearnedLaunch(_functions_text(P, layout, x.element), x.own_rows, x.array)
+            for x in learned_arrays(P, layout, device.sm_count)
+        ),
+        **array_facts(P, layout)._asdict(),
+    )
 
 
 def _functions_text(P: Problem, layout: CallLayout, learned: Learned | None = None) -> str:

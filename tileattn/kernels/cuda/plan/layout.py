@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from tileattn.call.block_mask import BlockMask
 from tileattn.call.options import options_with
 from tileattn.call.problem import Problem
+from tileattn.dtypes import NAMED
 
 MAX_ALIGNMENT = 16  # bytes of the widest copy: kernels use no stricter alignment
 MIN_ALIGNMENT = 4  # bytes of the narrowest copy that does not go through registers
@@ -26,8 +26,7 @@ _ACCUMULATED = frozenset({*options_with(value="array", broadcasts=False, lowered
 _CONTIGUOUS = frozenset({"lse", *INTEGERS})
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayLayout:
+class ArrayLayout(NamedTuple):
     """One array; its strides are in bytes."""
 
     shape: tuple[int, ...]
@@ -37,7 +36,7 @@ class ArrayLayout:
 
     @property
     def itemsize(self) -> int:
-        return _itemsize(self.dtype)
+        return ITEMSIZES[self.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -46,8 +45,10 @@ class ArrayLayout:
     @property
     def elements(self) -> tuple[int, ...]:
         """Strides in elements, 0 along axes of length 1."""
-        pairs = zip(self.shape, self.strides, strict=True)
-        return tuple(stride // self.itemsize if n > 1 else 0 for n, stride in pairs)
+        size = ITEMSIZES[self.dtype]
+        return tuple(
+            [s // size if n > 1 else 0 for n, s in zip(self.shape, self.strides, strict=False)]
+        )
 
     @property
     def row_strides(self) -> tuple[int, ...]:
@@ -89,8 +90,7 @@ class Constant:
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class CallLayout:
+class CallLayout(NamedTuple):
     """The arrays of one pass on the device, by their names in the parameter block."""
 
     arrays: tuple[tuple[str, ArrayLayout], ...]
@@ -127,7 +127,7 @@ class CallLayout:
 
     def with_arrays(self, **more: ArrayLayout) -> "CallLayout":
         """Add arrays, or replace arrays of the same name."""
-        return replace(self, arrays=tuple((dict(self.arrays) | more).items()))
+        return self._replace(arrays=tuple((dict(self.arrays) | more).items()))
 
     def with_contiguous_results(self, problem: Problem, direction: str) -> "CallLayout":
         """Add the other arrays of a pass, all contiguous."""
@@ -148,7 +148,7 @@ class CallLayout:
 
 def contiguous(shape: tuple[int, ...], dtype: str) -> ArrayLayout:
     """Describe a contiguous array with memory of its own."""
-    step, strides = _itemsize(dtype), []
+    step, strides = ITEMSIZES[dtype], []
     for n in reversed(shape):
         strides.append(step)
         step *= n
@@ -172,7 +172,7 @@ def copies(problem: Problem, layout: CallLayout) -> Iterator[tuple[str, ArrayLay
     for name, x in layout.arrays:
         dtype = x.dtype
         if name in ROWS:
-            needed = x.strides[-1] != x.itemsize and x.shape[-1] > 1
+            needed = x.strides[-1] != ITEMSIZES[dtype] and x.shape[-1] > 1
         elif name in _ACCUMULATED or name in _CONTIGUOUS:
             dtype = _read_as(problem, name, dtype)
             needed = not (x.is_contiguous and x.dtype == dtype)
@@ -182,9 +182,18 @@ def copies(problem: Problem, layout: CallLayout) -> Iterator[tuple[str, ArrayLay
             yield name, contiguous(x.shape, dtype)
 
 
-@cache
-def _itemsize(dtype: str) -> int:
-    return np.dtype(dtype).itemsize
+class _ItemSizes(dict[str, int]):
+    """Bytes of an element by the name of its dtype."""
+
+    def __missing__(self, dtype: str) -> int:
+        size = self[dtype] = np.dtype(dtype).itemsize
+        return size
+
+
+ITEMSIZES = _ItemSizes()
+_NAMES = {
+    dtype: name for name, dtype in NAMED.items()
+}  # a dtype takes a microsecond to name itself
 
 
 def _read_as(problem: Problem, name: str, dtype: str) -> str:
@@ -202,4 +211,5 @@ def alignment_of(address: int) -> int:
 
 def array_layout(x: Any, address: int) -> ArrayLayout:
     """Describe an array of any library."""
-    return ArrayLayout(x.shape, x.strides, x.dtype.name, alignment_of(address))
+    dtype = _NAMES.get(x.dtype) or x.dtype.name
+    return ArrayLayout(x.shape, x.strides, dtype, alignment_of(address))

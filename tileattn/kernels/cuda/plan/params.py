@@ -1,6 +1,7 @@
 """The block of parameters that every kernel takes by value: counterpart of ``src/params.cuh``."""
 
 from collections.abc import Mapping, Sequence
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from tileattn.expressions.parameters import cells_of, kernel_cells
 from tileattn.kernels.cuda.families.context import folds_scale
 from tileattn.kernels.cuda.families.grid import padded_rows, split_count
 from tileattn.kernels.cuda.plan.layout import INTEGERS, ArrayLayout, CallLayout
-from tileattn.kernels.cuda.plan.layout import ROWS as ROW_ARRAYS
 
 # Strides, in elements: of rows, and of arrays that broadcast to (B, Hq, Nq, Nk).
 ROWS = np.dtype([(axis, np.int64) for axis in ("b", "h", "n")])
@@ -32,6 +32,7 @@ POINTERS = (
 
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 _PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_kinds", "tile_list")
+_AXES = dict.fromkeys(_ROWS, 3) | dict.fromkeys(_PAIRS, 4)  # strides that kernels read
 
 SECTIONS: dict[str, list[tuple[str, Any]]] = {
     # Addresses: `slots` says where a launch writes them.
@@ -87,8 +88,21 @@ Every field has eight bytes, so that neither side needs padding.
 
 PARAMS = np.dtype([field for section in SECTIONS.values() for field in section])
 
+# The first cell of each field, and the format of the cells in the module struct.
+CELLS = {name: field[1] // 8 for name, field in (PARAMS.fields or {}).items()}
+_COUNT = PARAMS.itemsize // 8
+_LETTERS = {np.float64: "d", np.int64: "q", np.uint64: "Q"}
+PACKED = Struct(
+    "<"
+    + "".join(
+        _LETTERS.get(kind) or "q" * len(kind.names)
+        for fields in SECTIONS.values()
+        for _, kind in fields
+    )
+)
+
 # Lengths known only on the device: all keys exist, and the last query is aligned with the last key.
-_ON_DEVICE = {"length": FAR, "offset": -(1 << 62)}
+ON_DEVICE = {"length": FAR, "offset": -(1 << 62)}
 
 
 def template(
@@ -102,12 +116,19 @@ def template(
     ``aux``, by name. Of an array these are its address, its sizes, and its strides in bytes. An
     array without axes has one size and one stride, both unused.
     """
-    block = np.zeros((), PARAMS)
+    block: list[Any] = [0] * _COUNT
     for name, value in values.items():
-        block[name] = value
+        at = CELLS[name]
+        if type(value) is tuple:
+            block[at : at + len(value)] = value
+        else:
+            block[at] = value
+    packed = PACKED.pack(*block)
+    if not (aux or cells):
+        return packed
     arrays = [(0, *(x.shape or (0,)), *(x.strides or (0,))) for x in (aux or {}).values()]
     parts = (np.array(each, np.int64).tobytes() for each in (cells, *arrays))
-    return b"".join([block.tobytes(), *parts])
+    return b"".join([packed, *parts])
 
 
 def slots(aux: Mapping[str, ArrayLayout], cells: int = 0) -> dict[str, int]:
@@ -139,13 +160,38 @@ def number_fields(
     ``layout`` describes the caller's arrays, ``arrays`` the arrays that kernels read and write;
     ``schedule`` has the fields of that section.
     """
-    return (
-        _problem_fields(problem)
-        | dict(schedule)
-        | _stride_fields(arrays)
-        | _mask_fields(layout, arrays)
-        | _length_fields(layout, arrays)
-    )
+    P = problem
+    left, right = P.window
+    values: dict[str, Any] = {
+        **{"B": P.B, "Hq": P.Hq, "Hkv": P.Hkv, "Nq": P.Nq, "Nk": P.Nk},
+        "rows": padded_rows(P),
+        "entries": P.entries,
+        "left": -1 if left is None else left,
+        "right": -1 if right is None else right,
+        "scale": P.scale,
+        "softcap": softcap_field(P),
+        "softmax_scale": P.scale if folds_scale(P) else 1.0,
+        "dropout_scale": 1.0 / (1.0 - P.dropout_p),
+        "seed": P.seed,
+        "threshold": int(P.dropout_p * 2**32),
+        **schedule,
+    }
+    for name, x in arrays.items():
+        axes = _AXES.get(name)
+        if axes is not None:
+            values[f"{name}_at"] = x.elements[:axes]
+    if P.enabled_options:
+        values |= _option_fields(layout, arrays)
+    for name, array, each in (
+        ("length", "kv_lengths", layout.kv_lengths),
+        ("offset", "q_offset", layout.q_offset),
+    ):
+        if each is None:
+            if array not in arrays:
+                values[name] = ON_DEVICE[name]
+        elif not each or each.count(each[0]) == len(each):  # all sequences have the same
+            values[name] = each[0] if each else 0
+    return values
 
 
 def constant_cells(P: Problem) -> tuple[int, ...]:
@@ -153,59 +199,18 @@ def constant_cells(P: Problem) -> tuple[int, ...]:
     return cells_of(kernel_cells(P.score_mod, P.mask_mod), P.constants)
 
 
-def _problem_fields(P: Problem) -> dict[str, Any]:
-    """Fill in ``sizes`` and ``scalars``, and the window."""
-    left, right = (-1 if side is None else side for side in P.window)
-    return {
-        **{name: getattr(P, name) for name in ("B", "Hq", "Hkv", "Nq", "Nk")},
-        "rows": padded_rows(P),
-        "entries": P.entries,
-        "left": left,
-        "right": right,
-        "scale": P.scale,
-        "softcap": _softcap(P),
-        "softmax_scale": P.scale if folds_scale(P) else 1.0,
-        "dropout_scale": 1.0 / (1.0 - P.dropout_p),
-        "seed": P.seed,
-        "threshold": int(P.dropout_p * 2**32),
-    }
-
-
-def _stride_fields(arrays: Mapping[str, ArrayLayout]) -> dict[str, Any]:
-    """Fill in ``strides``."""
-    values: dict[str, Any] = {}
-    for name, x in arrays.items():
-        if name in ROW_ARRAYS or name == "dlse":
-            values[f"{name}_at"] = x.elements[:3]
-        elif name in _PAIRS:
-            values[f"{name}_at"] = x.elements
+def _option_fields(layout: CallLayout, arrays: Mapping[str, ArrayLayout]) -> dict[str, int]:
+    """Fill in the sizes of slopes and bias, and of the blocks of a mask."""
+    values = {}
     if "alibi_slopes" in arrays:
         heads = arrays["alibi_slopes"].shape
         values["alibi_slopes_b"] = heads[1] if heads[0] > 1 else 0
-    return values
-
-
-def _mask_fields(layout: CallLayout, arrays: Mapping[str, ArrayLayout]) -> dict[str, int]:
-    """Fill in the sizes of the bias and of the blocks of a mask."""
-    values = {}
     if "bias" in arrays:
         sizes = zip(("B", "H", "Nq", "Nk"), arrays["bias"].shape, strict=True)
-        values = {f"bias_{axis}": n for axis, n in sizes}
+        values |= {f"bias_{axis}": n for axis, n in sizes}
     if layout.block_mask is not None:
         block_q, block_k = layout.block_mask.block_size
         values |= {"mask_block_q": block_q, "mask_block_k": block_k}
-    return values
-
-
-def _length_fields(layout: CallLayout, arrays: Mapping[str, ArrayLayout]) -> dict[str, int]:
-    """Fill in the length and the offset, if all sequences have the same."""
-    values = {}
-    for name, array in (("length", "kv_lengths"), ("offset", "q_offset")):
-        each = getattr(layout, array)
-        if each is None and array not in arrays:
-            values[name] = _ON_DEVICE[name]
-        elif each is not None and len(set(each)) <= 1:
-            values[name] = each[0] if each else 0
     return values
 
 
@@ -222,7 +227,9 @@ def split_fields(
     return values
 
 
-def _softcap(P: Problem) -> float:
+def softcap_field(P: Problem) -> float:
     """Clamp the softcap to what kernels can divide by, beyond which no score changes."""
+    if not P.softcap:
+        return 0.0
     farthest = 2.0 ** (np.finfo(P.accum_dtype).maxexp - 28)
-    return min(max(P.softcap, 1 / farthest), farthest) if P.softcap else 0.0
+    return min(max(P.softcap, 1 / farthest), farthest)

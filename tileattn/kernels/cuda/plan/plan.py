@@ -6,12 +6,12 @@ The kind of a call decides which kernels run (`KindPlan`); its numbers decide th
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tileattn.call.problem import Numbers, Problem
+from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.families.grid import GridSizes
 from tileattn.kernels.cuda.plan import params
@@ -24,6 +24,9 @@ from tileattn.kernels.cuda.plan.tensor_map import TensorMap, tensor_map
 from tileattn.kernels.cuda.plan.tile_kinds import evaluating, tile_kinds_of
 from tileattn.kernels.cuda.plan.tile_lists import TileLists, tile_lists
 from tileattn.kernels.cuda.plan.workspace import Workspace, workspace_of
+
+WORD = 8  # bytes; unit in which carried arrays are written
+MAX_CARRIED = 36 << 10  # bytes of an array that calls carry: lengths of 4,096 sequences, and more
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,9 @@ class LaunchPlan:
     workspace : Workspace
         Memory that the pass needs besides its results.
     constants : dict of str to Constant
-        Arrays of the host that the kernels read.
+        Arrays of the host that are uploaded once, for all calls of the plan.
+    carried : dict of str to Constant
+        Arrays of the host that each call writes to its workspace.
     tensor_maps : dict
         Tensor maps of each launch, by `KernelLaunch.tensor_maps`.
     tile_lists : TileLists or None
@@ -68,19 +73,13 @@ class LaunchPlan:
     copies_out: dict[str, ArrayLayout]
     workspace: Workspace
     constants: dict[str, Constant]
+    carried: dict[str, Constant]
     tensor_maps: dict[tuple[tuple[str, int], ...], tuple[TensorMap, ...]]
     tile_lists: TileLists | None
     block_mask: bool
     aux: dict[str, ArrayLayout]
     cells: tuple[int, ...]
     is_provisional: bool = False
-
-    def without_assignment(self) -> "LaunchPlan":
-        """Assign work tiles round robin, to no more thread blocks than run together."""
-        constants = {name: x for name, x in self.constants.items() if name != "assignment"}
-        *before, last = self.launches
-        last = last._replace(grid=min(last.grid, self.kind.device.sm_count))
-        return replace(self, launches=(*before, last), constants=constants)
 
     def __str__(self) -> str:
         P, gpu = self.problem, self.kind.device
@@ -99,6 +98,7 @@ class LaunchPlan:
         copied = self.copies_in | self.copies_out
         lines += (f"copy       {name} {x.dtype} {x.shape}" for name, x in copied.items())
         lines += (f"upload     {name} {x.dtype} {x.shape}" for name, x in self.constants.items())
+        lines += (f"carry      {name} {x.dtype} {x.shape}" for name, x in self.carried.items())
         maps = {one: None for made in self.tensor_maps.values() for one in made}
         lines += (f"TMA        {one}" for one in maps)
         return "\n".join(lines)
@@ -124,9 +124,9 @@ def plan_forward(
     tables: bool = True,
 ) -> LaunchPlan:
     """Plan the forward pass; ``launches`` of None leaves them to the kernel families."""
-    problem, layout = _evaluated(problem, layout)
+    problem, layout = evaluated(problem, layout)
     kind = forward_kind(problem, layout, device, launches)
-    return launch_plan(kind, problem.numbers, layout, tables=tables)
+    return launch_plan(kind, problem, layout, tables=tables)
 
 
 def plan_backward(
@@ -138,16 +138,17 @@ def plan_backward(
     tables: bool = True,
 ) -> LaunchPlan:
     """Plan the backward pass."""
-    problem, layout = _evaluated(problem, layout)
+    problem, layout = evaluated(problem, layout)
     kind = backward_kind(problem, layout, device, deterministic=deterministic)
-    return launch_plan(kind, problem.numbers, layout, tables=tables)
+    return launch_plan(kind, problem, layout, tables=tables)
 
 
-def _evaluated(P: Problem, layout: CallLayout) -> tuple[Problem, CallLayout]:
+def evaluated(P: Problem, layout: CallLayout) -> tuple[Problem, CallLayout]:
+    """Let kernels evaluate a block mask that is an expression, pair by pair."""
     mask = layout.block_mask
     if mask is None or mask.expression is None:
         return P, layout
-    return evaluating(P, mask.expression), replace(layout, block_mask=None, evaluated_mask=mask)
+    return evaluating(P, mask.expression), layout._replace(block_mask=None, evaluated_mask=mask)
 
 
 def plans_of(
@@ -166,16 +167,16 @@ def plans_of(
 
 
 def launch_plan(
-    kind: KindPlan, numbers: Numbers, layout: CallLayout, *, tables: bool = True
+    kind: KindPlan, problem: Problem, layout: CallLayout, *, tables: bool = True
 ) -> LaunchPlan:
-    """Fill the numbers of a call into the plan of its kind.
+    """Fill the numbers of a problem into the plan of its kind.
 
     ``layout`` has the numbers of the arrays: sizes, strides, lengths and offsets. With ``tables``
     the host assigns work tiles and lists the tiles of a ``mask_mod``, in milliseconds that grow
     with the lengths. Without, the device orders and lists tiles in each call. The results have the
     same bits.
     """
-    P, device = Problem.of(kind.kind, numbers), kind.device
+    P, device = problem, kind.device
     copied = dict(copies(P, layout))
     arrays = dict(layout.arrays) | copied
     mask = _mask_tiles(kind, P, layout, tables)
@@ -197,9 +198,11 @@ def launch_plan(
         last = last._replace(grid=schedule.assignment.shape[1] // last.key.groups)
         launches = (*before, last)
     constants |= mask.constants
+    carried = {} if tables else {n: x for n, x in constants.items() if len(x.data) <= MAX_CARRIED}
     arrays |= mask.arrays
-    copied_bytes = {name: x.nbytes for name, x in copied.items()}
-    made = {**copied_bytes, **schedule.parts, **mask.parts}
+    made = {name: x.nbytes for name, x in copied.items()}
+    made |= {name: -(-len(x.data) // WORD) * WORD for name, x in carried.items()}
+    made |= {**schedule.parts, **mask.parts}
     sums = {name: x.nbytes for name, x in learned.items() if layout.get(name) is None}
     results = {"out"} if kind.direction == "forward" else {"dsinks"}
     return LaunchPlan(
@@ -214,7 +217,8 @@ def launch_plan(
         copies_in={name: x for name, x in copied.items() if name not in results},
         copies_out={name: x for name, x in copied.items() if name in results},
         workspace=workspace_of(P, launches, made, sums | schedule.zeros, kind.direction),
-        constants=constants,
+        constants={name: x for name, x in constants.items() if name not in carried},
+        carried=carried,
         tensor_maps={
             boxes: tuple(tensor_map(name, arrays[name], rows) for name, rows in boxes)
             for boxes in dict.fromkeys(launch.tensor_maps for launch in launches)
@@ -224,7 +228,7 @@ def launch_plan(
         block_mask=layout.block_mask is not None,
         aux=layout.aux_by_name | learned if kind.functions else {},
         cells=params.constant_cells(P) if kind.functions else (),
-        is_provisional=schedule.is_provisional or mask.is_provisional,
+        is_provisional=schedule.is_provisional or mask.is_provisional or bool(carried),
     )
 
 
@@ -272,8 +276,8 @@ def _mask_tiles(kind: KindPlan, P: Problem, layout: CallLayout, tables: bool) ->
 
 def with_grids(launches: Iterable[KernelLaunch], sizes: GridSizes) -> tuple[KernelLaunch, ...]:
     """Fill in the grids, and leave out kernels that do not run at these sizes."""
-    counted = ((launch, launch.blocks.thread_blocks(sizes)) for launch in launches)
-    return tuple(launch._replace(grid=n) for launch, n in counted if n is not None)
+    counted = [(launch, launch.blocks.thread_blocks(sizes)) for launch in launches]
+    return tuple([KernelLaunch(*launch[:-1], n) for launch, n in counted if n is not None])
 
 
 def _constants(kind: KindPlan, P: Problem, layout: CallLayout) -> dict[str, Constant]:

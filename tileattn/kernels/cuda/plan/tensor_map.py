@@ -4,7 +4,7 @@ A map has an address, sizes, strides and the box that one copy moves. All but th
 here; the CUDA driver encodes it.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tileattn.kernels.cuda.plan.layout import ArrayLayout
 
@@ -13,8 +13,7 @@ _UNIT = 16  # bytes; alignment of addresses and strides
 _COLUMNS = 64  # columns of a box: 128 bytes, the width of the swizzle
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMap:
+class TensorMap(NamedTuple):
     """A tensor map without its address; axes from the innermost outwards."""
 
     name: str
@@ -44,4 +43,4 @@ def can_map(x: ArrayLayout) -> bool:
 
     It cannot if an axis is broadcast or reversed, or its stride is too long.
     """
-    return all(0 < stride < MAX_STRIDE for stride in x.row_strides)
+    return all(0 < s < MAX_STRIDE for n, s in zip(x.shape[:-1], x.strides, strict=False) if n > 1)

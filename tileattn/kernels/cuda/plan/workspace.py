@@ -1,7 +1,7 @@
 """The workspace of a call: one allocation, and where its parts start."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import COUNT, KernelLaunch
@@ -10,8 +10,7 @@ from tileattn.kernels.cuda.families.grid import padded_rows
 ALIGNED = 256  # bytes; alignment of every part, and of the workspace
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
+class Workspace(NamedTuple):
     """Where the parts of the workspace start."""
 
     starts: dict[str, int]  # offset in bytes of each part, by its name in the parameter block

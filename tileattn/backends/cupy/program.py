@@ -1,0 +1,195 @@
+"""`Program`: the kernels of a kind, started for numbers that were not seen before."""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any
+
+from tileattn.backends.cupy import describe
+from tileattn.backends.cupy.cached_passes import empty
+from tileattn.backends.cupy.executable import KindKernels
+from tileattn.call.problem import Problem
+from tileattn.kernels.cuda.families.size_class import size_class
+from tileattn.kernels.cuda.plan.device import Device
+from tileattn.kernels.cuda.plan.filler import Filler, Places, can_fill
+from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, ArrayLayout, CallLayout
+from tileattn.kernels.cuda.plan.params import POINTERS
+from tileattn.kernels.cuda.plan.plan import LaunchPlan
+from tileattn.kernels.cuda.plan.tensor_map import MAX_STRIDE, tensor_map
+from tileattn.lru import Lru
+from tileattn.results import Attention, Gradients
+
+MAX_PROGRAMS = 96  # of a kind: by sizes, heads, directions and GPUs
+_ROWS = ("q", "k", "v", "dout", "out")  # inputs with rows
+_SLOTS = {name: slot for slot, name in enumerate(POINTERS)}
+
+
+class Programs:
+    """The programs of calls of one kind, by what their numbers decide about kernels."""
+
+    def __init__(self) -> None:
+        self._known = Lru(MAX_PROGRAMS)
+
+    def keep(
+        self,
+        deterministic: bool | None,
+        device: int,
+        layout: CallLayout,
+        plan: LaunchPlan,
+        kernels: KindKernels,
+    ) -> None:
+        """Keep the program of a plan without tables, if there is one."""
+        names = [name for name, _ in layout.arrays]
+        if layout.v_is_k or not can_fill(plan, names):
+            return
+        rows = [layout.get(name) for name in _ROWS if name in names]
+        addresses = [n * MAX_ALIGNMENT + x.alignment for n, x in enumerate(rows) if x is not None]
+        key = _key(plan.problem, plan.kind.device, rows, addresses)
+        if key is not None:
+            self._known.keep((deterministic, device, *key), Program(plan, names, kernels))
+
+    def run(
+        self,
+        P: Problem,
+        places: Places,
+        rows: Sequence[Any],
+        integers: Sequence[Any],
+        deterministic: bool | None,
+    ) -> Any:
+        """Run a pass by its program; return None if there is none, or an array is elsewhere.
+
+        ``places`` are lengths and offsets on the host, ``rows`` are q, k and v, and in the backward
+        pass dout, out and lse; ``integers`` are on the device.
+        """
+        import cupy
+
+        device: int = cupy.cuda.runtime.getDevice()
+        addresses = []
+        for x in (*rows, *integers):
+            memory = x.data
+            if memory.device_id != device:
+                return None
+            addresses.append(memory.ptr)
+        lead = 4 - P.ndim
+        described = [_with_lead(x, lead) for x in rows] if lead else rows
+        key = _key(P, describe.device_of(device), described[:5], addresses)
+        if key is None or not P.B * P.Hq * P.Nq * P.Nk:
+            return None
+        program: Program | None = self._known.get((deterministic, device, *key))
+        if program is None:
+            return None
+        shape = P.out_shape
+        if deterministic is None:
+            results = [empty(shape, P.dtype), empty(shape[:-1], P.accum_dtype)]
+        else:
+            dout, out, lse = rows[3:]
+            fits = dout.shape == out.shape == shape and lse.shape == shape[:-1]
+            if not (fits and lse.flags.c_contiguous):
+                return None
+            results = [empty(x.shape, x.dtype) for x in rows[:3]]
+        addresses += [x.data.ptr for x in results]
+        made = [_with_lead(x, lead) for x in results] if lead else results
+        arrays = (*described, *integers, *made)
+        stream = cupy.cuda.get_current_stream()
+        if not program.start(P, places, arrays, addresses, cupy.cuda.alloc, stream):
+            return None
+        if deterministic is None:
+            return Attention(*results)
+        dq, dk, dv = results
+        return Gradients(dq, dk, dv, None, None)
+
+
+def _with_lead(x: Any, lead: int) -> ArrayLayout:
+    """Describe an array with axes of length 1 before its own."""
+    return ArrayLayout((1,) * lead + x.shape, (MAX_ALIGNMENT,) * lead + x.strides, "")
+
+
+def _key(
+    P: Problem, device: Device, rows: Sequence[Any], addresses: Sequence[int]
+) -> tuple[Any, ...] | None:
+    """Return what decides about kernels, as `kind_key`, for rows that any kernel can read.
+
+    ``rows`` are q, k and v, and in the backward pass dout and out, with four axes each. None for
+    others: unaligned, broadcast or reversed rows, rows that are not contiguous, or v in k.
+    """
+    itemsize = P.dtype.itemsize
+    strides = (P.D | P.Dv) * itemsize  # of results
+    for x in rows:
+        b, h, n, one = x.strides
+        if one != itemsize or b <= 0 or h <= 0 or n <= 0:
+            return None
+        strides |= b | h | n
+    places = addresses[: len(rows)]
+    if (reduce(or_, places, strides) & (MAX_ALIGNMENT - 1)) or strides >= MAX_STRIDE:
+        return None
+    if places[1] == places[2]:
+        return None
+    left, right = P.window
+    sizes = size_class(P, device.tuning, device.sm_count)
+    return P.D, P.Dv, P.group, left is None, right is None, sizes
+
+
+class Program:
+    """Starts one pass of a kind for any numbers that `Filler` fills in.
+
+    Parameters
+    ----------
+    plan : LaunchPlan
+        The plan of an earlier call, without tables.
+    names : sequence of str
+        The arrays that each call brings, by their names in the parameter block.
+    kernels : KindKernels
+        The loaded kernels of the plan.
+    """
+
+    def __init__(self, plan: LaunchPlan, names: Sequence[str], kernels: KindKernels) -> None:
+        self._filler = Filler(plan, names)
+        self._names, self._kernels, self._launches = names, kernels, plan.launches
+        self._slots = [_SLOTS[name] for name in names]
+        self._maps = {
+            boxes: [(name, names.index(name), rows) for name, rows in boxes]
+            for boxes in plan.tensor_maps
+        }
+        self._dtype = plan.problem.dtype.name
+
+    def start(
+        self,
+        P: Problem,
+        places: Places,
+        arrays: Sequence[Any],
+        addresses: Sequence[int],
+        allocate: Callable[[int], Any],
+        stream: Any,
+    ) -> bool:
+        """Start the kernels on a stream; return False if the numbers need another program.
+
+        ``allocate`` returns memory with the address ``ptr``, which is freed in stream order.
+        """
+        filled = self._filler.fill(P, places, arrays)
+        if filled is None:
+            return False
+        template, grids, (starts, first_zero, nbytes), carried = filled
+        memory = allocate(nbytes) if nbytes else None
+        at = 0 if memory is None else memory.ptr
+        cells = [*zip(self._slots, addresses, strict=True)]
+        cells += [(_SLOTS[name], at + start) for name, start in starts.items() if name in _SLOTS]
+        values = [
+            part for name, words in carried for part in KindKernels.parts(at + starts[name], words)
+        ]
+        maps = {
+            boxes: [self._map(name, arrays[n], rows) for name, n, rows in described]
+            for boxes, described in self._maps.items()
+        }
+        spare = self._kernels.spare(len(template), self._launches, len(values))
+        try:
+            block = spare.pop()
+        except IndexError:
+            self._kernels.load(self._launches, len(values))
+            block = self._kernels.block(len(template), self._launches, len(values))
+        block.fill(template, grids, cells, maps, (at + first_zero, nbytes - first_zero), values)
+        block.launch(stream.ptr)
+        spare.append(block)
+        return True
+
+    def _map(self, name: str, x: Any, rows: int) -> Any:
+        return tensor_map(name, ArrayLayout(x.shape, x.strides, self._dtype), rows)
