@@ -201,8 +201,8 @@ def test_a_default_backend_and_new_backends_count(monkeypatch: pytest.MonkeyPatc
     given = drawn()[:3]
     for name in ("numpy", "llvm"):
         monkeypatch.setenv("TILEATTN_BACKEND", name)
-        for _ in range(2):
-            attention(*given)
+        for scale in (0.5, 0.7):
+            attention(*given, scale=scale)
     assert asked == ["numpy", "numpy", "llvm", "llvm"]
 
 
@@ -222,3 +222,28 @@ def test_deterministic_algorithms_count(monkeypatch: pytest.MonkeyPatch) -> None
         finally:
             torch.use_deterministic_algorithms(mode=False)
     assert asked == [False, True, False]
+
+
+def test_repeated_calls_on_the_cpu_run_by_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEATTN_BACKEND", "llvm")
+    q, k, v, dout = drawn()
+    expected = both(q, k, v, dout, causal=True)
+    asked: list[Any] = []
+    forward = tileattn.forward
+
+    def watched(*given: Any, **options: Any) -> Any:
+        asked.append(options)
+        return forward(*given, **options)
+
+    monkeypatch.setattr(tileattn, "forward", watched)
+    same(both(q, k, v, dout, causal=True), expected)
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    same(both(q, k, v, dout, causal=True), expected)
+    assert not asked
+    memory = bytearray(b"0" + q.detach().numpy().tobytes())
+    unaligned = torch.frombuffer(memory, dtype=torch.float32, offset=1).view(q.shape)
+    same([attention(unaligned, k, v, causal=True)], expected[:1])
+    assert len(asked) == 1
+    empty = torch.zeros(2, 4, 0, 8)
+    for _ in range(2):
+        assert attention(empty, k, v).shape == empty.shape

@@ -121,6 +121,14 @@ class PreparedCall:
         """
         return None
 
+    def host_pass(self) -> Callable[[Sequence[int], Any], Attention | None] | None:
+        """Return the forward pass on addresses, if it has run and reads only q, k and v.
+
+        It takes the addresses of q, k and v on the host, and the objects that keep their memory
+        alive. It returns None if it cannot run at these addresses.
+        """
+        return None
+
     def backward(
         self,
         operands: Operands,

@@ -5,6 +5,7 @@ once. The library checks sizes and numbers in each call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -244,7 +245,7 @@ class Call:
             each += found.daux or (None,) * (len(tensors) - len(each))
             needed = (x if need else None for x, need in zip(each, needs, strict=True))
             grads = [None if x is None else tensor_of(x) for x in needed]
-            if key is not None and run is None:
+            if run is None and key is not None:
                 given = (*arrays, *others.values()), options
                 run = self._backward_pass(needs, saved, tensors, given)
                 if run is not None:
@@ -302,13 +303,16 @@ class Call:
 
         None if it may repeat too seldom for that.
         """
-        if not self._has_addresses:
-            return _on_arrays
         arrays, options = given
         call = CALLS.get(signature(arrays, self._backend, options))
         if isinstance(call, SeenCall):
             return None
-        known = None if call is None else call.address_pass(deterministic, [*results])
+        if call is None:
+            return _on_arrays
+        if not self._has_addresses:
+            on_host = call.host_pass() if len(arrays) == len(self._given) == len(ROWS) else None
+            return _on_arrays if on_host is None else partial(_on_host, on_host)
+        known = call.address_pass(deterministic, [*results])
         return _on_arrays if known is None else TensorPass(known, names, results, returned)
 
     def _backward_pass(
@@ -331,6 +335,15 @@ class Call:
 def _copied(x: Any) -> Any:
     """Copy a value that the caller may change before the backward pass."""
     return (*x,) if type(x) is list else x.copy() if type(x) is np.ndarray else x
+
+
+def _on_host(run: Any, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+    """Run a forward pass on the addresses of tensors on the CPU."""
+    q, k, v = tensors
+    at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    # Empty and freed tensors have no address.
+    found = run(at, tensors) if all(at) else None
+    return None if found is None else (tensor_of(found.out), tensor_of(found.lse))
 
 
 def _on_arrays(_tensors: Sequence[Any]) -> None:

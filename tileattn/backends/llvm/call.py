@@ -1,6 +1,6 @@
 """Prepared calls of one signature: everything that depends on array layouts is kept."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,10 @@ class LlvmCall(PreparedCall):
         for kernel in self._kernels(x):
             self._run(kernel, batch, x, arrays, self._few)
         return placed(result, out)
+
+    def host_pass(self) -> Callable[[Sequence[int], Any], Attention | None] | None:
+        known = self.cached.get(None)
+        return known.at if isinstance(known, PlainForward) else None
 
     def _plain(self, x: Operands, out: Array | None) -> PlainForward | None:
         """Return what runs the plain calls of this signature; None if a call is not plain."""

@@ -1,6 +1,7 @@
 """Plain calls: forward passes that read no array of the caller but q, k and v, and in place."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -80,15 +81,24 @@ class PlainForward:
     ) -> Attention | None:
         """Run the call; return None if an array is unaligned or ``out`` cannot be written."""
         q, k, v = rows
-        inputs = at_q, at_k, at_v = address_of(q), address_of(k), address_of(v)
-        if (at_q | at_k | at_v) & self._beyond:
-            return None
+        inputs = address_of(q), address_of(k), address_of(v)
         if out is not None and not self._may_write(out, inputs):
             return None
+        found = self.at(inputs, rows)
+        return None if found is None else placed(found, out)
+
+    def at(self, addresses: Sequence[int], owners: Any) -> Attention | None:
+        """Run the call on q, k and v at these addresses; return None if one is unaligned.
+
+        ``owners`` keep the memory alive.
+        """
+        at_q, at_k, at_v = addresses
+        if (at_q | at_k | at_v) & self._beyond:
+            return None
         result, lse = np.empty(*self._out), np.empty(*self._lse)
-        addresses = [at_q, at_k, at_v, address_of(result), address_of(lse)]
-        self._run((q, k, v, result, lse, self), addresses)
-        return placed(Attention(result, lse), out)
+        all_addresses = [at_q, at_k, at_v, address_of(result), address_of(lse)]
+        self._run((owners, result, lse, self), all_addresses)
+        return Attention(result, lse)
 
     def _may_write(self, out: Array, inputs: tuple[int, int, int]) -> bool:
         """Return True if ``out`` is writable and, by addresses, overlaps no input."""
