@@ -78,9 +78,12 @@ class _Enabled:
         return self._option in problem.enabled_options
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Problem:
     """The facts of one call: hashable, and free of arrays. It is a `Kind` and its `Numbers`.
+
+    Its fields are never assigned. It is not frozen because each call with new numbers makes one,
+    and the constructor of a frozen class takes three times as long.
 
     Parameters
     ----------

@@ -15,7 +15,6 @@ from tileattn.backends.cupy.driver import driver_by
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.jit.load import Kernel
-from tileattn.kernels.cuda.plan.tensor_map import TensorMap
 
 # Values of the enumerations in cuda.h.
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -112,7 +111,7 @@ class LaunchBlock:
             parameters = (ctypes.c_void_p * 2)(self._at)
             boxes = launch.tensor_maps
             if boxes:
-                maps = self._maps.setdefault(boxes, EncodedMaps(boxes))
+                maps = self._maps.setdefault(boxes, EncodedMaps(boxes, launch.key.dtype))
                 parameters[1] = maps.start
             config = self._add(kernel, launch.key.threads, launch.shared_bytes, parameters)
             if overlaps:
@@ -133,7 +132,7 @@ class LaunchBlock:
         template: bytes,
         grids: Sequence[int],
         pointers: Iterable[tuple[int, int]],
-        maps: Mapping[tuple[tuple[str, int], ...], Sequence[TensorMap]],
+        maps: Mapping[tuple[tuple[str, int], ...], Sequence[tuple[Any, Any]]],
         zeros: tuple[int, int],
         values: Sequence[tuple[int, bytes]] = (),
     ) -> None:

@@ -104,6 +104,10 @@ class Executable:
         self._kernels = kernels or KindKernels()
         self._kernels.load(plan.launches, len(self._values))
         self._grids = [launch.grid for launch in plan.launches]
+        self._maps = {
+            boxes: [(one.sizes, one.strides) for one in made]
+            for boxes, made in plan.tensor_maps.items()
+        }
         places = slots(plan.aux, len(plan.cells))
         self._template = template(plan.fields, plan.aux, plan.cells)
         self.uploads: Uploaded | None = None
@@ -174,7 +178,7 @@ class Executable:
         zeros = workspace + plan.workspace.zeros, self._zeros
         values = [(workspace + start, words) for start, words in self._values]
         cells = zip(self._slots, pointers, strict=True)
-        block.fill(self._template, self._grids, cells, plan.tensor_maps, zeros, values)
+        block.fill(self._template, self._grids, cells, self._maps, zeros, values)
 
 
 class Bound:

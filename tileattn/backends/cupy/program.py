@@ -13,9 +13,9 @@ from tileattn.kernels.cuda.families.size_class import size_class
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.filler import Filler, Places, can_fill
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, ArrayLayout, CallLayout
-from tileattn.kernels.cuda.plan.params import POINTERS
+from tileattn.kernels.cuda.plan.params import PARAMS, POINTERS
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
-from tileattn.kernels.cuda.plan.tensor_map import MAX_STRIDE, tensor_map
+from tileattn.kernels.cuda.plan.tensor_map import MAX_STRIDE, sizes_and_strides
 from tileattn.lru import Lru
 from tileattn.results import Attention, Gradients
 
@@ -144,13 +144,13 @@ class Program:
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str], kernels: KindKernels) -> None:
         self._filler = Filler(plan, names)
-        self._names, self._kernels, self._launches = names, kernels, plan.launches
+        self._kernels, self._launches = kernels, plan.launches
         self._slots = [_SLOTS[name] for name in names]
-        self._maps = {
-            boxes: [(name, names.index(name), rows) for name, rows in boxes]
-            for boxes in plan.tensor_maps
-        }
-        self._dtype = plan.problem.dtype.name
+        self._maps = [
+            (boxes, [names.index(name) for name, _ in boxes]) for boxes in plan.tensor_maps
+        ]
+        self._itemsize, self._nbytes = plan.problem.dtype.itemsize, PARAMS.itemsize
+        self._spare = kernels.spare(self._nbytes, plan.launches, 0)
 
     def start(
         self,
@@ -169,27 +169,28 @@ class Program:
         if filled is None:
             return False
         template, grids, (starts, first_zero, nbytes), carried = filled
-        memory = allocate(nbytes) if nbytes else None
-        at = 0 if memory is None else memory.ptr
+        memory = allocate(nbytes) if nbytes else None  # until all kernels are started
+        at: int = 0 if memory is None else memory.ptr
         cells = [*zip(self._slots, addresses, strict=True)]
-        cells += [(_SLOTS[name], at + start) for name, start in starts.items() if name in _SLOTS]
-        values = [
-            part for name, words in carried for part in KindKernels.parts(at + starts[name], words)
-        ]
+        for name, start in starts.items():
+            cells.append((_SLOTS[name], at + start))
+        values: list[tuple[int, bytes]] = []
+        for name, words in carried:
+            values += KindKernels.parts(at + starts[name], words)
+        size = self._itemsize
         maps = {
-            boxes: [self._map(name, arrays[n], rows) for name, n, rows in described]
-            for boxes, described in self._maps.items()
+            boxes: [sizes_and_strides(arrays[n], size) for n in numbers]
+            for boxes, numbers in self._maps
         }
-        spare = self._kernels.spare(len(template), self._launches, len(values))
+        spare = self._spare
+        if values:
+            spare = self._kernels.spare(self._nbytes, self._launches, len(values))
         try:
             block = spare.pop()
         except IndexError:
             self._kernels.load(self._launches, len(values))
-            block = self._kernels.block(len(template), self._launches, len(values))
+            block = self._kernels.block(self._nbytes, self._launches, len(values))
         block.fill(template, grids, cells, maps, (at + first_zero, nbytes - first_zero), values)
         block.launch(stream.ptr)
         spare.append(block)
         return True
-
-    def _map(self, name: str, x: Any, rows: int) -> Any:
-        return tensor_map(name, ArrayLayout(x.shape, x.strides, self._dtype), rows)

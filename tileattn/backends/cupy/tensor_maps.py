@@ -8,7 +8,7 @@ from typing import Any
 from tileattn.backends.cupy.driver import driver_by
 from tileattn.dtypes import tensor_map_type
 from tileattn.kernels.cuda.plan.params import POINTERS
-from tileattn.kernels.cuda.plan.tensor_map import TensorMap
+from tileattn.kernels.cuda.plan.tensor_map import COLUMNS
 
 MAP_BYTES = 128
 # Values of the enumerations in cuda.h.
@@ -20,42 +20,43 @@ _MODES = _INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT
 class EncodedMaps:
     """Memory for the tensor maps of a launch, and the driver's arguments for each.
 
-    ``start`` is the address of the first map.
+    ``boxes`` are the arrays, each with the rows of a box. ``start`` is the address of the first
+    map.
     """
 
-    def __init__(self, boxes: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, boxes: Sequence[tuple[str, int]], dtype: str) -> None:
         # Room for one more, to align the maps to their size.
         self._memory = ctypes.create_string_buffer(MAP_BYTES * (len(boxes) + 1))
         self.start = -(-ctypes.addressof(self._memory) // MAP_BYTES) * MAP_BYTES
         self._encoders = [
-            _Encoder(POINTERS.index(name), self.start + n * MAP_BYTES)
-            for n, (name, _) in enumerate(boxes)
+            _Encoder(name, dtype, rows, self.start + n * MAP_BYTES)
+            for n, (name, rows) in enumerate(boxes)
         ]
 
-    def encode(self, maps: Sequence[TensorMap], cells: Any) -> None:
-        """Write the maps of arrays, whose addresses are in the cells of the parameter block."""
-        for encoder, one in zip(self._encoders, maps, strict=True):
-            encoder.encode(one, cells[encoder.slot])
+    def encode(self, maps: Sequence[tuple[Any, Any]], cells: Any) -> None:
+        """Write maps of some sizes and strides; the parameter block has the addresses."""
+        for encoder, (sizes, strides) in zip(self._encoders, maps, strict=True):
+            encoder.encode(sizes, strides, cells[encoder.slot])
 
 
 class _Encoder:
     """One place for a map, and what the driver reads to write it."""
 
-    def __init__(self, slot: int, place: int) -> None:
-        self.slot = slot  # of its address in the parameter block
+    def __init__(self, name: str, dtype: str, rows: int, place: int) -> None:
+        self._name, self.slot = name, POINTERS.index(name)  # cell of its address
         self._function = _driver_function()
-        self._place = ctypes.c_void_p(place)
         self._sizes: Any = (ctypes.c_uint64 * 4)()
         self._strides: Any = (ctypes.c_uint64 * 3)()
-        self._box: Any = (ctypes.c_uint32 * 4)()
-        self._at = tuple(ctypes.byref(x) for x in (self._sizes, self._strides, self._box))
+        box = (ctypes.c_uint32 * 4)(COLUMNS, rows, 1, 1)
+        self._first = ctypes.c_void_p(place), tensor_map_type(dtype), 4
+        described = (ctypes.byref(x) for x in (self._sizes, self._strides, box))
+        self._last = *described, _ONES, *_MODES
 
-    def encode(self, described: TensorMap, address: int) -> None:
+    def encode(self, sizes: Sequence[int], strides: Sequence[int], address: int) -> None:
         """Write the map of an array at an address."""
-        name, dtype, self._sizes[:], self._strides[:], self._box[:] = described
+        self._sizes[:], self._strides[:] = sizes, strides
         # ctypes takes half the time without a list of argument types.
-        kind, at = tensor_map_type(dtype), ctypes.c_void_p(address)
-        arguments = self._place, kind, 4, at, *self._at, _ONES, *_MODES
+        arguments = *self._first, ctypes.c_void_p(address), *self._last
         status = self._function(*arguments)
         if status:
             from cupy.cuda import runtime
@@ -64,9 +65,10 @@ class _Encoder:
             status = self._function(*arguments)
         if status:
             raise RuntimeError(
-                f"the driver could not encode a tensor map of {described}, at {address:#x}: "
+                f"the driver could not encode a tensor map of {self._name} of shape "
+                f"{tuple(sizes)[::-1]}, strides {tuple(strides)[::-1]} bytes, at {address:#x}: "
                 f"cuTensorMapEncodeTiled returned {status}; pass a contiguous array "
-                f"(cupy.ascontiguousarray({name}))"
+                f"(cupy.ascontiguousarray({self._name}))"
             )
 
 

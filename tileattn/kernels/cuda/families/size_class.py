@@ -4,6 +4,7 @@ Calls of one kind, one `SizeClass` and one `LaunchContext` run the same kernels.
 the functions of this module and read no other number: grids and parameters are filled in later.
 """
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 from tileattn.call.problem import Problem
@@ -16,7 +17,8 @@ MOST_ROWS = 1 << 30  # query rows that share a key head, at most: kernels count 
 WHOLE = 1 << 30  # keys of a split that has all keys
 FEW_SPLITS = 2  # stands for any number of splits that a warp can join
 
-_SHARED_ROWS = (16, 32, 64, FEW_ROWS, MOST_ROWS)
+_SHARED_ROWS = (16, 32, 64, FEW_ROWS, MOST_ROWS, MOST_ROWS + 1)
+_NO_AXES: frozenset[str] = frozenset()
 _KEY_BLOCKS = (64, 128)  # keys of a tile of the Hopper backward kernels
 # Positions have 32 bits; the margin is for what the last tile goes beyond.
 _MOST_POSITIONS = (1 << 31) - (1 << 16)
@@ -58,12 +60,14 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         tall_columns(P, tuning),
         suits_tall_rows(P, tuning),
         is_head_major(P, tuning),
-        tuple(n for n in _KEY_BLOCKS if delta_beside(P, n, tuning, sm_count)),
+        tuple([n for n in _KEY_BLOCKS if delta_beside(P, n, tuning, sm_count)]),
     )
 
 
 def empty_axes(P: Problem) -> frozenset[str]:
     """Return the axes of length 0. Their kernels do not run."""
+    if P.B and P.Hq and P.Hkv and P.Nq and P.Nk:
+        return _NO_AXES
     return frozenset(name for name in ("B", "Hq", "Hkv", "Nq", "Nk") if not getattr(P, name))
 
 
@@ -89,8 +93,7 @@ def positive_scale(P: Problem) -> bool:
 
 def shared_rows(P: Problem) -> int:
     """Return the query rows that share a key head, rounded up to a class: see `_SHARED_ROWS`."""
-    rows = P.group * P.Nq
-    return next((n for n in _SHARED_ROWS if rows <= n), MOST_ROWS + 1)
+    return _SHARED_ROWS[bisect_left(_SHARED_ROWS, P.group * P.Nq, 0, len(_SHARED_ROWS) - 1)]
 
 
 def split_keys(P: Problem, tuning: Tuning) -> int:
@@ -145,7 +148,7 @@ def has_two_group_keys(P: Problem, tuning: Tuning) -> bool:
 
 def tall_columns(P: Problem, tuning: Tuning) -> tuple[int, ...]:
     """Return the columns of `Tuning.tall_queries` for which there are enough queries."""
-    return tuple(columns for columns, queries in tuning.tall_queries if P.Nq >= queries)
+    return tuple([columns for columns, queries in tuning.tall_queries if P.Nq >= queries])
 
 
 def suits_tall_rows(P: Problem, tuning: Tuning) -> bool:

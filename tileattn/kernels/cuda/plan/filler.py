@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from tileattn.call.problem import Problem
-from tileattn.kernels.cuda.families.context import folds_scale
+from tileattn.kernels.cuda.families.context import KernelLaunch, folds_scale
 from tileattn.kernels.cuda.families.grid import GridSizes, padded_rows
 from tileattn.kernels.cuda.plan.layout import ROWS, CallLayout
 from tileattn.kernels.cuda.plan.params import CELLS, ON_DEVICE, PACKED, SECTIONS, softcap_field
@@ -24,8 +24,7 @@ _SIZES, _SCHEDULE, _WINDOW = CELLS["B"], CELLS["single_heads"], CELLS["length"]
 _SPLITS, _SCALARS = CELLS["splits"], CELLS["scale"]
 _schedule_cells = attrgetter(*(name for name, _ in SECTIONS["schedule"]))
 _SHIFTS = {2: 1, 4: 2, 8: 3}  # to divide by the size of an element
-_PLACES = ("kv_lengths", "q_offset")
-_FIELDS = ("length", "offset")
+_PLACES = {"kv_lengths": "length", "q_offset": "offset"}
 
 Places = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 
@@ -61,7 +60,8 @@ def can_fill(plan: LaunchPlan, names: Sequence[str]) -> bool:
     others = (
         plan.copies_in or plan.copies_out or kind.functions or not plan.carried.keys() <= {*_PLACES}
     )
-    return not (tables or others) and FILLED.issuperset(names)
+    has_main = any(launch.traits.main for launch in plan.launches)
+    return has_main and not (tables or others) and FILLED.issuperset(names)
 
 
 class Filler:
@@ -77,11 +77,12 @@ class Filler:
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
         kind = plan.kind
-        self._direction, self._device, self._launches = kind.direction, kind.device, kind.launches
-        self._rules = [launch.blocks for launch in kind.launches]
+        self._direction, self._device = kind.direction, kind.device
         running = {id(launch.key) for launch in plan.launches}
-        self._runs = [id(launch.key) in running for launch in kind.launches]
-        self._main = next((n for n, x in enumerate(kind.launches) if x.traits.main), None)
+        self._rules = [(launch.blocks, id(launch.key) in running) for launch in kind.launches]
+        self._running = plan.launches
+        self._place = next(n for n, launch in enumerate(plan.launches) if launch.traits.main)
+        self._main = plan.launches[self._place][:-1]
         self._split_keys = kind.fields.get("split_keys", 0)
         base: list[Any] = [0] * (PACKED.size // WORD)
         for name, value in kind.fields.items():
@@ -104,30 +105,34 @@ class Filler:
         in the order of the names.
         """
         sizes = GridSizes(P)
-        grids = [rule.thread_blocks(sizes) for rule in self._rules]
-        if [grid is not None for grid in grids] != self._runs or self._main is None:
-            return None
-        main = self._launches[self._main]._replace(grid=grids[self._main] or 0)
+        grids = []
+        for rule, runs in self._rules:
+            grid = rule.thread_blocks(sizes)
+            if (grid is not None) is not runs:
+                return None
+            if grid is not None:
+                grids.append(grid)
+        main = KernelLaunch(*self._main, grids[self._place])
         layout = CallLayout((), given[0], given[1])
         schedule = schedule_of(P, layout, (main,), self._device, tables=False)
-        places, carried = [], []
-        for n, each in enumerate(given):
+        parts, carried, places = schedule.parts, [], []
+        for brought, each, (name, field) in zip(self._brought, given, _PLACES.items(), strict=True):
             value = 0
             if each is None:
-                value = 0 if self._brought[n] else ON_DEVICE[_FIELDS[n]]
+                value = 0 if brought else ON_DEVICE[field]
             elif each and each.count(each[0]) == len(each):  # all sequences have the same
                 value = each[0]
             elif each:
-                carried.append((_PLACES[n], array("q", each).tobytes()))
+                words = array("q", each).tobytes()
+                if len(words) > MAX_CARRIED:
+                    return None
+                carried.append((name, words))
             places.append(value)
-        parts = {name: len(words) for name, words in carried}
-        if any(nbytes > MAX_CARRIED for nbytes in parts.values()):
-            return None
-        parts |= schedule.parts
-        running = [x for x, runs in zip(self._launches, self._runs, strict=True) if runs]
-        workspace = workspace_of(P, running, parts, schedule.zeros, self._direction)
+        if carried:
+            parts = {name: len(words) for name, words in carried} | parts
+        workspace = workspace_of(P, self._running, parts, schedule.zeros, self._direction)
         cells = self._cells(P, arrays, places, _schedule_cells(schedule))
-        return Filled(PACKED.pack(*cells), [x for x in grids if x is not None], workspace, carried)
+        return Filled(PACKED.pack(*cells), grids, workspace, carried)
 
     def _cells(
         self, P: Problem, arrays: Sequence[Any], places: Sequence[int], schedule: Sequence[int]

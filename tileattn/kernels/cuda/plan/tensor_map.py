@@ -4,13 +4,13 @@ A map has an address, sizes, strides and the box that one copy moves. All but th
 here; the CUDA driver encodes it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tileattn.kernels.cuda.plan.layout import ArrayLayout
 
 MAX_STRIDE = 1 << 40  # bytes; the driver accepts smaller strides only
 _UNIT = 16  # bytes; alignment of addresses and strides
-_COLUMNS = 64  # columns of a box: 128 bytes, the width of the swizzle
+COLUMNS = 64  # columns of a box: 128 bytes, the width of the swizzle
 
 
 class TensorMap(NamedTuple):
@@ -31,11 +31,16 @@ class TensorMap(NamedTuple):
 
 def tensor_map(name: str, x: ArrayLayout, rows: int) -> TensorMap:
     """Describe the tensor map of 16-bit elements (B, H, N, D), in boxes of ``rows`` rows."""
-    pitch = -(-x.shape[-1] * x.itemsize // _UNIT) * _UNIT
+    return TensorMap(name, x.dtype, *sizes_and_strides(x, x.itemsize), (COLUMNS, rows, 1, 1))
+
+
+def sizes_and_strides(x: Any, itemsize: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sizes and strides of the tensor map of anything with a shape and strides."""
+    (B, H, N, D), (b, h, n, _) = x.shape, x.strides
     # The driver also checks the stride of an axis of length 1, which may be anything.
-    strides = [s if n > 1 else pitch for n, s in zip(x.shape[:-1], x.strides, strict=False)]
-    box = (_COLUMNS, rows, 1, 1)
-    return TensorMap(name, x.dtype, x.shape[::-1], tuple(strides[::-1]), box)
+    pitch = -(-D * itemsize // _UNIT) * _UNIT
+    strides = (n if N > 1 else pitch, h if H > 1 else pitch, b if B > 1 else pitch)
+    return (D, N, H, B), strides
 
 
 def can_map(x: ArrayLayout) -> bool:
