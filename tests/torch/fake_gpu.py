@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backends.cupy.fake_cupy import Machine, Stream, machine
+from tests.backends.cupy.fake_copies import Stream
+from tests.backends.cupy.fake_cupy import Machine, machine
 from tileattn.backends.cupy.external_memory import CupyMemory
 from tileattn.torch import cuda, eager
 

@@ -4,16 +4,17 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import numpy as np
 import pytest
 
 import tileattn
+from tests.backends.cupy.fake_copies import Copies, Planner, Sent, Stream
 from tests.backends.cupy.fake_graphs import Graphs, Node, Work
 from tileattn.backends.cupy import (
     backend,
@@ -21,7 +22,6 @@ from tileattn.backends.cupy import (
     driver_launch,
     executable,
     explain,
-    improvement,
     tensor_maps,
 )
 from tileattn.call.prepared import CALLS
@@ -55,64 +55,11 @@ class Encoded(NamedTuple):
     modes: tuple[int, ...]
 
 
-class Sent(NamedTuple):
-    """A copy of a host array that nothing waits for."""
-
-    address: int
-    data: bytes
-    memory: Any  # a weak reference to what owns the memory
-
-
 class Taken:
     """What owns a piece of memory."""
 
     def __init__(self, gpu: "Machine") -> None:
         self.gpu = gpu
-
-
-class Staging:
-    """Page-locked memory."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = ctypes.create_string_buffer(nbytes)
-        self.ptr = ctypes.addressof(self.memory)
-
-
-class Stream:
-    """Stand in for CuPy's streams."""
-
-    def __init__(self, gpu: "Machine", handle: int) -> None:
-        self._gpu, self.ptr, self._before = gpu, handle, handle
-
-    def is_capturing(self) -> bool:
-        return self._gpu.capturing
-
-    def __enter__(self) -> None:
-        self._before, self._gpu.stream = self._gpu.stream, self.ptr
-
-    def __exit__(self, *_: object) -> None:
-        self._gpu.stream = self._before
-
-
-class Planner:
-    """Stand in for the pool of threads that make plans: it makes them when it is told."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Future[Any], Callable[[], Any]]] = []
-
-    def submit(self, plan: Callable[[], Any]) -> "Future[Any]":
-        self.asked.append((Future(), plan))
-        return self.asked[-1][0]
-
-    def work(self) -> int:
-        """Make all plans that were asked for; return their number."""
-        asked, self.asked = self.asked, []
-        for future, plan in asked:
-            try:
-                future.set_result(plan())
-            except Exception as error:
-                future.set_exception(error)
-        return len(asked)
 
 
 class Machine:
@@ -144,6 +91,8 @@ class Machine:
         Whether these are still to come: they are complete when an event is found to be.
     planner : Planner
         Makes the plans of repeated calls.
+    owners : dict of int to weakref.ref
+        What owns memory, by its address.
     started : list of str
         The names of all kernels, also of those that store values, in order.
     stored : list of bytes
@@ -189,6 +138,7 @@ class Machine:
         self.sent: list[Sent] = []
         self.copying = False
         self.planner = Planner()
+        self.owners: dict[int, Any] = {}
         self.started: list[str] = []
         self.stored: list[bytes] = []
         self.allocated: list[int] = []
@@ -204,9 +154,6 @@ class Machine:
         self.device = 0
         self.arch = "sm_100"
         self.driver = 13000
-        self._staged: WeakValueDictionary[int, Staging] = WeakValueDictionary()
-        self._copies: list[tuple[int, int, int]] = []  # that are not complete
-        self._owners: dict[int, Any] = {}  # weak references, by the address of the memory
         self._keys: list[KernelKey] = []  # of loaded kernels, by their handles
         self._memory = np.zeros(BYTES, np.uint8)
         self._start = -self._memory.ctypes.data % 512
@@ -236,7 +183,7 @@ class Machine:
         place[:nbytes] = 0xFF
         self._used += -(-max(nbytes, 1) // 512) * 512
         taken = Taken(self)
-        self._owners[place.ctypes.data] = ref(taken)
+        self.owners[place.ctypes.data] = ref(taken)
         owner = memory.UnownedMemory(
             place.ctypes.data, max(nbytes, 1), taken, self.device if device is None else device
         )
@@ -272,35 +219,6 @@ class Machine:
         self.uploads.append(there)
         return there
 
-    def staging(self, nbytes: int) -> Staging:
-        """Stand in for ``cupy.cuda.alloc_pinned_memory``."""
-        self._only_in("allocate page-locked memory")
-        made = Staging(nbytes)
-        self._staged[made.ptr] = made
-        return made
-
-    def send(self, to: int, at: int, nbytes: int, kind: int, stream: int) -> None:
-        """Stand in for ``cudaMemcpyAsync``, from page-locked memory."""
-        self._only_in("copy")
-        if (kind, stream) != (1, self.stream):
-            pytest.fail("the memory of a copy is that of the current stream")
-        self._copies.append((to, at, nbytes))
-        data = ctypes.string_at(self._staged[at].ptr, nbytes)
-        self.sent.append(Sent(to, data, self._owners[to]))
-
-    def are_sent(self) -> bool:
-        """Return True if all copies are complete."""
-        self._only_in("query an event", of_others=True)
-        while self._copies and not self.copying:
-            to, at, nbytes = self._copies.pop()
-            ctypes.memmove(to, self._staged[at].ptr, nbytes)
-        return not self._copies
-
-    def _only_in(self, what: str, *, of_others: bool = False) -> None:
-        """Refuse what would break a capture: of another thread, or of the current stream."""
-        if self.mode != 2 or (self.capturing and not of_others):
-            pytest.fail(f"{what}: a capture would fail")  # which nothing suppresses
-
     def copy(self, to: Any, x: Any, *, casting: Any) -> None:
         """Stand in for ``cupy.copyto``."""
         np.copyto(at_host(to), at_host(x), casting=casting)
@@ -309,11 +227,6 @@ class Machine:
         """Stand in for ``cudaMemsetAsync``."""
         self.streams.append(stream)
         ctypes.memset(address, value, nbytes)
-
-    def event(self, *, disable_timing: bool) -> Any:
-        """Stand in for ``cupy.cuda.Event``."""
-        assert disable_timing
-        return Event(self)
 
     def load(self, key: KernelKey) -> Any:
         """Stand in for ``kernels.load.load_all``, for each key."""
@@ -399,25 +312,10 @@ class Machine:
         return 0
 
 
-class Event:
-    """Stand in for a CUDA event."""
-
-    def __init__(self, gpu: Machine) -> None:
-        self._gpu, self._stream = gpu, -1
-
-    def record(self, stream: Any) -> None:
-        self._stream = stream.ptr
-
-    @property
-    def done(self) -> bool:
-        assert self._gpu.mode == 2  # another thread may be capturing
-        return self._stream not in self._gpu.busy and self._gpu.are_sent()
-
-
 def settle(gpu: Machine, call: Callable[[], Any]) -> None:
     """Repeat a call until its plan with tables, if it has one, is used by the next call."""
-    call()
-    call()
+    for _ in range(3):  # new numbers, a plan of them, and a repeated call
+        call()
     gpu.planner.work()
     call()
 
@@ -474,11 +372,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(
         cupy, "get_default_memory_pool", lambda: SimpleNamespace(malloc=made.allocate)
     )
-    monkeypatch.setattr(cupy.cuda, "alloc_pinned_memory", made.staging)
-    monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", made.send)
-    monkeypatch.setattr(cupy.cuda, "Event", made.event)
     monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: Stream(made, made.stream))
-    monkeypatch.setattr(improvement, "_pool", lambda: made.planner)
     monkeypatch.setattr(cupy.cuda.function, "CPointer", Pointer)
     for user in (executable, explain):
         monkeypatch.setattr(user, "load_all", lambda keys: [made.load(key) for key in keys])
@@ -490,6 +384,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(tensor_maps, "_driver_function", lambda: encode)
     monkeypatch.setattr(driver_launch, "_driver_function", lambda: start)
     Graphs(made).patch(monkeypatch)
+    Copies(made).patch(monkeypatch)
     monkeypatch.setattr(backend, "_unavailable", lambda: None)
     CALLS.clear()
     cupy.cuda.set_allocator(made.allocate)
@@ -498,8 +393,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     finally:
         cupy.cuda.set_allocator(pool)
         CALLS.clear()
-        for future, _ in made.planner.asked:
-            future.cancel()
+        made.planner.close()
 
 
 def launch_together(monkeypatch: pytest.MonkeyPatch, sets: Sequence[tuple[Any, Any, Any]]) -> None:

@@ -1,26 +1,27 @@
-"""What a call brings to the device once, and how long that stays there; no GPU."""
+"""What calls bring to the device, when, and how long that stays there; no GPU."""
 
-import ctypes
 import gc
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tileattn
-from tests.backends.cupy.fake_cupy import Machine, at_host
+from tests.backends.cupy.fake_cupy import Machine, at_host, settle, values_at
+from tests.backends.cupy.test_improvement import CAUSAL, arrays
 from tileattn import BlockMask
 from tileattn.backends.cupy import streams
 from tileattn.backends.cupy.backend import CupyCall
+from tileattn.backends.cupy.driver_launch import VALUES
 from tileattn.call.prepared import CALLS
 from tileattn.kernels.cuda.plan import block_sparse
 from tileattn.kernels.cuda.plan.block_sparse import partial_blocks
+from tileattn.kernels.cuda.plan.plan import MAX_CARRIED
 from tileattn.kernels.cuda.plan.tile_kinds import TileKinds
 from tileattn.kernels.cuda.plan.tile_lists import TileLists
-
-CAUSAL: dict[str, Any] = {"causal": True}
 
 
 @pytest.fixture
@@ -28,73 +29,61 @@ def gpu(h200: Machine) -> Machine:
     return h200
 
 
-def arrays(gpu: Machine) -> tuple[Any, Any, Any]:
-    q, k, v = (gpu.array((1, heads, 3000, 8), np.float16) for heads in (12, 2, 2))
-    return q, k, v  # 288 blocks of 128 queries, for 264 groups
+# --- values -------------------------------------------------------------------------------------
 
 
-def assignments(gpu: Machine) -> list[int]:
-    return [int(params["assignment"]) for *_, params in gpu.launches]
+def test_lengths_that_differ_are_stored_by_each_call(gpu: Machine) -> None:
+    """Into its workspace, also while a stream is captured: nothing is copied, nor waited for."""
+    given = {n: gpu.array((2, 3, 37, 8), np.float16, n) for n in range(2)}
+    keys = {n: gpu.array((2, 3, 53, 8), np.float16, n) for n in range(2)}
+    cases = [(0, False), (0, False), (1, False), (1, True), (0, True)]
+    for length, (gpu.device, gpu.capturing) in enumerate(cases * 2):
+        q, k = given[gpu.device], keys[gpu.device]
+        lengths = {"kv_lengths": [50, length], "q_offset": [0, 3]}
+        tileattn.forward(q, k, k, **lengths)
+        first, *_ = gpu.started
+        assert first == "store_values"
+        for name, x in lengths.items():
+            assert values_at(gpu.launches[-1][-1][name], (2,)) == x
+        gpu.started.clear()
+    assert gpu.uploads == gpu.sent == gpu.planner.asked == []
 
 
-# --- lengths and assignments --------------------------------------------------------------------
+def test_many_lengths_are_stored_by_several_kernels(gpu: Machine) -> None:
+    """One stores as many words as its parameters have room for."""
+    q = gpu.array((4000, 1, 1, 8), np.float16)
+    lengths = np.random.default_rng(0).integers(0, 2, 4000).tolist()
+    tileattn.forward(q, q, q, kv_lengths=lengths)
+    params = gpu.launches[-1][-1]
+    assert values_at(params["kv_lengths"], (4000,)) == lengths
+    assert values_at(params["q_offset"], (4000,)) == [n - 1 for n in lengths]
+    assert max(map(len, gpu.stored)) <= 8 * VALUES
+    assert sum(map(len, gpu.stored)) == 2 * 8 * 4000
+    assert gpu.uploads == []
 
 
-def test_lengths_that_differ_are_copied_once(gpu: Machine) -> None:
+def test_more_values_than_calls_carry_are_uploaded_once(gpu: Machine) -> None:
+    q = gpu.array((1200, 1, 2, 8), np.float16)
+    options: dict[str, Any] = {"dropout_p": 0.5, "origin": (1, 2, 16, 5)}
+    for _ in range(5):
+        tileattn.forward(q, q, q, **options)
+        (x,) = gpu.uploads
+        assert x.nbytes > MAX_CARRIED
+        assert gpu.launches[-1][-1]["origin"] == x.data.ptr
+        gpu.planner.work()
+    assert at_host(x).tolist() == [[1, 2, 16, 5]] * 1200
+    assert gpu.stored == gpu.sent == []
+
+
+def test_addresses_of_each_call_stand_among_addresses_that_stay(gpu: Machine) -> None:
     q, k = gpu.array((2, 3, 37, 8), np.float16), gpu.array((2, 3, 53, 8), np.float16)
-    for _ in range(3):
-        tileattn.forward(q, k, k, kv_lengths=np.array([50, 9]), q_offset=[0, 3])
-    assert len(gpu.uploads) == 2
-    for *_, params in gpu.launches:
-        for name, x in (("kv_lengths", [50, 9]), ("q_offset", [0, 3])):
-            assert list((ctypes.c_int64 * 2).from_address(int(params[name]))) == x
-    tileattn.forward(q, k, k, kv_lengths=np.array([50, 8]), q_offset=[0, 3])
-    assert len(gpu.uploads) == 4
-    gpu.device = 1  # which has a copy of its own
-    x, y = gpu.array(q.shape, np.float16, device=1), gpu.array(k.shape, np.float16, device=1)
-    tileattn.forward(x, y, y, kv_lengths=np.array([50, 8]), q_offset=[0, 3])
-    assert len(gpu.uploads) == 6
-    gpu.device = 0
-    # Addresses of each call stand before and after addresses that stay.
     mask = BlockMask(np.ones((3, 4), bool), (16, 16))
     tileattn.forward(q, k, k, kv_lengths=[9, 8], q_offset=[2, 1], block_mask=mask)
-    names = ("kv_lengths", "q_offset", "block_kinds", "block_bits", "tile_list")
-    found = {int(gpu.launches[-1][-1][name]) for name in names}
-    assert found == {x.data.ptr for x in gpu.uploads[6:]}
-
-
-def test_an_assignment_is_copied_once_for_each_set_of_lengths(gpu: Machine) -> None:
-    given = arrays(gpu)
-    for length in (3000, 1500, 1500, 3000):
-        tileattn.forward(*given, **CAUSAL, kv_lengths=[length])
-    assert len(gpu.uploads) == 2
-    assert assignments(gpu) == [gpu.uploads[n].data.ptr for n in (0, 1, 1, 0)]
-    table = at_host(gpu.uploads[0])
-    assert table[0].tolist() == list(range(264))
-    assert sorted(table[table < 144]) == list(range(144))
-
-
-def test_a_first_call_in_a_capture_does_without(gpu: Machine) -> None:
-    """Also where it would have been repeated: the calls after the capture have their table."""
-    given = arrays(gpu)
-    gpu.capturing = True
-    for _ in range(2):
-        tileattn.forward(*given, **CAUSAL)
-    gpu.capturing = False
-    for _ in range(2):
-        tileattn.forward(*given, **CAUSAL)
-    (table,) = gpu.uploads
-    assert assignments(gpu) == [0, 0, table.data.ptr, table.data.ptr]
-
-
-def test_without_an_assignment_no_thread_block_begins_late(gpu: Machine) -> None:
-    q, k, v = (gpu.array((1, 16, 6000, 64), np.float16) for _ in range(3))
-    for capturing in (True, False):
-        gpu.capturing = capturing
-        tileattn.forward(q, k, v)
-    first, second = (blocks for _, blocks, *_ in gpu.launches)
-    assert first == 132 < second
-    assert assignments(gpu) == [0, gpu.uploads[0].data.ptr]
+    params = gpu.launches[-1][-1]
+    names = "block_kinds", "block_bits", "tile_list"
+    assert {int(params[name]) for name in names} == {x.data.ptr for x in gpu.uploads}
+    assert values_at(params["kv_lengths"], (2,)) == [9, 8]
+    assert values_at(params["q_offset"], (2,)) == [2, 1]
 
 
 def test_equal_blocks_are_remembered_from_a_capture(gpu: Machine) -> None:
@@ -156,12 +145,15 @@ def test_what_is_brought_goes_with_its_owner_unless_it_may_be_read_yet(
         """Return weak references to what two calls have brought."""
         q = gpu.array((1, 2, 300, 64), np.float16)
         mask = {"block_mask": BlockMask(np.ones((3, 3), bool))}
+        given = ((q, q, q), mask) if masked else (arrays(gpu), CAUSAL)
+        gpu.stream = handles[0]
+        gpu.sent.clear()
+        settle(gpu, lambda: tileattn.forward(*given[0], **given[1]))
         for gpu.stream in handles:
-            tileattn.forward(
-                *((q, q, q) if masked else arrays(gpu)), **(mask if masked else CAUSAL)
-            )
+            tileattn.forward(*given[0], **given[1])
             gpu.capturing = captured
         made = [weakref.ref(gpu.uploads.pop()) for _ in range(len(gpu.uploads))]
+        made += [x.memory for x in gpu.sent]
         assert len(made) == (3 if masked else 1)  # kinds, bits and lists; an assignment
         assert all(x() is not None for x in made)
         return made
