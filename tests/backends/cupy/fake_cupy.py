@@ -95,8 +95,10 @@ class Machine:
         What owns memory, by its address.
     started : list of str
         The names of all kernels, also of those that store values, in order.
-    stored : list of bytes
-        Values that launches have stored.
+    stored : list of (int, bytes)
+        Values that launches have stored, and their addresses.
+    zeroed : list of (int, int)
+        Addresses and sizes of memory that was set to zero.
     allocated : list of int
         Bytes of each piece of memory that was taken.
     stream : int
@@ -140,7 +142,8 @@ class Machine:
         self.planner = Planner()
         self.owners: dict[int, Any] = {}
         self.started: list[str] = []
-        self.stored: list[bytes] = []
+        self.stored: list[tuple[int, bytes]] = []
+        self.zeroed: list[tuple[int, int]] = []
         self.allocated: list[int] = []
         self.streams: list[int] = []
         self.capturing = False
@@ -225,7 +228,9 @@ class Machine:
 
     def clear(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Stand in for ``cudaMemsetAsync``."""
+        assert value == 0
         self.streams.append(stream)
+        self.zeroed.append((address, nbytes))
         ctypes.memset(address, value, nbytes)
 
     def load(self, key: KernelKey) -> Any:
@@ -274,7 +279,7 @@ class Machine:
                 assert told == []
                 ctypes.memmove(to, values, len(values))
                 self.started.append(key.kernel)
-                self.stored.append(values)
+                self.stored.append((to, values))
 
             return store
         params = np.frombuffer(ctypes.string_at(cells, PARAMS.itemsize), PARAMS)[0]
@@ -318,6 +323,17 @@ def settle(gpu: Machine, call: Callable[[], Any]) -> None:
         call()
     gpu.planner.work()
     call()
+
+
+def asked_by(gpu: Machine, call: Callable[[], Any]) -> tuple[Any, ...]:
+    """Give all that a call asks of the GPU; the streams come last."""
+    told: tuple[list[Any], ...] = (gpu.launches, gpu.maps, gpu.attributes, gpu.started)
+    told += gpu.stored, gpu.zeroed, gpu.streams
+    for each in told:
+        each.clear()
+    call()
+    launches = [(*rest, params.tobytes()) for *rest, params in gpu.launches]
+    return launches, *map(list, told[1:])
 
 
 def values_at(address: Any, shape: tuple[int, ...], dtype: Any = np.int64) -> Any:

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,21 +9,11 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.backends.cupy.fake_cupy import Machine, values_at
+from tests.backends.cupy.fake_cupy import Machine, asked_by, values_at
 from tests.backends.cupy.test_workspace import inputs
 from tileattn.backends.cupy import cached_passes
 from tileattn.backends.cupy.executable import Bound
 from tileattn.call.prepared import CALLS
-
-
-def started(gpu: Machine, call: Callable[[], Any]) -> tuple[Any, ...]:
-    """Give all that a call asks of the GPU."""
-    told: tuple[list[Any], ...] = (gpu.launches, gpu.maps, gpu.attributes, gpu.streams)
-    for each in told:
-        each.clear()
-    call()
-    launches = [(*rest, params.tobytes()) for *rest, params in gpu.launches]
-    return launches, *map(list, told[1:])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -35,13 +24,13 @@ def test_a_graph_starts_what_single_launches_do(
     given = inputs(h200, dtype, Nq=60, Nk=70)
     call = h200.reusing(lambda: tileattn.backward(**given, deterministic=deterministic))
     call()  # the first call allocates its memory differently
-    expected = started(h200, call)
+    expected = asked_by(h200, call)
     assert h200.graphs == []
     for _ in range(3):
-        assert started(h200, call) == expected
+        assert asked_by(h200, call) == expected
         assert len(h200.graphs) == 1
     h200.stream = 5
-    *same, streams = started(h200, call)
+    *same, streams = asked_by(h200, call)
     assert (*same,) == expected[:-1]
     assert streams == [5] * len(expected[-1])
     assert len(h200.graphs) == 1
@@ -131,15 +120,15 @@ def test_without_memory_for_a_graph_there_are_single_launches(h200: Machine, nam
     given = inputs(h200)
     call = h200.reusing(lambda: tileattn.backward(**given))
     call()
-    expected = started(h200, call)
+    expected = asked_by(h200, call)
     h200.no_memory.add(name)
-    assert started(h200, call) == expected
+    assert asked_by(h200, call) == expected
     assert h200.mode == 0
     assert len(h200.destroyed) == len(h200.graphs)
     h200.no_memory.clear()
     made = len(h200.graphs)
     for _ in range(2):  # it is not tried again
-        assert started(h200, call) == expected
+        assert asked_by(h200, call) == expected
         assert len(h200.graphs) == made
 
 
@@ -193,14 +182,14 @@ def test_two_threads_do_not_launch_one_graph_at_a_time(h200: Machine) -> None:
     call = h200.reusing(lambda: tileattn.backward(**given))
     for _ in range(3):
         call()
-    expected = started(h200, call)
+    expected = asked_by(h200, call)
     [graph] = [x._graph for x in cached_passes._met.values() if isinstance(x, Bound) and x._graph]
     launch, inner = graph.launch, []
 
     def meanwhile(stream: int) -> None:
         graph.launch = lambda _: pytest.fail("launched twice at a time")
-        inner.append(started(h200, call))
-        started(h200, lambda: launch(stream))
+        inner.append(asked_by(h200, call))
+        asked_by(h200, lambda: launch(stream))
 
     graph.launch = meanwhile
     call()
@@ -217,12 +206,12 @@ def test_one_launch_is_bound_to_addresses_that_come_back(h200: Machine) -> None:
     calls = [h200.reusing(partial(tileattn.forward, *given)) for given in rows]
     for call in calls * 3:
         call()
-    expected = [started(h200, call) for call in calls]
+    expected = [asked_by(h200, call) for call in calls]
     made = len(h200.encoded)
     for stream in (0, 5, 0):
         h200.stream = stream
         for call, given, (*same, streams) in zip(calls, rows, expected, strict=True):
-            *found, where = started(h200, call)
+            *found, where = asked_by(h200, call)
             assert (found, where) == (same, [stream] * len(streams))
             assert [h200.launches[-1][-1][name] for name in "qkv"] == [x.data.ptr for x in given]
     assert len(h200.encoded) == made
@@ -256,10 +245,10 @@ def test_a_graph_stores_the_values_of_its_call(h200: Machine) -> None:
     lengths = {"kv_lengths": [500, 7], "q_offset": [3, 0]}
     call = h200.reusing(lambda: tileattn.backward(**given, **lengths))
     call()
-    expected = started(h200, call)
+    expected = asked_by(h200, call)
     h200.planner.asked.pop()[0].set_exception(MemoryError())
     for _ in range(4):
-        assert started(h200, call) == expected
+        assert asked_by(h200, call) == expected
         params = h200.launches[-1][-1]
         for name, x in lengths.items():
             assert values_at(params[name], (2,)) == x

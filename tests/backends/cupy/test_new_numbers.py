@@ -1,0 +1,111 @@
+"""Calls of a kind with other numbers ask of the GPU what a first call asks; no GPU."""
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tileattn
+from tests.backends.cupy.fake_cupy import Machine, asked_by
+from tests.backends.cupy.test_workspace import inputs
+from tileattn.backends.cupy import cached_passes, executable
+from tileattn.backends.cupy.driver_launch import LaunchBlock
+from tileattn.call.prepared import CALLS
+
+SIZES = 1, 7, 60, 64, 65, 128, 150, 200, 257, 400
+
+Options = Callable[[Random, Machine, dict[str, int]], dict[str, Any]]
+
+
+def near(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return abs(i - j) < 40 + h + b
+
+
+def biased(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + h * (i - j) + b
+
+
+def lengths(rng: Random, n: dict[str, int]) -> list[int]:
+    return [rng.randrange(n["Nk"] + 1) for _ in range(n["B"])]
+
+
+def offsets(rng: Random, end: int, count: int) -> list[int]:
+    return [0, *sorted(rng.choices(range(end + 1), k=count - 1)), end]
+
+
+KINDS: dict[str, Options] = {
+    "plain": lambda _rng, _gpu, _n: {},
+    "causal": lambda rng, _gpu, _n: {"causal": True, "scale": rng.random()},
+    "window": lambda rng, _gpu, _n: {"window": (rng.randrange(1, 90), rng.randrange(1, 9))},
+    "dropout": lambda rng, _gpu, _n: {"dropout_p": rng.uniform(0.1, 0.9), "seed": rng.randrange(9)},
+    "lengths": lambda rng, _gpu, n: {"kv_lengths": lengths(rng, n), "softcap": rng.uniform(1, 9)},
+    "on the GPU": lambda _rng, gpu, n: {"kv_lengths": gpu.array((n["B"],), np.int32)},
+    "sinks": lambda _rng, gpu, n: {"sinks": gpu.array((n["Hq"],)), "causal": True},
+    "bias": lambda _rng, gpu, n: {"bias": gpu.array((n["Hq"], n["Nq"], n["Nk"]), np.float16)},
+    "mask_mod": lambda _rng, _gpu, _n: {"mask_mod": near},
+    "packed": lambda rng, _gpu, n: {
+        "cu_seqlens_q": offsets(rng, n["Nq"], 5),
+        "cu_seqlens_k": offsets(rng, n["Nk"], 5),
+    },
+    "score_mod": lambda rng, _gpu, n: {"score_mod": biased, "kv_lengths": lengths(rng, n)},
+}
+
+
+def calls(gpu: Machine, kind: str, deterministic: bool | None) -> list[Callable[[], Any]]:
+    """Draw calls of one kind, forward or backward, each of which takes its own memory again."""
+    rng = Random(f"{kind} {deterministic}")
+    dtype = np.float16 if gpu.arch == "sm_90a" else np.float32
+    made = []
+    for _ in range(10):
+        n = {"B": rng.choice((1, 2, 3)), "Hkv": rng.choice((1, 2)), "D": 64, "Dv": 64}
+        n |= {"Nq": rng.choice(SIZES), "Nk": rng.choice(SIZES), "Hq": 2 * n["Hkv"]}
+        given, options = inputs(gpu, dtype, **n), KINDS[kind](rng, gpu, n)
+        if kind == "packed":
+            given = {name: x[0] for name, x in given.items()}
+        if deterministic is None:
+            call = partial(tileattn.forward, *map(given.get, "qkv"), **options)
+        else:
+            call = partial(tileattn.backward, **given, **options, deterministic=deterministic)
+        made.append(gpu.reusing(call))
+    return made
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[LaunchBlock]:
+    """Note the launch blocks that are made, and let each result have its own memory."""
+    made: list[LaunchBlock] = []
+
+    class Noted(LaunchBlock):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    monkeypatch.setattr(executable, "LaunchBlock", Noted)
+    monkeypatch.setattr(cached_passes, "ONE_ALLOCATION_MAX_BYTES", 0)
+    return made
+
+
+@pytest.mark.parametrize("deterministic", [None, False, True])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_is_started_as_if_it_were_the_first(
+    gpu: Machine, kind: str, arch: str, deterministic: bool | None, blocks: list[LaunchBlock]
+) -> None:
+    """Whatever ran before in the same launch blocks, once and when it comes back."""
+    gpu.arch = arch
+    made = calls(gpu, kind, deterministic)
+    expected = []
+    for call in made:
+        CALLS.clear()
+        expected.append(asked_by(gpu, call))
+    CALLS.clear()
+    blocks.clear()
+    for call, same in zip(made, expected, strict=True):
+        assert asked_by(gpu, call) == same
+    assert len(blocks) < len(made)
+    for n in Random(kind).sample(range(len(made)), len(made)) * 2:
+        assert asked_by(gpu, made[n]) == expected[n]
+    assert gpu.uploads == gpu.sent == []
