@@ -31,11 +31,11 @@ def strided(problem: Problem, longest: int) -> CallLayout:
     layout = contiguous_inputs(problem)
     rows = contiguous_inputs(replace(problem, Nq=longest, Nk=longest))
     arrays = {
-        name: replace(x, strides=long.strides)
+        name: x._replace(strides=long.strides)
         for (name, x), (_, long) in zip(layout.arrays, rows.arrays, strict=True)
     }
     lengths = {"kv_lengths": contiguous((problem.B,), "int32")} if problem.has_lengths else {}
-    return replace(layout, kv_lengths=None if lengths else layout.kv_lengths).with_arrays(
+    return layout._replace(kv_lengths=None if lengths else layout.kv_lengths).with_arrays(
         **arrays, **lengths
     )
 

@@ -137,7 +137,7 @@ def test_fields_of_a_block_mask(device: Device, dim: int, kv_tile: tuple[int, in
     """A generic kernel reads no lists of key tiles: those have one entry more, which ends them."""
     problem = asked(enabled_options=("block_mask",), Nq=600, Nk=800, D=dim, Dv=dim)
     mask = BlockMask(np.ones((B, 1, 10, 8), np.bool_), (64, 100))
-    layout = replace(contiguous_inputs(problem), block_mask=mask)
+    layout = contiguous_inputs(problem)._replace(block_mask=mask)
     plan = forward(problem, device, layout)
     expected: Fields = {"mask_block_q": 64, "mask_block_k": 100, "block_kinds_at": (80, 0, 8, 1)}
     if kv_tile:
@@ -161,7 +161,7 @@ def test_a_block_has_each_field_in_its_place() -> None:
 
 def test_lengths_that_differ_are_constants() -> None:
     problem = asked()
-    layout = replace(contiguous_inputs(problem), kv_lengths=(50, 9), q_offset=(3, 3))
+    layout = contiguous_inputs(problem)._replace(kv_lengths=(50, 9), q_offset=(3, 3))
     plan = forward(problem, layout=layout)
     assert {name: x.array().tolist() for name, x in plan.constants.items()} == {
         "kv_lengths": [50, 9]
@@ -214,10 +214,10 @@ def test_rows_of_masks_and_biases_are_read_as_wide_as_they_lie(
     ends = 2 * (keys + 1)  # rows start where others end
     for given, expected in (
         ((mask, bias), (width, alignment)),
-        ((replace(mask, shape=(1, 1, NQ, 1)), replace(bias, shape=(1, HQ, 1, 1))), (1, 0)),
-        ((replace(mask, alignment=1), replace(bias, alignment=2)), (1, 0)),
-        ((replace(mask, strides=(0, 0, keys, 2)), replace(bias, strides=(0, 2, 2, 4))), (1, 0)),
-        ((mask, replace(bias, strides=(0, ends, ends, 2))), (width, 0)),
+        ((mask._replace(shape=(1, 1, NQ, 1)), bias._replace(shape=(1, HQ, 1, 1))), (1, 0)),
+        ((mask._replace(alignment=1), bias._replace(alignment=2)), (1, 0)),
+        ((mask._replace(strides=(0, 0, keys, 2)), bias._replace(strides=(0, 2, 2, 4))), (1, 0)),
+        ((mask, bias._replace(strides=(0, ends, ends, 2))), (width, 0)),
     ):
         key = forward(problem, mask=given[0], bias=given[1]).launches[0].key
         assert (key.mask_vector_width, key.bias_alignment_bytes) == expected
@@ -228,7 +228,7 @@ def test_elements_of_a_bias_are_copied_whole(keys: int, alignment: int) -> None:
     bias = contiguous((1, 1, NQ, keys), "float64")
     for given, expected in (
         (bias, alignment),
-        (replace(bias, alignment=4), 0),
+        (bias._replace(alignment=4), 0),
         (contiguous((1, 1, NQ, 1), "float64"), 0),
     ):
         key = forward(asked(enabled_options=("bias",), Nk=keys), H200, bias=given).launches[0].key
@@ -241,9 +241,9 @@ def test_copies_are_as_wide_as_all_rows_allow(name: str, alignment: int) -> None
     problem = asked(D=64, Dv=64)
     x = contiguous((B, HQ if "q" in name or "o" in name else HKV, 61, 64), "float16")
     batch, *strides = x.strides
-    apart = replace(x, strides=(batch + alignment, *strides))
+    apart = x._replace(strides=(batch + alignment, *strides))
     for plan in (backward,) if name.startswith("d") else (forward, backward):
-        for changed in (replace(x, alignment=alignment), apart):
+        for changed in (x._replace(alignment=alignment), apart):
             given: Fields = {name: changed}
             found = plan(problem, **given)
             widths = {

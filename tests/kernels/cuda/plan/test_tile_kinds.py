@@ -85,7 +85,7 @@ def test_a_plan_brings_nothing_that_the_host_does_not_know() -> None:
     packed = replace(P, dtype=np.dtype("float16"), sequences=3)
     many = replace(P, Nq=1 << 25, Nk=1 << 25)
     for device, problem in product((H200, A100), (packed, many)):
-        layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
+        layout = contiguous_inputs(problem)._replace(kv_lengths=None, q_offset=None)
         for plan in (forward(problem, device, layout), backward(problem, device, layout)):
             assert plan.constants == {}
             assert "tile_kinds" not in plan.workspace.starts
@@ -137,7 +137,7 @@ def test_a_block_mask_of_a_predicate_is_evaluated(device: Device) -> None:
     mask = BlockMask.from_predicate(
         lambda _b, _h, i, j: (i // 128 * 7 + j // 128 * 3) % 5 < 2, (1, 1, 600, 800), (128, 128)
     )
-    layout = replace(contiguous_inputs(problem), block_mask=mask)
+    layout = contiguous_inputs(problem)._replace(block_mask=mask)
     assert set(np.unique(mask.kinds)) == {0, 2}
     for plan in (forward(problem, device, layout), backward(problem, device, layout)):
         assert not plan.block_mask

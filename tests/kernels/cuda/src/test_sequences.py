@@ -28,7 +28,7 @@ def found(
     """Find the blocks of queries, given the ends of all sequences; integers have two dtypes."""
     sizes: dict[str, Any] = {"B": 1, "Hq": HQ, "Hkv": 1, "Nq": queries[-1], "Nk": keys[-1]}
     problem = asked("float32", {"cu_seqlens_q"}, **sizes, sequences=len(queries) - 1)
-    layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
+    layout = contiguous_inputs(problem)._replace(kv_lengths=None, q_offset=None)
     plan = backward(problem, H200, layout)
     key = replace(plan.launches[0].key, block_q=block, packed=True)
     given = {"cu_seqlens_q": queries, "cu_seqlens_k": keys, **more}
@@ -117,7 +117,7 @@ def test_the_longest_sequences_go_first(
     queries, keys = (np.cumsum([0, *each]) for each in lengths)
     sizes: dict[str, Any] = {"B": 1, "Hq": HQ, "Hkv": 1, "Nq": queries[-1], "Nk": keys[-1]}
     problem = asked("float16", {"cu_seqlens_q"}, **sizes, D=D, Dv=D, window=window, sequences=count)
-    layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
+    layout = contiguous_inputs(problem)._replace(kv_lengths=None, q_offset=None)
     ends = {"cu_seqlens_q": queries.astype(np.int32), "cu_seqlens_k": keys}
     device = replace(H200, l2_bytes=l2_bytes)
     plans = forward(problem, device, layout), backward(problem, device, layout)
@@ -157,7 +157,7 @@ def test_interleaved_heads(rows: int, heads: int, tmp_path: Path) -> None:
     ends = np.arange(0, 7 * 256, 256)
     sizes: dict[str, Any] = {"B": 1, "Hq": 4, "Hkv": 4, "Nq": ends[-1], "Nk": ends[-1]}
     problem = asked("float16", {"cu_seqlens_q"}, **sizes, D=64, Dv=64, sequences=6)
-    layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
+    layout = contiguous_inputs(problem)._replace(kv_lengths=None, q_offset=None)
     plan = backward(problem, replace(H200, l2_bytes=2 * rows * 512), layout)
     found = ordered(tmp_path, plan, cu_seqlens_q=ends, cu_seqlens_k=ends)[:12, :10].tolist()
     assert [(b, n) for b, n, *_ in found] == [(b, n) for b in range(6) for n in range(2)]

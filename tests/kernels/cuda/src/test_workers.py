@@ -141,7 +141,7 @@ def test_every_work_tile_of_packed_sequences_is_claimed_once(
     tokens = sum(lengths)
     sizes: dict[str, Any] = {"B": 1, "Hq": 4, "Hkv": 2, "Nq": tokens, "Nk": tokens}
     problem = asked("float16", {"cu_seqlens_q"}, **sizes, D=D, Dv=D, window=CAUSAL, sequences=5)
-    layout = replace(contiguous_inputs(problem), kv_lengths=None, q_offset=None)
+    layout = contiguous_inputs(problem)._replace(kv_lengths=None, q_offset=None)
     plan = forward(problem, replace(H200, sm_count=sm_count), layout)
     launch = plan.launches[-1]
     assert launch.key.groups == 128 // D
