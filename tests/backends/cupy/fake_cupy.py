@@ -183,6 +183,7 @@ class Machine:
         if self._used + nbytes > BYTES:
             self._used = self._start
         place = self._memory[self._used :]
+        assert nbytes <= len(place)
         place[:nbytes] = 0xFF
         self._used += -(-max(nbytes, 1) // 512) * 512
         taken = Taken(self)

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.backends.cupy.fake_cupy import Machine, settle
+from tests.backends.cupy.fake_cupy import Machine, settle, values_at
 from tests.backends.cupy.test_workspace import inputs
 from tileattn import BlockMask
 from tileattn.backends.cupy import backend, improvement
 from tileattn.backends.cupy.executable import Executable
 from tileattn.call.prepared import CALLS
+from tileattn.kernels.cuda.plan.params import PARAMS, POINTERS, template
 
 CAUSAL: dict[str, Any] = {"causal": True}
+LENGTHS: dict[str, Any] = {"kv_lengths": [600, 500]}
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def test_an_assignment_comes_when_a_call_repeats(gpu: Machine) -> None:
     for call in calls:
         call()
     assert gpu.planner.asked == []
-    for call in calls * 2:
+    for call in calls * 2:  # other numbers have no plan of their own before they repeat
         call()
     assert len(gpu.planner.asked) == len(calls)
     gpu.planner.work()
@@ -99,10 +101,49 @@ def test_without_an_assignment_no_thread_block_begins_late(gpu: Machine) -> None
     assert assignments(gpu) == [0] * len(first) + [gpu.sent[0].address]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [LENGTHS | CAUSAL, {"mask_mod": upper}, LENGTHS | {"mask_mod": upper}],
+    ids=lambda x: "+".join(x),
+)
+@pytest.mark.parametrize("deterministic", [None, False])
+def test_a_repeated_call_has_the_numbers_of_its_plan_with_tables(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch, options: Any, deterministic: bool | None
+) -> None:
+    """And kernels find the arrays of that plan at their addresses."""
+    made, plans = backend.launch_plan, []
+
+    def noted(*given: Any, tables: bool = True) -> Any:
+        plan = made(*given, tables=tables)
+        plans.extend([plan] * tables)
+        return plan
+
+    monkeypatch.setattr(backend, "launch_plan", noted)
+    given = inputs(gpu, Nq=1500, Nk=1500, Hq=12, D=8, Dv=8)
+    if deterministic is None:
+        call = partial(tileattn.forward, *map(given.get, "qkv"), **options)
+    else:
+        call = partial(tileattn.backward, **given, **options, deterministic=deterministic)
+    settle(gpu, call)
+    gpu.launches.clear()
+    call()
+    (plan,) = plans
+    block = np.frombuffer(template(plan.fields, plan.aux, plan.cells), PARAMS)[0]
+    assert [x[:3] for x in gpu.launches] == [
+        (x.key, x.grid or 1, x.shared_bytes) for x in plan.launches
+    ]
+    for *_, params in gpu.launches:
+        assert [params[n] for n in PARAMS.names if n not in POINTERS] == [
+            block[n] for n in PARAMS.names if n not in POINTERS
+        ]
+        for name, x in plan.constants.items():
+            assert values_at(params[name], x.shape, x.dtype) == x.array().tolist()
+
+
 def test_a_workspace_is_enough_for_both_plans(gpu: Machine) -> None:
     """Callers may have it before the plan with tables is there."""
     given = inputs(gpu, Nq=300, Nk=700)
-    options: dict[str, Any] = {"kv_lengths": [600, 500], "mask_mod": upper}
+    options: dict[str, Any] = LENGTHS | {"mask_mod": upper}
     q, k, v = (given[name] for name in "qkv")
     space = gpu.array((tileattn.explain(q, k, v, **options).workspace_bytes,), np.uint8)
     for deterministic in (False, True):

@@ -104,7 +104,7 @@ def test_results_whose_rows_are_not_aligned() -> None:
     out = contiguous_inputs(problem).with_contiguous_results(problem, "forward").get("out")
     assert out is not None
     strides = (0, -64, 1 << 41, 2)  # out has no tensor map
-    assert kernels(forward(problem, H200, out=replace(out, strides=strides))) == [HOPPER]
+    assert kernels(forward(problem, H200, out=out._replace(strides=strides))) == [HOPPER]
     assert kernels(forward(problem, H200, out=replace(out, alignment=8))) == ["forward"]
 
 
