@@ -11,7 +11,7 @@ from tileattn.algorithm.parameter_gradient import aux_gradients
 from tileattn.algorithm.residuals import Residuals, rounding_of_lse, row_norms
 from tileattn.backends.buffers import placed
 from tileattn.backends.llvm.arrays import Array, as_batch, as_inputs, aux_table, contiguous
-from tileattn.backends.llvm.execute import Executable, load, new_block
+from tileattn.backends.llvm.execute import Executable, load, memory_layout, new_block
 from tileattn.backends.llvm.parameter_gradient import (
     bias_gradient,
     bias_sums,
@@ -24,7 +24,7 @@ from tileattn.backends.llvm.tasks import divide
 from tileattn.call.parse import four_axes
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
-from tileattn.kernels.llvm.params import BIAS_DTYPES, Layout, put, put_strides
+from tileattn.kernels.llvm.params import BIAS_DTYPES, put, put_strides
 from tileattn.kernels.llvm.sizes import ROWS, SECTION, padded
 from tileattn.kernels.llvm.target import Target
 from tileattn.results import Attention, Gradients
@@ -144,7 +144,7 @@ class LlvmCall(PreparedCall):
             arrays = {**arrays, "unusual": np.zeros((self.problem.B, P.Hkv), np.int64)}
         aux = tuple((array.dtype, array.ndim) for array in x.aux)
         learning = name == "backward" and x.wants("aux")
-        layout = Layout(P.is_packed, P.is_paged)
+        layout = memory_layout(P)
         kind = P.dtype, P.D, P.Dv, layout, P.score_mod, P.mask_mod, aux, learning
         for target in targets:
             division = divide(name, P, target, x, arrays, self.backend.split_keys, few)

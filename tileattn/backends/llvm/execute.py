@@ -55,6 +55,12 @@ class LoadedModule:
         )
 
 
+def memory_layout(P: Problem) -> Layout:
+    """Return the layout of a call, which is compiled without code for options that it lacks."""
+    changed = P.changes_scores or P.has_pair_mask or P.has_dropout or P.has_sinks
+    return Layout(P.is_packed, P.is_paged, changed)
+
+
 @functools.lru_cache(maxsize=_MOST_MODULES)
 def load(
     name: str, target: Target, dtype: np.dtype[Any], D: int, Dv: int, layout: Layout,

@@ -8,11 +8,11 @@ import numpy as np
 from tileattn.backends.addresses import Overlap, address_of
 from tileattn.backends.buffers import placed
 from tileattn.backends.llvm.arrays import Array, contiguous, settings
-from tileattn.backends.llvm.execute import Executable, load, new_block
+from tileattn.backends.llvm.execute import Executable, load, memory_layout, new_block
 from tileattn.backends.llvm.tasks import divide
 from tileattn.call.options import INTEGERS, Options, options_with
 from tileattn.call.problem import Operands, Problem
-from tileattn.kernels.llvm.params import Layout, put_forward_rows, put_strides
+from tileattn.kernels.llvm.params import put_forward_rows, put_strides
 from tileattn.kernels.llvm.target import Target
 from tileattn.results import Attention
 
@@ -51,7 +51,7 @@ class PlainForward:
     ) -> None:
         name = "decode" if P.Nq <= few else "forward"
         self._settings = others = settings(P, x)
-        layout = Layout(packed=False, paged=P.is_paged)
+        layout = memory_layout(P)
         module = load(name, target, P.dtype, P.D, P.Dv, layout, P.score_mod, P.mask_mod)
         division = divide(name, P, target, x, others, split_keys, few)
         block = new_block(P, division, others)

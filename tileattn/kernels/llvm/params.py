@@ -36,13 +36,17 @@ BF16_TRANSPOSES = {"forward": ("v",), "backward": ("q", "dout")}
 
 
 class Layout(NamedTuple):
-    """The memory layout of the sequences."""
+    """The memory layout of the sequences, and whether a module has code for all options."""
 
     packed: bool = False  # sequences are concatenated, not padded to batch entries
     paged: bool = False  # keys and values are in pages
+    optional: bool = True  # False: without code for `OPTIONAL`, a third of all
 
 
 BATCHED = Layout()
+
+OPTIONAL = {"mask", "block_kinds", "bias", "alibi_slopes", "softcap", "threshold", "sinks"}
+"""Fields that are 0 without options that modify scores, mask pairs or drop probabilities."""
 
 BIAS_DTYPES = ("float16", "bfloat16", "float32", "float64")
 """Dtypes by the number in the field ``bias_dtype``."""

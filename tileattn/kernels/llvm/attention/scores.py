@@ -13,7 +13,7 @@ from typing import Any
 from tileattn.kernels.llvm.attention.block_mask import block_bits
 from tileattn.kernels.llvm.attention.expressions import TileFunctions
 from tileattn.kernels.llvm.attention.parameter_gradient import ElementSums
-from tileattn.kernels.llvm.instructions.code import I1, I64, POINTER, Code, i64, same
+from tileattn.kernels.llvm.instructions.code import I1, I64, NEVER, POINTER, Code, i64, same
 from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
 from tileattn.kernels.llvm.instructions.numerics import tanh
 from tileattn.kernels.llvm.params import BIAS_DTYPES
@@ -127,7 +127,8 @@ def may_be_hidden(c: Code, p: Params, functions: TileFunctions) -> Any:
 
 def masks_given(c: Code, p: Params) -> Any:
     """Return True with a dense mask or a block mask; a mask_mod has a block mask."""
-    return c.b.or_(p.given("mask"), p.given("block_kinds"))
+    dense = p.given("mask")  # both are optional
+    return NEVER if dense is NEVER else c.b.or_(dense, p.given("block_kinds"))
 
 
 def mask_bits(

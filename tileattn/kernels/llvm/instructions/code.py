@@ -31,6 +31,10 @@ def same(kind: Any, n: int) -> ir.Constant:
     return ir.Constant(kind, [n] * kind.count if isinstance(kind, ir.VectorType) else n)
 
 
+NEVER = same(I1, 0)
+"""The condition of code that is not emitted."""
+
+
 class Code:
     """Emits the instructions of a function that has no body yet; sums have the given dtype."""
 
@@ -321,12 +325,17 @@ class Code:
         self.loop(i64(0), count, lambda i, _: body(i) and None)
 
     def when(self, condition: Any, body: Callable[[], Any]) -> None:
-        """Run a body if a condition holds."""
+        """Run a body if a condition holds; emit nothing for `NEVER`."""
+        if condition is NEVER:
+            return
         with self.b.if_then(condition):
             body()
 
     def when_else(self, condition: Any, body: Callable[[], Any], other: Callable[[], Any]) -> None:
-        """Run one of two bodies."""
+        """Run one of two bodies; emit only the other for `NEVER`."""
+        if condition is NEVER:
+            other()
+            return
         with self.b.if_else(condition) as (then, otherwise):
             with then:
                 body()
@@ -337,6 +346,8 @@ class Code:
         self, condition: Any, body: Callable[[], Sequence[Any]], *others: Any
     ) -> list[Any]:
         """Return the values that a body computes if a condition holds, and other values if not."""
+        if condition is NEVER:
+            return list(others)
         places = [self.variable(x.type, x) for x in others]
 
         def store() -> None:

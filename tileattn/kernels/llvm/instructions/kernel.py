@@ -6,8 +6,8 @@ from typing import Any
 from llvmlite import ir
 
 from tileattn.kernels.llvm.instructions.bfloat16 import configure_tiles, release_tiles
-from tileattn.kernels.llvm.instructions.code import I1, I64, POINTER, Code, i64, same
-from tileattn.kernels.llvm.params import ARRAYS, BATCHED, FIELDS, FLOATS, Layout
+from tileattn.kernels.llvm.instructions.code import I1, I64, NEVER, POINTER, Code, i64, same
+from tileattn.kernels.llvm.params import ARRAYS, BATCHED, FIELDS, FLOATS, OPTIONAL, Layout
 from tileattn.kernels.llvm.target import Target
 from tileattn.kernels.llvm.user_functions import NO_FUNCTIONS, Functions
 
@@ -26,7 +26,8 @@ class Params:
     """
 
     def __init__(self, c: Code, block: Any, layout: Layout) -> None:
-        self._c, self._block, self._packed, self.paged = c, block, *layout
+        self._c, self._block, self._layout = c, block, layout
+        self.paged = layout.paged
 
     def __getattr__(self, name: str) -> Any:
         c = self._c
@@ -41,6 +42,8 @@ class Params:
     def given(self, name: str) -> Any:
         """Return True if the call has this array, or this number is not 0."""
         c = self._c
+        if name in OPTIONAL and not self._layout.optional:
+            return NEVER
 
         def load() -> Any:
             return c.b.icmp_signed("!=", self._load(name, I64), i64(0))
@@ -55,7 +58,7 @@ class Params:
         c, at, axes = self._c, getattr(self, name), ARRAYS[name]
         for axis, index in zip(axes, indices, strict=False):
             at = c.at(at, c.b.mul(index, getattr(self, f"{name}_{axis}")))
-        if self._packed and axes in _TOKENS and not (self.paged and axes == "bhj"):
+        if self._layout.packed and axes in _TOKENS and not (self.paged and axes == "bhj"):
             first, _ = self._span(_TOKENS[axes], indices[0])
             at = c.row(at, getattr(self, f"{name}_{axes[-1]}"), first)
         return at
@@ -108,11 +111,11 @@ class Params:
 
     def queries(self, batch: Any) -> Any:
         """Return the number of queries of a batch entry."""
-        return self._length("cu_seqlens_q", batch) if self._packed else self.Nq
+        return self._length("cu_seqlens_q", batch) if self._layout.packed else self.Nq
 
     def keys(self, batch: Any) -> Any:
         """Return the number of keys of a batch entry."""
-        return self._length("cu_seqlens_k", batch) if self._packed else self.Nk
+        return self._length("cu_seqlens_k", batch) if self._layout.packed else self.Nk
 
     def _length(self, name: str, batch: Any) -> Any:
         first, end = self._span(name, batch)
