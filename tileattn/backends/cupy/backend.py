@@ -41,7 +41,8 @@ _REMEDY = (
     "pip install 'cupy-cuda12x[ctk]'; backend='numpy' needs none"
 )
 
-_PLACED = ONE_NUMBER | {"kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"}
+_INTEGER_OPTIONS = {"kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"}
+_PLACED = ONE_NUMBER | _INTEGER_OPTIONS | {"score_mod", "mask_mod"}
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))  # which kernels read in place
 
 MAX_KINDS = 96  # plans of kinds that calls of equal options share: by sizes, alignments, GPUs

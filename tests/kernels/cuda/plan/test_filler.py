@@ -16,7 +16,8 @@ from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forw
 
 OPTIONS = (
     *(frozenset[str](), frozenset({"kv_lengths"}), frozenset({"softcap", "dropout_p"})),
-    frozenset({"cu_seqlens_q"}),
+    *(frozenset({"cu_seqlens_q"}), frozenset({"mask_mod"}), frozenset({"score_mod"})),
+    *(frozenset({"mask_mod", "score_mod"}), frozenset({"mask_mod", "cu_seqlens_q"})),
 )
 
 
@@ -46,7 +47,7 @@ def varied(rng: Random, layout: CallLayout, B: int, options: frozenset[str]) -> 
 
 def facts(plan: LaunchPlan) -> dict[str, Any]:
     return {
-        "template": template(plan.fields, plan.aux),
+        "template": template(plan.fields, plan.aux, plan.cells),
         "grids": [x.grid for x in plan.launches],
         "workspace": plan.workspace,
         "carried": [(name, x.data) for name, x in plan.carried.items()],

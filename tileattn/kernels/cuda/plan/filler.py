@@ -14,8 +14,15 @@ from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import KernelLaunch, folds_scale
 from tileattn.kernels.cuda.families.grid import GridSizes, padded_rows
 from tileattn.kernels.cuda.plan.layout import ROWS, CallLayout
-from tileattn.kernels.cuda.plan.params import CELLS, ON_DEVICE, PACKED, SECTIONS, softcap_field
-from tileattn.kernels.cuda.plan.plan import MAX_CARRIED, WORD, LaunchPlan
+from tileattn.kernels.cuda.plan.params import (
+    CELLS,
+    ON_DEVICE,
+    PACKED,
+    SECTIONS,
+    constant_cells,
+    softcap_field,
+)
+from tileattn.kernels.cuda.plan.plan import MAX_CARRIED, WORD, LaunchPlan, mask_tiles
 from tileattn.kernels.cuda.plan.scheduler import schedule_of
 from tileattn.kernels.cuda.plan.workspace import Workspace, workspace_of
 
@@ -54,12 +61,12 @@ class Filled(NamedTuple):
 
 
 def can_fill(plan: LaunchPlan, names: Sequence[str]) -> bool:
-    """Return True if a plan has only arrays of `FILLED`, and neither copies, tables nor pages."""
-    kind = plan.kind
-    tables = plan.constants or kind.classifying or plan.block_mask or plan.problem.is_paged
-    others = (
-        plan.copies_in or plan.copies_out or kind.functions or not plan.carried.keys() <= {*_PLACES}
-    )
+    """Return True if a plan has only arrays of `FILLED`, and neither copies, tables nor pages.
+
+    Functions of the caller must not read arrays.
+    """
+    tables = plan.constants or plan.block_mask or plan.problem.is_paged
+    others = plan.copies_in or plan.copies_out or plan.aux or not plan.carried.keys() <= {*_PLACES}
     has_main = any(launch.traits.main for launch in plan.launches)
     return has_main and not (tables or others) and FILLED.issuperset(names)
 
@@ -76,10 +83,11 @@ class Filler:
     """
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str]) -> None:
-        kind = plan.kind
-        self._direction, self._device = kind.direction, kind.device
+        self._kind = kind = plan.kind
         running = {id(launch.key) for launch in plan.launches}
-        self._rules = [(launch.blocks, id(launch.key) in running) for launch in kind.launches]
+        self._classifies = any(id(launch.key) in running for launch in kind.classifying)
+        launches = (*kind.classifying, *kind.launches) if self._classifies else kind.launches
+        self._rules = [(launch.blocks, id(launch.key) in running) for launch in launches]
         self._running = plan.launches
         self._place = next(n for n, launch in enumerate(plan.launches) if launch.traits.main)
         self._main = plan.launches[self._place][:-1]
@@ -104,7 +112,13 @@ class Filler:
         ``given`` are lengths and offsets, as in `CallLayout`. ``arrays`` have shapes and strides,
         in the order of the names.
         """
-        sizes = GridSizes(P)
+        kind, layout = self._kind, CallLayout((), given[0], given[1])
+        sizes, mask = GridSizes(P), None
+        if kind.classifying:
+            mask = mask_tiles(kind, P, layout, tables=False)
+            if bool(mask.launches) is not self._classifies:
+                return None
+            sizes = GridSizes(P, mask_lines=mask.lines)
         grids = []
         for rule, runs in self._rules:
             grid = rule.thread_blocks(sizes)
@@ -113,8 +127,7 @@ class Filler:
             if grid is not None:
                 grids.append(grid)
         main = KernelLaunch(*self._main, grids[self._place])
-        layout = CallLayout((), given[0], given[1])
-        schedule = schedule_of(P, layout, (main,), self._device, tables=False)
+        schedule = schedule_of(P, layout, (main,), kind.device, tables=False)
         parts, carried, places = schedule.parts, [], []
         for brought, each, (name, field) in zip(self._brought, given, _PLACES.items(), strict=True):
             value = 0
@@ -130,9 +143,17 @@ class Filler:
             places.append(value)
         if carried:
             parts = {name: len(words) for name, words in carried} | parts
-        workspace = workspace_of(P, self._running, parts, schedule.zeros, self._direction)
         cells = self._cells(P, arrays, places, _schedule_cells(schedule))
-        return Filled(PACKED.pack(*cells), grids, workspace, carried)
+        if mask is not None:
+            parts = parts | mask.parts
+            for name, x in mask.arrays.items():
+                at = CELLS[f"{name}_at"]
+                cells[at : at + 4] = x.elements
+        workspace = workspace_of(P, self._running, parts, schedule.zeros, kind.direction)
+        template = PACKED.pack(*cells)
+        if kind.functions:
+            template += array("q", constant_cells(P)).tobytes()
+        return Filled(template, grids, workspace, carried)
 
     def _cells(
         self, P: Problem, arrays: Sequence[Any], places: Sequence[int], schedule: Sequence[int]

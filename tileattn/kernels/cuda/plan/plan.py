@@ -179,7 +179,7 @@ def launch_plan(
     P, device = problem, kind.device
     copied = dict(copies(P, layout))
     arrays = dict(layout.arrays) | copied
-    mask = _mask_tiles(kind, P, layout, tables)
+    mask = mask_tiles(kind, P, layout, tables=tables)
     found = learned_arrays(P, layout, device.sm_count)
     learned = learned_layouts(layout, found)
     sizes = GridSizes(
@@ -232,7 +232,7 @@ def launch_plan(
     )
 
 
-class _MaskTiles(NamedTuple):
+class MaskTiles(NamedTuple):
     """The part of a plan that follows from masks: kinds of tiles, lists of tiles."""
 
     launches: tuple[KernelLaunch, ...]  # classify tiles on the device, and list them
@@ -244,7 +244,8 @@ class _MaskTiles(NamedTuple):
     is_provisional: bool
 
 
-def _mask_tiles(kind: KindPlan, P: Problem, layout: CallLayout, tables: bool) -> _MaskTiles:
+def mask_tiles(kind: KindPlan, P: Problem, layout: CallLayout, *, tables: bool) -> MaskTiles:
+    """Decide how masks leave out tiles in a pass."""
     mask, main, tile = layout.listed_mask, kind.main, kind.mask_tile
     kinds, lists = tile_kinds_of(P, mask, tile, tables=tables), None
     if main is not None and main.traits.tile_lists:
@@ -271,7 +272,7 @@ def _mask_tiles(kind: KindPlan, P: Problem, layout: CallLayout, tables: bool) ->
             parts |= lists.workspace()
         elif layout.block_mask is None:
             constants["tile_list"] = lists.constant(layout.evaluated_mask)
-    return _MaskTiles(launches, lines, arrays, parts, constants, lists, kinds.is_provisional)
+    return MaskTiles(launches, lines, arrays, parts, constants, lists, kinds.is_provisional)
 
 
 def with_grids(launches: Iterable[KernelLaunch], sizes: GridSizes) -> tuple[KernelLaunch, ...]:
