@@ -8,6 +8,8 @@ import pytest
 import tileattn
 from tests.backends.cupy.fake_cupy import Machine, at_host, settle, values_at
 from tileattn import Gradients, UnsupportedError
+from tileattn.backends.cupy import backend
+from tileattn.kernels.cuda.plan.plan import launch_plan
 
 WRT = ("q", "k", "v")
 
@@ -35,6 +37,10 @@ def mask_mod(b: Any, h: Any, i: Any, j: Any, table: Any, number: Any) -> Any:
 
 def window(b: Any, h: Any, i: Any, j: Any) -> Any:
     return abs(i - j) < 40
+
+
+def doubled(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s * 2
 
 
 BOTH: dict[str, Any] = {"score_mod": score_mod, "mask_mod": mask_mod}
@@ -160,3 +166,33 @@ def test_explain_reads_no_array(gpu: Machine) -> None:
     clause = "mask_mod: counted without the values of aux; the GPU reads them and skips more tiles"
     assert clause in found.reasons
     assert clause not in tileattn.explain(q, k, k, mask_mod=window).reasons
+
+
+@pytest.mark.parametrize("deterministic", [None, False, True])
+def test_calls_with_functions_are_planned_once_for_many_lengths(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch, deterministic: bool | None
+) -> None:
+    """Other lengths are filled into the plan of the first one, and the same kernels run."""
+    planned = []
+
+    def plan(*given: Any, **options: Any) -> Any:
+        planned.append(given)
+        return launch_plan(*given, **options)
+
+    monkeypatch.setattr(backend, "launch_plan", plan)
+    started, kinds = [], []
+    for n in (1100, 1200, 1300, 1500):
+        q, k, v = (gpu.array((2, heads, n, 64), np.float16) for heads in (6, 2, 2))
+        options: dict[str, Any] = {"mask_mod": window, "score_mod": doubled}
+        gpu.started.clear()
+        if deterministic is None:
+            tileattn.forward(q, k, v, **options)
+        else:
+            lse = gpu.array((2, 6, n), np.float32)
+            tileattn.backward(q, q, k, v, q, lse, deterministic=deterministic, **options)
+        started.append(tuple(gpu.started))
+        kinds.append(gpu.launches[-1][-1]["tile_kinds_at"].tolist())
+    assert len(planned) == 1
+    assert len(set(started)) == 1
+    assert started[0][0] == "classify_tiles"
+    assert len(set(kinds)) == 4

@@ -9,7 +9,10 @@ import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200, asked
 from tileattn.call.problem import Problem
+from tileattn.expressions.build import apply
 from tileattn.expressions.functions import mask_expression, score_expression
+from tileattn.expressions.nodes import Kind
+from tileattn.expressions.parameters import cell_of, parameter
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.kind_plan import KindPlan, kind_key
 from tileattn.kernels.cuda.plan.layout import CallLayout, contiguous, contiguous_inputs
@@ -23,7 +26,11 @@ WINDOWS = {
 }
 FUNCTIONS = {
     "mask_mod": mask_expression(lambda _b, _h, i, j: i - j < 9, ()),
-    "score_mod": score_expression(lambda s, _b, h, _i, _j: s * h, ()),
+    "score_mod": apply(
+        "multiply",
+        score_expression(lambda s, _b, h, _i, _j: s * h, ()),
+        parameter(0, Kind.FLOAT),
+    ),
 }
 
 
@@ -47,6 +54,7 @@ def cases(dtype: str, options: frozenset[str], bounded: Any, dims: tuple[int, in
             dropout_p=rng.uniform(0.1, 0.9) if base.has_dropout else 0.0,
             softcap=rng.uniform(1.0, 9.0) if base.has_softcap else None,
             sequences=rng.randrange(1, 9) if base.is_packed else None,
+            constants=(cell_of(rng.random()),) if base.score_mod is not None else (),
         )
         layout = contiguous_inputs(problem)
         if problem.is_packed:
