@@ -1,14 +1,16 @@
 """Replace the variables that a function captures by stand-ins, while it is traced.
 
+A captured number becomes a parameter (`captured_numbers`).
+
 A captured array, ``ids`` in ``lambda b, h, i, j: ids[i] == ids[j]``, takes no traced index. Its
 stand-in does, and turns the read into an element of ``aux``. PyTorch tensors need no stand-in: they
 dispatch to the index. JAX's functions refuse traced values, and are replaced by NumPy's.
 """
 
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import repeat
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,35 +18,46 @@ import numpy as np
 
 from tileattn.array_functions import ArrayFunctions
 from tileattn.expressions.aux_arrays import is_array
+from tileattn.expressions.captured_numbers import Mathematics, on_numbers
 from tileattn.expressions.state import names_of
 from tileattn.expressions.trace import Source, TracedArray
 
 _DEPTH = 4  # of functions that call functions
+_NO_NUMBERS: Mapping[Hashable, Any] = {}
 
 
-def with_stand_ins(function: Any, source: "Source | _Parameters") -> Any:
-    """Return a function that reads stand-ins for captured arrays; itself if there are none."""
-    return _StandIns(source).of("", function, 0)
+def with_stand_ins(
+    function: Any, source: "Source | _Parameters", numbers: Mapping[Hashable, Any] = _NO_NUMBERS
+) -> Any:
+    """Return a function that reads stand-ins for captured arrays; itself if there are none.
+
+    ``numbers`` are the stand-ins for captured numbers, by their places in a `State`.
+    """
+    return _StandIns(source, numbers).of("", function, 0)
 
 
 class _StandIns:
     """Stand-ins for the variables of a function."""
 
-    def __init__(self, source: "Source | _Parameters") -> None:
-        self._source = source
+    def __init__(self, source: "Source | _Parameters", numbers: Mapping[Hashable, Any]) -> None:
+        self._source, self._numbers = source, numbers
         self._functions: dict[int, Any] = {}
 
-    def of(self, name: str, x: Any, depth: int) -> Any:
+    def of(self, name: str, x: Any, depth: int, place: tuple[Hashable, ...] = ()) -> Any:
         """Return the stand-in for a variable; the variable itself if it needs none."""
+        if place in self._numbers:
+            return self._numbers[place]
         if isinstance(x, FunctionType):
-            return self._function(x, depth) if depth < _DEPTH else x
+            return self._function(x, depth)
         if isinstance(x, MethodType):
             inner = self.of(name, x.__func__, depth)
             return x if inner is x.__func__ else MethodType(inner, x.__self__)
         if type(x) is partial:
-            return partial(self.of(name, x.func, depth), *x.args, **x.keywords)
-        if type(x) in (tuple, list) and any(map(callable, x)):
-            return type(x)(self.of(name, y, depth) for y in x)
+            return self._partial(name, x, depth)
+        if type(x) in (tuple, list) and (self._numbers or any(map(callable, x))):
+            return type(x)(self.of(name, y, depth, (*place, n)) for n, y in enumerate(x))
+        if self._numbers and (x is math or getattr(x, "__self__", None) is math):
+            return Mathematics() if x is math else on_numbers(x)
         if isinstance(x, ModuleType):
             return _Module(x) if x.__name__.partition(".")[0] == "jax" else x
         if hasattr(type(x), "__torch_function__") or not is_array(x) or not x.shape:
@@ -56,32 +69,59 @@ class _StandIns:
         return _OtherArray(self._source, name, x)
 
     def _function(self, x: FunctionType, depth: int) -> Any:
-        if id(x) in self._functions:  # also where it calls itself
-            return self._functions[id(x)]
+        if id(x) in self._functions:
+            found = self._functions[id(x)]
+            if found is x and self._numbers:
+                raise TypeError("a function that calls itself reads its numbers as they are")
+            return found
+        if depth >= _DEPTH:
+            if self._numbers:
+                raise TypeError("functions that call functions are too deep")
+            return x
         self._functions[id(x)] = x
         code, scope, defaults = x.__code__, x.__globals__, x.__defaults__ or ()
         names = names_of(code)
         if names is None:
             return x
-        variables = {name: self.of(name, scope[name], depth + 1) for name in names if name in scope}
+        variables = {
+            name: self.of(name, scope[name], depth + 1, (id(scope), name))
+            for name in names
+            if name in scope
+        }
         cells = zip(code.co_freevars, x.__closure__ or (), strict=True)
         parameters = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
         made = FunctionType(
             code,
             {**scope, **variables},
             x.__name__,
-            tuple(map(self.of, parameters, defaults, repeat(depth + 1))),
+            tuple(
+                self.of(name, y, depth + 1, (id(x), n))
+                for n, (name, y) in enumerate(zip(parameters, defaults, strict=True))
+            ),
             tuple(self._cell(name, cell, depth + 1) for name, cell in cells),
         )
         keywords = x.__kwdefaults__ or {}
         made.__dict__.update(x.__dict__)
-        made.__kwdefaults__ = {name: self.of(name, y, depth + 1) for name, y in keywords.items()}
+        made.__kwdefaults__ = {
+            name: self.of(name, y, depth + 1, (id(x), name)) for name, y in keywords.items()
+        }
         self._functions[id(x)] = made
         return made
 
+    def _partial(self, name: str, x: "partial[Any]", depth: int) -> Any:
+        function = self.of(name, x.func, depth)
+        if not self._numbers:
+            return partial(function, *x.args, **x.keywords)
+        args = self.of(name, x.args, depth, (id(x), 1))
+        keywords = {
+            key: self.of(key, y, depth, (id(x), n, 1))
+            for n, (key, y) in enumerate(sorted(x.keywords.items()), 2)
+        }
+        return partial(function, *args, **keywords)
+
     def _cell(self, name: str, cell: CellType, depth: int) -> CellType:
         try:
-            return CellType(self.of(name, cell.cell_contents, depth))
+            return CellType(self.of(name, cell.cell_contents, depth, (id(cell),)))
         except ValueError:  # not assigned yet
             return cell
 

@@ -5,7 +5,8 @@ caller's objects, and may be passed in place of a function.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,11 +14,12 @@ import numpy as np
 
 from tileattn.expressions import build
 from tileattn.expressions.aux_arrays import AuxArrays, kind_of
+from tileattn.expressions.captured_numbers import Recorder, Traces
 from tileattn.expressions.captures import with_stand_ins
 from tileattn.expressions.intervals import all_bounds
 from tileattn.expressions.nodes import INDICES, Kind, Node, constant, elements
-from tileattn.expressions.parameters import Expression, index_cells
-from tileattn.expressions.state import state_of
+from tileattn.expressions.parameters import Expression, index_cells, lifted
+from tileattn.expressions.state import State, literals_of, state_of
 from tileattn.expressions.trace import Source, Traced, TracedArray, node_of, trace
 from tileattn.lru import Lru
 from tileattn.messages import must_be
@@ -42,15 +44,15 @@ def read_functions(options: Mapping[str, Any], aux: Aux | None = None) -> Any:
     if kinds is None:
         return options
     found, arrays = dict(options), aux
-    for name, expression in _EXPRESSIONS.items():
+    for name in ("score_mod", "mask_mod"):
         function = options.get(name)
         if function is None or type(function) is Expression:
             continue
-        node = _CACHE.get((state_of(function), name, kinds))
-        if node is None:
+        known = _known(state_of(function), name, kinds)
+        if known is None:
             arrays = AuxArrays(given or ()) if arrays is None else arrays
-            node = expression(function, arrays)
-        found[name] = Expression(node)
+            known = expression_of(function, arrays, name)
+        found[name] = known
     if isinstance(arrays, AuxArrays) and len(arrays) > len(arrays.parameters):
         found["aux"] = tuple(arrays)
     return found
@@ -82,22 +84,33 @@ def expression_of(function: Any, aux: Aux, name: str) -> Expression:
     """
     if type(function) is Expression:
         return function
-    if name == "score_mod":
-        return Expression(score_expression(function, aux))
-    return Expression(mask_expression(function, aux, name))
+    if type(function) is Node:
+        return Expression(function)
+    if not callable(function) or isinstance(function, type):
+        raise TypeError(must_be(name, "a function", function))
+    parameters = aux.parameters if isinstance(aux, AuxArrays) else aux
+    kinds = _kinds(parameters) or ()
+    state = state_of(function)
+    known = _known(state, name, kinds)
+    if known is None and state is not None:
+        known = _with_parameters(function, aux, name, kinds, state)
+    if known is not None:
+        return known
+    node, literals = _traced(function, aux, name, kinds), literals_of(function)
+    found = Expression(node) if literals is None else lifted(node, _LITERALS | literals)
+    if state is not None:
+        _EXACT.keep((state.key, name, kinds), found)
+    return found
 
 
 def score_expression(function: Any, aux: Aux) -> Node:
-    """Trace ``score_mod(s, b, h, i, j, *aux)``; raise TypeError if it is none."""
-    return _traced(function, "score_mod", ("s", *INDICES), aux, _score)
+    """Trace ``score_mod(s, b, h, i, j, *aux)`` with constants; raise TypeError if it is none."""
+    return _traced(function, aux, "score_mod", _kinds(aux) or ())
 
 
 def mask_expression(function: Any, aux: Aux, name: str = "mask_mod") -> Node:
-    """Trace ``mask_mod(b, h, i, j, *aux)``; raise TypeError if it is none."""
-    return _traced(function, name, INDICES, aux, _mask)
-
-
-_EXPRESSIONS = {"score_mod": score_expression, "mask_mod": mask_expression}
+    """Trace ``mask_mod(b, h, i, j, *aux)`` with constants; raise TypeError if it is none."""
+    return _traced(function, aux, name, _kinds(aux) or ())
 
 
 def _score(node: Node, name: str) -> Node:
@@ -172,35 +185,52 @@ def _outside(
     return tuple(found)
 
 
+def _known(state: State | None, name: str, kinds: Any) -> Expression | None:
+    """Look up the expression of a function of known state."""
+    traces = None if state is None else _TRACES.get((state.structure, name, kinds))
+    if state is None or traces is None:
+        return None
+    try:
+        known: Expression | None = traces.find(state.numbers)
+    except Exception:  # arithmetic on these numbers may raise anything
+        known = None
+    return known or _EXACT.get((state.key, name, kinds))
+
+
+def _with_parameters(
+    function: Any, aux: Aux, name: str, kinds: Any, state: State
+) -> Expression | None:
+    """Trace a function with parameters for the numbers that it captures; None if that fails."""
+    key = state.structure, name, kinds
+    traces = _TRACES.get(key)
+    if traces is None:
+        traces = Traces()
+        _TRACES.keep(key, traces)
+    recorder = Recorder(traces, state.numbers)
+    numbers = {place: recorder.number(n) for place, n in state.places.items()}
+    try:
+        return recorder.keep(_traced(function, aux, name, kinds, numbers))
+    except Exception:  # a function may raise anything
+        return None
+
+
 def _traced(
-    function: Any,
-    name: str,
-    inputs: tuple[str, ...],
-    aux: Aux,
-    checked: Callable[[Node, str], Node],
+    function: Any, aux: Aux, name: str, kinds: Any, numbers: Mapping[Any, Any] | None = None
 ) -> Node:
-    """Look up the expression of a function, or trace it."""
+    """Trace a function; ``numbers`` are stand-ins for the numbers that it captures, by place."""
     if type(function) is Node:
         return function
     if not callable(function) or isinstance(function, type):
         raise TypeError(must_be(name, "a function", function))
-    arrays = aux if isinstance(aux, AuxArrays) else None
-    parameters = aux if arrays is None else arrays.parameters
-    kinds = _kinds(parameters) or ()
-    state = state_of(function)
-    key = state, name, kinds
-    node: Node | None = _CACHE.get(key)
-    if node is None:
-        try:
-            source = Source(name, arrays)
-            value = trace(with_stand_ins(function, source), source, inputs, kinds)
-        except TypeError:
-            check_parameters(function, name, inputs, len(parameters))
-            raise
-        node = checked(_result(value, name), name)
-        if state is not None:
-            _CACHE.keep(key, node)
-    return node
+    inputs = ("s", *INDICES) if name == "score_mod" else INDICES
+    try:
+        source = Source(name, aux if isinstance(aux, AuxArrays) else None)
+        value = trace(with_stand_ins(function, source, numbers or {}), source, inputs, kinds)
+    except TypeError:
+        check_parameters(function, name, inputs, len(kinds))
+        raise
+    node = _result(value, name)
+    return _score(node, name) if name == "score_mod" else _mask(node, name)
 
 
 def _kinds(aux: Any) -> tuple[tuple[Kind, int], ...] | None:
@@ -247,5 +277,8 @@ def _result(value: Any, name: str) -> Node:
     )
 
 
-_CACHE = Lru(_MOST)
-"""The expressions of functions of known state."""
+_TRACES, _EXACT = Lru(_MOST), Lru(_MOST)
+"""The traces of functions of known state, and the expressions of those with constants alone."""
+
+_LITERALS = frozenset({-1, 0, 1, math.inf})
+"""Constants that are no parameters: operations such as ``isinf`` bring them."""

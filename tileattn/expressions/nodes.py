@@ -7,7 +7,7 @@ is a table of rules by operation, and one loop over `ordered`.
 import enum
 import hashlib
 import json
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -109,16 +109,19 @@ def depends_on(output: Node, name: str) -> bool:
     return any(node.op == "input" and node.value == name for node in ordered([output]))
 
 
+def substituted(output: Node, by: Mapping[Node, Node]) -> Node:
+    """Replace some nodes of an expression."""
+    made: dict[Node, Node] = {}
+    for node in ordered([output], by):
+        inputs = () if node in by else tuple(made[x] for x in node.inputs)
+        made[node] = by.get(node) or Node(node.op, node.kind, inputs, node.value)
+    return made[output]
+
+
 def replaced(output: Node, name: str, by: Node) -> Node:
     """Replace an input by a node."""
-    made: dict[Node, Node] = {}
-    for node in ordered([output]):
-        if node.op == "input" and node.value == name:
-            made[node] = by
-        else:
-            inputs = tuple(made[x] for x in node.inputs)
-            made[node] = Node(node.op, node.kind, inputs, node.value)
-    return made[output]
+    inputs = (x for x in ordered([output]) if x.op == "input" and x.value == name)
+    return substituted(output, dict.fromkeys(inputs, by))
 
 
 def elements(output: Node) -> list[Node]:

@@ -13,13 +13,21 @@ import numpy as np
 
 from tileattn.expressions.build import apply, computed
 from tileattn.expressions.derivative import derivatives
-from tileattn.expressions.nodes import Kind, Node, elements, from_text, ordered, to_text
+from tileattn.expressions.nodes import (
+    Kind,
+    Node,
+    elements,
+    from_text,
+    ordered,
+    substituted,
+    to_text,
+)
 
 NEAR = 1 << 30
 """Integer parameters are at least -NEAR and below NEAR: plus an index they fit in 32 bits."""
 
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
-_BY_CONSTANTS = ("floor_divide", "remainder", "left_shift", "right_shift")
+DIVISIONS = ("floor_divide", "remainder", "left_shift", "right_shift")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ def parameter(n: int, kind: Kind) -> Node:
 
 def cell_of(x: float) -> int:
     """Return the cell of a number."""
-    if isinstance(x, float):
+    if isinstance(x, float | np.floating):
         bits: int = _INT64.unpack(_DOUBLE.pack(x))[0]
         return bits
     return int(x)
@@ -78,15 +86,8 @@ def number_of(kind: Kind, cell: int) -> bool | int | float:
 @lru_cache(maxsize=256)
 def renumbered(output: Node, first: int) -> Node:
     """Return an expression whose parameters count from ``first``."""
-    if not first:
-        return output
-    made: dict[Node, Node] = {}
-    for node in ordered([output]):
-        if node.op == "parameter":
-            made[node] = parameter(first + int(node.value or 0), node.kind)
-        else:
-            made[node] = Node(node.op, node.kind, tuple(made[x] for x in node.inputs), node.value)
-    return made[output]
+    own = [x for x in ordered([output]) if x.op == "parameter"] if first else []
+    return substituted(output, {x: parameter(first + int(x.value or 0), x.kind) for x in own})
 
 
 def index_cells(output: Node, constants: tuple[int, ...]) -> tuple[int, ...]:
@@ -155,27 +156,25 @@ def cells_of(of: Iterable[Node], constants: Sequence[int]) -> tuple[int, ...]:
     return tuple(cell_of(values[node].item()) for node in of)
 
 
-def lifted(output: Node, literals: Collection[bool | int | float] = ()) -> Expression:
+def lifted(output: Node, literals: Collection[Any] = ()) -> Expression:
     """Turn the constants of an expression into parameters, except ``literals``.
 
     Integers that divide, shift or are not `NEAR` stay constants: kernels are faster by them.
     """
     nodes = ordered([output])
-    kept = {x.inputs[1] for x in nodes if x.kind == Kind.INTEGER and x.op in _BY_CONSTANTS}
+    divisors = {x.inputs[1] for x in nodes if x.kind == Kind.INTEGER and x.op in DIVISIONS}
     made: dict[Node, Node] = {}
-    constants: list[int] = []
     for node in nodes:
-        number: Any = node.value
-        if node.op != "constant":
-            made[node] = Node(node.op, node.kind, tuple(made[x] for x in node.inputs), number)
-        elif node in kept or number in literals or not _is_near(number):
-            made[node] = node
-        else:
-            made[node] = parameter(len(constants), node.kind)
-            constants.append(cell_of(number))
-    return Expression(made[output], tuple(constants))
+        is_number = node.op == "constant" and is_near(node.value)
+        if is_number and node not in divisors and node.value not in literals:
+            made[node] = parameter(len(made), node.kind)
+    numbers: list[Any] = [node.value for node in made]
+    return Expression(substituted(output, made), tuple(map(cell_of, numbers)))
 
 
-def _is_near(x: Any) -> bool:
-    """Return True for a number that may be a parameter."""
-    return type(x) is float or (type(x) is int and -NEAR <= x < NEAR)
+def is_near(x: Any) -> bool:
+    """Return True for a float, or an integer that is `NEAR`; not for booleans."""
+    if isinstance(x, float | np.floating):
+        return True
+    is_integer = isinstance(x, int | np.integer) and not isinstance(x, bool)
+    return is_integer and -NEAR <= x < NEAR

@@ -1,7 +1,8 @@
 """The state of a function: everything that it reads besides its parameters.
 
-A function with known state is traced once for each state. Any other function is traced at each
-call, because what it reads may have changed.
+The state is a structure and the numbers in it. A function with known state is traced once for each
+structure, if all of its numbers can be parameters. Any other function is traced at each call,
+because what it reads may have changed.
 """
 
 import builtins
@@ -13,12 +14,13 @@ import operator
 import sys
 from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
 import numpy as np
 
+_CELL = 8  # bytes of the largest number that may be a parameter
 _PLAIN = frozenset({bool, int, str, bytes, type(None)})
 _MODULES = (np, math, operator)  # with pure functions; attributes are assumed constant
 _ARRAY_FUNCTION = type(np.where)
@@ -38,6 +40,19 @@ class _UnknownStateError(Exception):
     """A function reads an object that may change unseen."""
 
 
+class State(NamedTuple):
+    """What a function reads besides its parameters."""
+
+    structure: Hashable  # everything but the values of numbers
+    numbers: tuple[Any, ...]
+    places: dict[Hashable, int]  # of the numbers: index by variable, while the function lives
+
+    @property
+    def key(self) -> Hashable:
+        """The structure with the values of the numbers."""
+        return self.structure, tuple(map(exact, self.numbers))
+
+
 class Reads(NamedTuple):
     """The global names and the attributes that code looks up."""
 
@@ -45,73 +60,95 @@ class Reads(NamedTuple):
     attributes: frozenset[str]
     is_opaque: bool  # True if the code may look up more than that
     digest: bytes  # of the code
+    literals: frozenset[Any]  # numbers
 
 
 _reads: dict[int, tuple[Callable[[], CodeType | None], Reads]] = {}  # by ``id`` of living code
 
 
-def state_of(function: Any) -> Hashable:
+def state_of(function: Any) -> State | None:
     """Return everything that a function reads besides its parameters; None if that is unknown.
 
     It is known of functions, and of partial functions, whose closure, globals and defaults hold
     numbers, strings, tuples of them, NumPy's functions, and functions of known state.
     """
+    reader = _Reader()
     try:
-        return _state(function, ())
+        structure = reader.structure(function, ())
     except _UnknownStateError:
         return None
+    return State(structure, tuple(reader.numbers), reader.places)
 
 
-def _state(x: Any, around: tuple[Any, ...]) -> Hashable:
-    kind = type(x)
-    if kind is float:
-        return kind, x.hex()
-    if kind in _PLAIN:
-        return kind, x
-    if kind is FunctionType:
-        return _state_of_function(x, around)
-    if kind is tuple:
-        return tuple(_state(y, around) for y in x)
-    if kind is partial and not x.__dict__:
-        return kind, *(_state(y, around) for y in (x.func, x.args, *sorted(x.keywords.items())))
-    if isinstance(x, np.generic) and x.dtype.type is kind and kind is not np.void:
-        return x.dtype, x.tobytes()
-    if is_fixed(x):
-        return kind, x
-    raise _UnknownStateError
+class _Reader:
+    """Reads the state of a function."""
 
+    def __init__(self) -> None:
+        self.numbers: list[Any] = []
+        self.places: dict[Hashable, int] = {}
+        self._functions: dict[int, int] = {}
 
-def _state_of_function(x: FunctionType, around: tuple[Any, ...]) -> Hashable:
-    for n, outer in enumerate(around):
-        if x is outer:
-            return "around", n
-    found = reads(x.__code__)
-    if found.is_opaque or x.__dict__:
+    def structure(self, x: Any, place: tuple[Hashable, ...]) -> Hashable:
+        """Return the structure of an object; ``place`` tells the variable that holds it."""
+        kind = type(x)
+        if kind is float or kind is int:
+            return kind, self._number(x, place)
+        if kind in _PLAIN:
+            return kind, x
+        if kind is FunctionType:
+            return self._of_function(x)
+        if kind is tuple:
+            return tuple(self.structure(y, (*place, n)) for n, y in enumerate(x))
+        if kind is partial and not x.__dict__:
+            parts = x.func, x.args, *sorted(x.keywords.items())
+            return kind, *(self.structure(y, (id(x), n)) for n, y in enumerate(parts))
+        if isinstance(x, np.generic) and x.dtype.type is kind and kind is not np.void:
+            is_number = x.dtype.kind in "iuf" and x.dtype.itemsize <= _CELL
+            return x.dtype, self._number(x, place) if is_number else x.tobytes()
+        if is_fixed(x):
+            return kind, x
         raise _UnknownStateError
-    around = (*around, x)
-    parts: list[Any] = [found.digest]
-    for name in found.names:
-        if name in x.__globals__:
-            parts += (name, _state_of_variable(x.__globals__[name], around, found.attributes))
-        elif name not in _BUILTINS or vars(builtins).get(name) is not _BUILTINS[name]:
+
+    def _number(self, x: Any, place: tuple[Hashable, ...]) -> int:
+        """Return the index of a number: functions that share a variable share it."""
+        if place not in self.places:
+            self.places[place] = len(self.numbers)
+            self.numbers.append(x)
+        return self.places[place]
+
+    def _of_function(self, x: FunctionType) -> Hashable:
+        if id(x) in self._functions:
+            return "function", self._functions[id(x)]
+        self._functions[id(x)] = len(self._functions)
+        found = reads(x.__code__)
+        if found.is_opaque or x.__dict__:
             raise _UnknownStateError
-    for cell in x.__closure__ or ():
-        try:
-            contents = cell.cell_contents
-        except ValueError:  # not assigned yet
-            raise _UnknownStateError from None
-        parts.append(_state_of_variable(contents, around, found.attributes))
-    if x.__defaults__ or x.__kwdefaults__:
-        keywords = tuple(sorted((x.__kwdefaults__ or {}).items()))
-        parts += (_state(x.__defaults__, around), _state(keywords, around))
-    return tuple(parts)
+        parts: list[Any] = [found.digest]
+        for name in found.names:
+            if name in x.__globals__:
+                place = id(x.__globals__), name
+                parts += (name, self._of_variable(x.__globals__[name], place, found.attributes))
+            elif name not in _BUILTINS or vars(builtins).get(name) is not _BUILTINS[name]:
+                raise _UnknownStateError
+        for cell in x.__closure__ or ():
+            try:
+                contents = cell.cell_contents
+            except ValueError:  # not assigned yet
+                raise _UnknownStateError from None
+            parts.append(self._of_variable(contents, (id(cell),), found.attributes))
+        if x.__defaults__ or x.__kwdefaults__:
+            parts.append(self.structure(x.__defaults__, (id(x),)))
+            keywords = sorted((x.__kwdefaults__ or {}).items())
+            parts += ((name, self.structure(y, (id(x), name))) for name, y in keywords)
+        return tuple(parts)
 
-
-def _state_of_variable(x: Any, around: tuple[Any, ...], attributes: frozenset[str]) -> Hashable:
-    """Return the state of a variable of a function, which may be a module."""
-    if type(x) is ModuleType and _has_fixed(x, attributes):
-        return x
-    return _state(x, around)
+    def _of_variable(
+        self, x: Any, place: tuple[Hashable, ...], attributes: frozenset[str]
+    ) -> Hashable:
+        """Return the structure of a variable of a function, which may be a module."""
+        if type(x) is ModuleType and _has_fixed(x, attributes):
+            return x
+        return self.structure(x, place)
 
 
 def is_fixed(x: Any) -> bool:
@@ -139,6 +176,21 @@ def _are_fixed(module: ModuleType, attributes: frozenset[str]) -> bool:
     return all(type(x) in plain or is_fixed(x) for x in found)
 
 
+def exact(x: Any) -> Hashable:
+    """Return the type and the value of a number: -0.0 differs from 0.0, and NaN equals itself."""
+    kind = type(x)
+    if kind is float:
+        return kind, x.hex()
+    return (kind, x) if kind in (bool, int) else (x.dtype, x.tobytes())
+
+
+def literals_of(function: Any) -> frozenset[Any] | None:
+    """Return the numbers in the code of a function; None for other callables."""
+    function = function.func if type(function) is partial else function
+    known = isinstance(function, FunctionType | MethodType)
+    return reads(function.__code__).literals if known else None
+
+
 def names_of(code: CodeType) -> tuple[str, ...] | None:
     """List the global names that code looks up; None if it may do more than that."""
     found = reads(code)
@@ -160,7 +212,7 @@ def _read(code: CodeType) -> Reads:
     try:
         written = marshal.dumps(code)
     except ValueError:  # a constant is an object of the caller
-        return Reads((), frozenset(), True, b"")
+        return Reads((), frozenset(), True, b"", frozenset())
     inner = [reads(x) for x in code.co_consts if isinstance(x, CodeType)]
     found = [(x.opname, x.argval) for x in dis.get_instructions(code)]
     names = {x for op, x in found if op in _LOADS}.union(*(x.names for x in inner))
@@ -175,4 +227,8 @@ def _read(code: CodeType) -> Reads:
         or any(op in _WRITES_CELLS and x in code.co_freevars for op, x in found)
     )
     digest = hashlib.sha256(written).digest()
-    return Reads(tuple(sorted(names)), attributes, is_opaque, digest)
+    loaded = (x for op, x in found if op.startswith("LOAD_"))
+    literals = frozenset(y for x in loaded for y in (x if type(x) is tuple else (x,)))
+    numbers = frozenset(x for x in literals if type(x) in (int, float))
+    numbers = numbers.union(*(x.literals for x in inner))
+    return Reads(tuple(sorted(names)), attributes, is_opaque, digest, numbers)

@@ -10,6 +10,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from tileattn.array_functions import ArrayFunctions, kind_name
 from tileattn.expressions import build
 from tileattn.expressions.aux_arrays import AuxArrays, is_array, kind_of
+from tileattn.expressions.captured_numbers import CapturedNumber
 from tileattn.expressions.nodes import Kind, Node, constant
 
 _WITHOUT_IF = (
@@ -49,6 +50,9 @@ class Traced(ArrayFunctions, NDArrayOperatorsMixin):
         """Call a function by its name in NumPy."""
         if name not in _FUNCTIONS or len(given) != _input_count(name):
             raise self.refused(f"calls {name}; {ACCEPTED}")
+        *_, last = given
+        if type(last) is CapturedNumber:
+            last.recorder.settle(last.place, name)
         return self._made(_FUNCTIONS[name], given)
 
     def element(self, tensor: Any, key: Any) -> Any:
@@ -223,6 +227,10 @@ def array_or_element(
 
 def node_of(x: Any, among: Traced) -> Node:
     """Return the node of a traced value, or of a number."""
+    if type(x) is CapturedNumber:
+        x = x.recorder.operand(x.place)
+        if type(x) is Node:
+            return x
     if isinstance(x, Traced):
         return x.node
     if isinstance(x, TracedArray):
