@@ -172,10 +172,18 @@ def batch(N: int, bench: Bench) -> tuple[Any, Any]:
 
 def taken(calls: Sequence[Call], library: Torch, turns: Turns, bench: Bench) -> None:
     """Time a round of calls and, for tileattn, the same calls once more."""
-    with library.context():
-        turns.new.setdefault(library.name, Times()).add(calls, bench.queue)
-        if library.ours:
-            turns.again.setdefault(library.name, Times()).add(calls, bench.queue)
+    into = [turns.new, *([turns.again] if library.ours else [])]
+    if library.name in turns.failed:
+        return
+    try:
+        with library.context():
+            for times in into:
+                times.setdefault(library.name, Times()).add(calls, bench.queue)
+    # A library may refuse some of the lengths.
+    except Exception as error:
+        turns.failed[library.name] = one_line(error)
+        for times in into:
+            times.pop(library.name, None)
 
 
 # --- generation -----------------------------------------------------------------------------------

@@ -84,15 +84,16 @@ def compared(loop: Loop, bench: Bench) -> Row:
     again = {each.name: Times() for each in able if each.ours}
     dealt = iter(hands)
     for turn in range(bench.rounds):
-        for each in able if turn % 2 else reversed(able):
+        for each in able[:: 1 if turn % 2 else -1]:
             steps = [loop.step(value, each.tokens_first) for value in next(dealt)]
-            calls = [call for step in steps if (call := each.prepare(step))]
-            with each.context():
-                done = new[each.name].add(calls, bench.queue)
-                if each.ours:
-                    for _ in range(REPEATS):
-                        Times().add(calls[:done], bench.queue)
-                    again[each.name].add(calls[:done], bench.queue)
+            try:
+                _time(each, steps, new[each.name], again.get(each.name), bench.queue)
+            # A library may refuse some of the lengths.
+            except Exception as error:
+                failed[each.name] = one_line(error)
+                able.remove(each)
+                del new[each.name]
+                again.pop(each.name, None)
     figures = {name: times.figures() for name, times in new.items()}
     repeated = {name: times.figures()["us"] for name, times in again.items()}
     peers = [x["us"] for name, x in figures.items() if name not in repeated]
@@ -105,6 +106,17 @@ def compared(loop: Loop, bench: Bench) -> Row:
         "over_peers": {name: min(peers) / us for name, us in own.items()} if peers else {},
         "failed": failed,
     }
+
+
+def _time(
+    library: Library, steps: Sequence[Step], new: Times, again: Times | None, queue: Queue
+) -> None:
+    """Time steps and, if ``again`` is given, the same steps after some runs of them."""
+    calls = [call for step in steps if (call := library.prepare(step))]
+    with library.context():
+        done = new.add(calls, queue)
+        for into in [] if again is None else [*(Times() for _ in range(REPEATS)), again]:
+            into.add(calls[:done], queue)
 
 
 def _able(loop: Loop, values: Sequence[int], bench: Bench) -> tuple[list[Library], Row]:
@@ -273,7 +285,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--only", type=names, default=["loops"], help=",".join(SECTIONS))
     add("--gpu", action="store_true", help="time on a GPU")
     add("--quick", action="store_true", help="fewer steps and rounds")
-    add("--loops", nargs="+", default=[], metavar="NAME", help="names of loops (all)")
+    known = [loop.name for loop in Loops(np, CPU).all()]
+    add("--loops", nargs="+", default=[], choices=known, metavar="NAME", help="; ".join(known))
     peers = tuple(libraries.PEERS)
     add("--peers", type=partial(report.names, peers), default=list(peers), help=",".join(peers))
     add("--site", type=Path, help="folder of packages: FlashAttention-4, and fa3/_C.so")

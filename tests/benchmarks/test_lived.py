@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,18 @@ def test_a_library_with_other_results_does_not_take_part() -> None:
     row = compared(growing, bench(Arrays("numpy", "numpy"), Recorded("off", [], 0.5)))
     assert list(row["us"]) == ["numpy"]
     assert row["failed"]["off"].startswith("RuntimeError: the results differ by ")
+
+
+def test_a_library_that_refuses_a_length_stops() -> None:
+    class Refuses(Arrays):
+        def prepare(self, step: Step) -> Any:
+            asked.append(step)
+            return super().prepare(step) if len(asked) < 6 else partial(int, "refused")
+
+    asked: list[Step] = []
+    row = compared(LOOPS.all()[0], bench(Arrays("numpy", "numpy"), Refuses("other", "numpy")))
+    assert (list(row["us"]), list(row["repeated_us"])) == (["numpy"], ["numpy"])
+    assert list(row["failed"]) == ["other"]
 
 
 @pytest.mark.parametrize("loop", LOOPS.all(), ids=lambda loop: loop.name)
