@@ -9,6 +9,10 @@ import tileattn
 from tests.backends.cupy.fake_cupy import Machine, at_host, settle, values_at
 from tileattn import Gradients, UnsupportedError
 from tileattn.backends.cupy import backend
+from tileattn.expressions.build import apply
+from tileattn.expressions.functions import score_expression
+from tileattn.expressions.nodes import Kind
+from tileattn.expressions.parameters import Expression, cell_of, parameter
 from tileattn.kernels.cuda.plan.plan import launch_plan
 
 WRT = ("q", "k", "v")
@@ -180,10 +184,13 @@ def test_calls_with_functions_are_planned_once_for_many_lengths(
         return launch_plan(*given, **options)
 
     monkeypatch.setattr(backend, "launch_plan", plan)
+    scaled = apply("multiply", score_expression(doubled, ()), parameter(0, Kind.FLOAT))
+    gpu.cells_after = 1
     started, kinds = [], []
     for n in (1100, 1200, 1300, 1500):
         q, k, v = (gpu.array((2, heads, n, 64), np.float16) for heads in (6, 2, 2))
-        options: dict[str, Any] = {"mask_mod": window, "score_mod": doubled}
+        cell = cell_of(n / 1000)
+        options: dict[str, Any] = {"mask_mod": window, "score_mod": Expression(scaled, (cell,))}
         gpu.started.clear()
         if deterministic is None:
             tileattn.forward(q, k, v, **options)
@@ -192,6 +199,7 @@ def test_calls_with_functions_are_planned_once_for_many_lengths(
             tileattn.backward(q, q, k, v, q, lse, deterministic=deterministic, **options)
         started.append(tuple(gpu.started))
         kinds.append(gpu.launches[-1][-1]["tile_kinds_at"].tolist())
+        assert gpu.tails[-1] == [cell]
     assert len(planned) == 1
     assert len(set(started)) == 1
     assert started[0][0] == "classify_tiles"

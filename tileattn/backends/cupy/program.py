@@ -13,7 +13,7 @@ from tileattn.kernels.cuda.families.size_class import size_class
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.filler import Filler, Places, can_fill
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, ArrayLayout, CallLayout
-from tileattn.kernels.cuda.plan.params import PARAMS, POINTERS
+from tileattn.kernels.cuda.plan.params import POINTERS, template
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
 from tileattn.kernels.cuda.plan.tensor_map import MAX_STRIDE, sizes_and_strides
 from tileattn.lru import Lru
@@ -149,7 +149,8 @@ class Program:
         self._maps = [
             (boxes, [names.index(name) for name, _ in boxes]) for boxes in plan.tensor_maps
         ]
-        self._itemsize, self._nbytes = plan.problem.dtype.itemsize, PARAMS.itemsize
+        self._itemsize = plan.problem.dtype.itemsize
+        self._nbytes = len(template(plan.fields, plan.aux, plan.cells))
         self._spare = kernels.spare(self._nbytes, plan.launches, 0)
 
     def start(
@@ -168,7 +169,7 @@ class Program:
         filled = self._filler.fill(P, places, arrays)
         if filled is None:
             return False
-        template, grids, (starts, first_zero, nbytes), carried = filled
+        fixed, grids, (starts, first_zero, nbytes), carried = filled
         memory = allocate(nbytes) if nbytes else None  # until all kernels are started
         at: int = 0 if memory is None else memory.ptr
         cells = [*zip(self._slots, addresses, strict=True)]
@@ -190,7 +191,7 @@ class Program:
         except IndexError:
             self._kernels.load(self._launches, len(values))
             block = self._kernels.block(self._nbytes, self._launches, len(values))
-        block.fill(template, grids, cells, maps, (at + first_zero, nbytes - first_zero), values)
+        block.fill(fixed, grids, cells, maps, (at + first_zero, nbytes - first_zero), values)
         block.launch(stream.ptr)
         spare.append(block)
         return True
