@@ -36,7 +36,7 @@ class Residuals:
     @classmethod
     def saved(cls, problem: Problem, dout: Array, lse: Array) -> "Residuals":
         """Take over the logsumexp; delta is not computed yet."""
-        lse = np.where(np.isneginf(lse), 0, lse).astype(problem.accum_dtype, copy=False)
+        lse = np.where(lse == -np.inf, 0, lse).astype(problem.accum_dtype, copy=False)
         large = has_large_lse(lse, problem.dtype)
         return cls(dout, np.empty_like(lse), lse, np.zeros_like(lse), large)
 

@@ -20,7 +20,9 @@ from tileattn.kernels.llvm.params import EMPTY, FULL, UNKNOWN
 
 Array = NDArray[Any]
 
-_MOST_BLOCKS = 1 << 24  # blocks of a mask_mod; above, one unknown block covers everything
+# Kinds of the blocks of a mask_mod are found for these; else one unknown block covers everything.
+_MOST_BLOCKS = 1 << 24
+_MIN_WORK = 1 << 23  # multiply-adds, 0.2 ms on a core; finding kinds takes 0.1 ms
 
 
 def as_batch(P: Problem, x: Operands) -> Problem:
@@ -72,7 +74,9 @@ def block_size(P: Problem, x: Operands) -> tuple[int, int]:
     if x.block_mask is not None:
         return x.block_mask.block_size
     blocks = P.B * P.Hq * -(-P.Nq // BLOCK) * -(-P.Nk // BLOCK)
-    return (BLOCK, BLOCK) if 0 < blocks <= _MOST_BLOCKS else (max(1, P.Nq), max(1, P.Nk))
+    work = P.B * P.Hq * P.Nq * P.Nk * (P.D + P.Dv)
+    is_worth = work >= _MIN_WORK and blocks <= _MOST_BLOCKS
+    return (BLOCK, BLOCK) if is_worth else (max(1, P.Nq), max(1, P.Nk))
 
 
 def _blocks(P: Problem, x: Operands) -> dict[str, Array]:

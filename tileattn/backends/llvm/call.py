@@ -19,7 +19,7 @@ from tileattn.backends.llvm.parameter_gradient import (
     layouts,
     places,
 )
-from tileattn.backends.llvm.plain import PlainForward, is_plain
+from tileattn.backends.llvm.plain import PlainBackward, PlainForward, is_plain
 from tileattn.backends.llvm.tasks import divide
 from tileattn.call.parse import four_axes
 from tileattn.call.prepared import PreparedCall
@@ -44,13 +44,16 @@ class LlvmCall(PreparedCall):
 
     def forward(self, operands: Operands, out: Array | None) -> Attention:
         """Compute attention; ``out`` is written at once, after everything else has succeeded."""
-        plain = self._plain(operands, out)
-        found = None if plain is None else plain(operands[:3], {}, out)
         P = self.problem
-        if plain is not None and found is not None:
-            if plain.is_small:
-                self.cached[None] = plain
-            return Attention(four_axes(found.out), found.lse.reshape(P.B, P.Hq, P.Nq))
+        name = "decode" if P.Nq <= self._few else "forward"
+        targets = self._targets_of(name)
+        if len(targets) == 1 and is_plain(P, operands, operands[:3]):
+            given = name, P, operands, targets[0], self.backend.split_keys, self._few
+            plain = PlainForward(*given, out=out)
+            found = plain(operands[:3], {}, out)
+            if found is not None:
+                self._keep(None, plain)
+                return Attention(four_axes(found.out), found.lse.reshape(P.B, P.Hq, P.Nq))
         x, batch = _aligned(operands), as_batch(P, operands)
         result = Attention(
             np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
@@ -64,25 +67,24 @@ class LlvmCall(PreparedCall):
         known = self.cached.get(None)
         return known.at if isinstance(known, PlainForward) else None
 
-    def _plain(self, x: Operands, out: Array | None) -> PlainForward | None:
-        """Return what runs the plain calls of this signature; None if a call is not plain."""
-        P, few = self.problem, self._few
-        targets = self._targets_of("decode" if P.Nq <= few else "forward")
-        if len(targets) > 1 or not is_plain(P, x, out):
-            return None
-        return PlainForward(P, x, targets[0], few, self.backend.split_keys, out)
-
     def backward(
         self,
         operands: Operands,
         dout: Array,
         attention: Attention,
         dlse: Array | None,
-        deterministic: bool,  # noqa: ARG002 - sums have a fixed order in any case
+        deterministic: bool,
         workspace: Array | None,  # noqa: ARG002 - each thread keeps its tiles
     ) -> Gradients:
         """Compute the gradients; the workspace is not used."""
         P, x, targets = self.problem, _aligned(operands), self._targets
+        rows = *x[:3], dout, *attention, *(() if dlse is None else (dlse,))
+        if len(targets) == 1 and P.Nk <= SECTION and is_plain(P, x, rows):
+            plain = PlainBackward(P, x, targets[0], self.backend.split_keys)
+            found = plain(rows, {}, None)
+            if found is not None:
+                self._keep(deterministic, plain)
+                return found
         saved = Residuals.saved(P, dout, attention.lse)
         large = saved.large.any()
         if large:
@@ -125,6 +127,11 @@ class LlvmCall(PreparedCall):
                 aux_gradients(x, sums),
             )
 
+    def _keep(self, key: bool | None, plain: PlainForward | PlainBackward) -> None:
+        """Keep the pass for later calls of the signature, if it takes little memory."""
+        if plain.is_small:
+            self.cached[key] = plain
+
     def _kernels(self, x: Operands) -> list[str]:
         """Name the forward kernels that run; packed lengths may need both."""
         queries = [self.problem.Nq] if x.packing is None else x.packing.sizes[1].tolist()
@@ -143,7 +150,7 @@ class LlvmCall(PreparedCall):
         if len(targets) > 1 and "unusual" not in arrays:
             arrays = {**arrays, "unusual": np.zeros((self.problem.B, P.Hkv), np.int64)}
         aux = tuple((array.dtype, array.ndim) for array in x.aux)
-        learning = name == "backward" and x.wants("aux")
+        learning = name == "backward" and bool(x.aux) and x.wants("aux")
         layout = memory_layout(P)
         kind = P.dtype, P.D, P.Dv, layout, P.score_mod, P.mask_mod, aux, learning
         for target in targets:

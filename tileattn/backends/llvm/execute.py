@@ -79,8 +79,9 @@ class Executable:
     """The functions of a module, and the parameter block of a call."""
 
     def __init__(self, module: LoadedModule, division: Division, block: bytearray) -> None:
-        self._functions, self._division, self._block = module.functions, division, block
+        self._launches = tuple(zip(module.functions, division.grids, strict=True))
         self._scratch_bytes = module.scratch_bytes + division.own_bytes
+        self._workspace, self._block = division.workspace, block
 
     def run(self, arrays: Any, addresses: Sequence[int] = ()) -> None:
         """Run the functions in order.
@@ -94,13 +95,14 @@ class Executable:
         """
         block: Any = _Block.from_buffer_copy(self._block)
         block[: len(addresses)] = addresses
-        workspace = self._division.workspace()
+        workspace = self._workspace()
         for name, x in workspace.items():
             block[_SLOT[name]] = address_of(x)
-        for function, grid in zip(self._functions, self._division.grids, strict=True):
-            block[_TASKS], block[_QUOTA], block[_COUNTER] = grid.tasks, grid.quota, 0
-            if grid.threads == 1:
-                self._work(function, block, grid.tasks)
+        for function, grid in self._launches:
+            tasks, threads_at_most, quota = grid
+            block[_TASKS], block[_QUOTA], block[_COUNTER] = tasks, quota, 0
+            if threads_at_most == 1:
+                self._work(function, block, tasks)
             else:
                 self._share(function, block, grid, (arrays, workspace))
 

@@ -1,10 +1,11 @@
-"""Plain calls: forward passes that read no array of the caller but q, k and v, and in place."""
+"""Plain passes: they read no array of the caller but rows, such as q, k and v, and in place."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from tileattn.algorithm.residuals import Residuals
 from tileattn.backends.addresses import Overlap, address_of
 from tileattn.backends.buffers import placed
 from tileattn.backends.llvm.arrays import Array, contiguous, settings
@@ -12,25 +13,24 @@ from tileattn.backends.llvm.execute import Executable, load, memory_layout, new_
 from tileattn.backends.llvm.tasks import divide
 from tileattn.call.options import INTEGERS, Options, options_with
 from tileattn.call.problem import Operands, Problem
-from tileattn.kernels.llvm.params import put_forward_rows, put_strides
+from tileattn.kernels.llvm.params import put_strides
+from tileattn.kernels.llvm.sizes import padded
 from tileattn.kernels.llvm.target import Target
-from tileattn.results import Attention
+from tileattn.results import Attention, Gradients
 
 _OTHER_ARRAYS = {*options_with(value="array"), "block_mask", "aux"}
-_KEPT = 1 << 16  # bytes of lengths, offsets and kinds of blocks that a cached call may keep
+_KEPT = 1 << 16  # bytes of lengths, offsets and kinds of blocks that a cached pass may keep
 
 
-def is_plain(P: Problem, x: Operands, out: Array | None) -> bool:
-    """Return True if a call is plain, and ``out`` can only overlap q, k and v."""
+def is_plain(P: Problem, x: Operands, rows: Sequence[Array]) -> bool:
+    """Return True if a pass that reads some rows is plain."""
     if x.packing is not None or x.aux or not P.enabled_options.isdisjoint(_OTHER_ARRAYS):
         return False
-    if out is not None and not P.enabled_options.isdisjoint(INTEGERS):
-        return False
-    return all(contiguous(rows) is rows for rows in x[:3])
+    return all(contiguous(array) is array for array in rows)
 
 
-class PlainForward:
-    """The forward pass of plain calls of one signature; only addresses differ between calls.
+class PlainPass:
+    """A plain pass of the calls of one signature; only addresses differ between calls.
 
     Parameters
     ----------
@@ -40,38 +40,49 @@ class PlainForward:
         Arrays of a call; those of another call have the same layouts, and the same integers.
     target : Target
         The CPU.
-    few, split_keys : int
+    split_keys, few : int
         As for `tileattn.backends.llvm.tasks.divide`.
-    out : array or None
-        An array with the layout of the caller's array for the output.
     """
 
+    names: ClassVar[tuple[str, ...]]
+    """Arrays that differ between calls, in the order of their fields."""
+
     def __init__(
-        self, P: Problem, x: Operands, target: Target, few: int, split_keys: int, out: Array | None
+        self, name: str, P: Problem, x: Operands, target: Target, split_keys: int, few: int = 0
     ) -> None:
-        name = "decode" if P.Nq <= few else "forward"
-        self._settings = others = settings(P, x)
+        self._problem, self._settings = P, settings(P, x)
+        self._division = divide(name, P, target, x, self._settings, split_keys, few)
         layout = memory_layout(P)
-        module = load(name, target, P.dtype, P.D, P.Dv, layout, P.score_mod, P.mask_mod)
-        division = divide(name, P, target, x, others, split_keys, few)
-        block = new_block(P, division, others)
-        put_strides(block, others, packed=False)
-        row, number = P.Dv * P.dtype.itemsize, P.accum_dtype.itemsize
-        put_forward_rows(
-            block,
-            *(*x.q.strides[:3], *x.k.strides[:3], *x.v.strides[:3]),
-            *(P.Hq * P.Nq * row, P.Nq * row, row),
-            *(P.Hq * P.Nq * number, P.Nq * number, number),
-        )
-        self._run = Executable(module, division, block).run
-        self._out, self._lse = (P.out_shape, P.dtype), (P.out_shape[:-1], P.accum_dtype)
+        self._module = load(name, target, P.dtype, P.D, P.Dv, layout, P.score_mod, P.mask_mod)
         self._beyond = P.dtype.alignment - 1
-        self._overlaps = None if out is None else Overlap(out, x[:3])
 
     @property
     def is_small(self) -> bool:
         """True if it takes little memory."""
         return sum(x.nbytes for x in self._settings.values()) <= _KEPT
+
+    def _pack(self, arrays: Sequence[Array]) -> Executable:
+        """Pack the parameter block for arrays of four axes, in the order of `names`."""
+        block = new_block(self._problem, self._division, self._settings)
+        layouts = dict(zip(self.names, arrays, strict=False)) | self._settings
+        put_strides(block, layouts, packed=False)
+        return Executable(self._module, self._division, block)
+
+
+class PlainForward(PlainPass):
+    """A plain forward pass; ``out`` is an array with the layout of the caller's, or None."""
+
+    names = ("q", "k", "v", "out", "lse")
+
+    def __init__(self, *given: Any, out: Array | None) -> None:
+        super().__init__(*given)
+        _, P, x, *_ = given
+        has_integers = not P.enabled_options.isdisjoint(INTEGERS)  # which out might overlap
+        self._overlaps = None if out is None or has_integers else Overlap(out, x[:3])
+        self._out, self._lse = (P.out_shape, P.dtype), (P.out_shape[:-1], P.accum_dtype)
+        shape = P.B, P.Hq, P.Nq
+        results = np.empty((*shape, P.Dv), P.dtype), np.empty(shape, P.accum_dtype)
+        self._run = self._pack((*x[:3], *results)).run
 
     def __call__(
         self,
@@ -100,8 +111,48 @@ class PlainForward:
         self._run((owners, result, lse, self), all_addresses)
         return Attention(result, lse)
 
-    def _may_write(self, out: Array, inputs: tuple[int, int, int]) -> bool:
+    def _may_write(self, out: Array, inputs: Sequence[int]) -> bool:
         """Return True if ``out`` is writable and, by addresses, overlaps no input."""
         if self._overlaps is None or not out.flags.writeable:
             return False
         return not self._overlaps(address_of(out), inputs)
+
+
+class PlainBackward(PlainPass):
+    """A plain backward pass without rows of a large logsumexp.
+
+    Arrays of the first call have four axes.
+    """
+
+    names = (
+        *("q", "k", "v", "out", "lse", "dout", "log_l", "delta", "dq_accum", "dq", "dk", "dv"),
+        "dlse",
+    )
+
+    def __init__(self, P: Problem, x: Operands, target: Target, split_keys: int) -> None:
+        super().__init__("backward", P, x, target, split_keys)
+        self._columns = padded(target, P.accum_dtype.itemsize, P.D)
+        self._in_place = self._columns == P.D and P.dtype == P.accum_dtype
+        self._executable: Executable | None = None
+
+    def __call__(
+        self,
+        rows: Sequence[Array],
+        options: Options,  # noqa: ARG002 - without arrays, and so the same in all calls
+        out: None,  # noqa: ARG002 - only forward passes have it
+    ) -> Gradients | None:
+        """Compute all gradients; return None if an array is unaligned or some row is large."""
+        P, (q, k, v, dout, attended, lse, *dlse) = self._problem, rows
+        saved = Residuals.saved(P, dout, lse)
+        if saved.large.any() or any(address_of(x) & self._beyond for x in rows):
+            return None
+        dq, dk, dv = (np.empty(x.shape, P.dtype) for x in (q, k, v))
+        accum = dq
+        if not self._in_place:
+            accum = np.empty((*q.shape[:-1], self._columns), P.accum_dtype)
+        sums = saved.log_l, saved.delta, accum
+        arrays = q, k, v, attended, saved.lse, dout, *sums, dq, dk, dv, *dlse
+        if self._executable is None:
+            self._executable = self._pack(arrays)
+        self._executable.run((arrays, self), [address_of(x) for x in arrays])
+        return Gradients(dq, dk, dv, None, None)

@@ -12,17 +12,18 @@ _INTEGERS = options_with(value="integers", lowered=False)
 
 ARRAYS = {
     "q": "bhi", "k": "bhj", "v": "bhj", "out": "bhi", "lse": "bhi",
+    "dout": "bhi", "log_l": "bhi", "delta": "bhi", "dq_accum": "bhi",
+    "dq": "bhi", "dk": "bhj", "dv": "bhj", "dlse": "bhi",
     **dict.fromkeys(_INTEGERS, ""), "block_table": "bj",
-    "dout": "bhi", "dlse": "bhi", "dq": "bhi", "dk": "bhj", "dv": "bhj", "dbias": "bhij",
     **{name: OPTIONS[name].axes for name in _OPTIONS},
-    "row_max": "bhi", "log_l": "bhi", "delta": "bhi", "partials": "nsr", "ended": "", "aux": "",
+    "dbias": "bhij", "row_max": "bhi", "partials": "nsr", "ended": "", "aux": "",
     "block_kinds": "bhij", "block_bits": "nij", "semaphore": "", "unusual": "bh",
     "q_t": "", "v_t": "", "dout_t": "",
-    "dq_accum": "bhi", "dq_high": "bhi", "dq_low": "bhi", "dq_section": "bhn",
+    "dq_high": "bhi", "dq_low": "bhi", "dq_section": "bhn",
 }  # fmt: skip
 """Axes of each array that have a stride, in bytes, in the block.
 
-The block starts with the rows of every forward pass, then lengths and offsets.
+The block starts with the rows of every forward pass, then of every backward pass.
 """
 
 BF16_ARRAYS = {
@@ -91,9 +92,6 @@ _STEPS = {
 }
 
 
-_FORWARD_ROWS = struct.Struct("<15q")  # three strides of each of q, k, v, out and lse
-
-
 def put_numbers(block: bytearray, *values: float) -> None:
     """Write the numbers of a problem into a block, in the order of their fields."""
     _NUMBERS.pack_into(block, FIELDS["B"], *values)
@@ -112,11 +110,6 @@ def put_strides(block: bytearray, arrays: Mapping[str, Any], packed: bool) -> No
             if packed or name not in _ROWS:
                 steps = [0 if n == 1 else step for n, step in zip(x.shape, steps, strict=False)]
             pack_into(block, at, *steps)
-
-
-def put_forward_rows(block: bytearray, *strides: int) -> None:
-    """Write the strides of q, k, v, out and lse, three of each, into a block."""
-    _FORWARD_ROWS.pack_into(block, FIELDS["q_b"], *strides)
 
 
 def put(block: bytearray, fields: Mapping[str, int]) -> None:

@@ -17,6 +17,7 @@ from tests.expressions.random_functions import AUX, HQ, NK, NQ, B, as_function, 
 from tests.gallery import calls
 from tests.kernels.llvm.emitted import call, on_targets
 from tileattn.algorithm.function_mask import BLOCK, FunctionMask
+from tileattn.backends.llvm import arrays as llvm_arrays
 from tileattn.backends.llvm.arrays import as_inputs, aux_table
 from tileattn.call.parse import parse
 from tileattn.expressions.build import FUNCTIONS
@@ -192,7 +193,10 @@ MASKS = sorted(name for name, given in calls(2, 3, 300, 400).items() if "mask_mo
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_blocks_of_a_mask_hold_what_their_kinds_say(name: str) -> None:
+def test_blocks_of_a_mask_hold_what_their_kinds_say(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llvm_arrays, "_MIN_WORK", 0)
     sizes = 2, 3, 300, 400
     options = calls(*sizes)[name]
     q, k = np.zeros((2, 3, 300, 1)), np.zeros((2, 3, 400, 1))

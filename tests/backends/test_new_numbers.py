@@ -1,0 +1,100 @@
+"""Calls whose numbers were never seen before: bits of a first call, and flat memory."""
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tileattn
+from tests.arrays import normal
+from tileattn.backends import registry
+from tileattn.backends.llvm import arrays as llvm_arrays
+from tileattn.call.prepared import CALLS
+
+SIZES = (2, 4, 2, 40, 40, 16, 24)  # B, Hq, Hkv, Nq, Nk, D, Dv
+Q, K, V, DOUT = normal(SIZES)
+
+
+def band(width: int) -> Callable[..., Any]:
+    return lambda _b, _h, i, j: abs(i - j) < width
+
+
+# Options of step n of a loop in which a number changes each time.
+LOOPS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "lengths": lambda _: {},
+    "causal": lambda _: {"causal": True},
+    "window": lambda n: {"window": (n % 7, n % 3)},
+    "scale and softcap": lambda n: {"scale": 0.1 + n / 100, "softcap": 1.0 + n},
+    "seed": lambda n: {"dropout_p": 0.2, "seed": n * (1 << 40) + n},
+    "kv_lengths": lambda n: {"kv_lengths": [n, n // 2], "q_offset": [0, n]},
+    "mask_mod": lambda _: {"mask_mod": band(9)},
+    "sinks": lambda n: {"sinks": np.full(4, n / 10, np.float32)},
+}
+
+
+@pytest.fixture(params=["numpy", "llvm"])
+def both(request: pytest.FixtureRequest) -> Callable[..., list[bytes]]:
+    """Run both passes of a backend on the first ``n`` queries and keys."""
+    reason = registry.get(request.param).unavailable()
+    if reason is not None:
+        pytest.skip(f"{request.param}: {reason}")
+
+    def call(nq: int, nk: int, **options: Any) -> list[bytes]:
+        rows = Q[:, :, :nq], K[:, :, :nk], V[:, :, :nk]
+        result = tileattn.forward(*rows, backend=request.param, **options)
+        grads = tileattn.backward(DOUT[:, :, :nq], *rows, *result, backend=request.param, **options)
+        return [x.tobytes() for x in (*result, *grads) if x is not None]
+
+    return call
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("nq", [1, None], ids=["decode", "training"])
+def test_new_numbers_give_the_bits_of_a_first_call(
+    both: Callable[..., list[bytes]], name: str, nq: int | None
+) -> None:
+    steps = [(nq or n, n, LOOPS[name](n)) for n in (11, 12, 20, 31, 40)]
+    found = [both(*sizes, **options) for *sizes, options in steps]
+    again = [both(*sizes, **options) for *sizes, options in steps]
+    for (*sizes, options), first, second in zip(steps, found, again, strict=True):
+        CALLS.clear()
+        assert both(*sizes, **options) == first == second
+
+
+def test_kinds_of_blocks_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small problems do without: their blocks are unknown."""
+    found = []
+    for least in (0, 1 << 62):
+        monkeypatch.setattr(llvm_arrays, "_MIN_WORK", least)
+        CALLS.clear()
+        q, k, v, dout = normal((2, 2, 1, 300, 280, 16, 24))
+        options = {"mask_mod": band(50), "backend": "llvm"}
+        result = tileattn.forward(q, k, v, **options)
+        grads = tileattn.backward(dout, q, k, v, *result, **options)
+        found.append([x.tobytes() for x in (*result, *grads[:3])])
+    assert found[0] == found[1]
+
+
+def numbers() -> Iterator[tuple[int, dict[str, Any]]]:
+    """Draw lengths, scales and seeds, no two alike."""
+    for n in range(1 << 30):
+        yield 1 + n % 40, {"scale": 1.0 + n / 1000, "dropout_p": 0.1, "seed": n}
+
+
+@pytest.mark.parametrize(
+    ("backend", "calls"), [("llvm", 6_000), pytest.param("numpy", 10_000, marks=pytest.mark.slow)]
+)
+def test_many_numbers_leave_memory_as_it_is(backend: str, calls: int) -> None:
+    given, q, held = numbers(), Q[:1, :, :1], []
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            for _ in range(calls // 3):
+                n, options = next(given)
+                tileattn.forward(q, K[:1, :, :n], V[:1, :, :n], backend=backend, **options)
+            held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[2] - held[1] < 1 << 18, held
