@@ -1,5 +1,6 @@
 """Repeated calls on GPU tensors, by addresses: the same launches as on arrays. Needs no GPU."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,9 @@ from tests.backends.cupy.fake_cupy import Machine  # noqa: E402 - as above
 from tests.torch import fake_gpu  # noqa: E402 - as above
 from tests.torch.fake_gpu import STREAM, on_gpu  # noqa: E402 - as above
 from tests.torch.test_eager import both, drawn  # noqa: E402 - as above
-from tileattn.torch import attention, operators  # noqa: E402 - as above
+from tileattn.call.options import INTEGERS  # noqa: E402 - as above
+from tileattn.call.prepared import SEEN_OFTEN  # noqa: E402 - as above
+from tileattn.torch import attention, eager, operators  # noqa: E402 - as above
 
 
 @pytest.fixture
@@ -59,7 +62,9 @@ def launched(gpu: Machine, given: list[Any], **options: Any) -> tuple[list[Any],
         for name, x in tensors.items():
             if fields[name]:
                 fields[name] -= x.data_ptr()
-        fields |= {name: bool(fields[name]) for name in PARTS}
+        # Integers on the host are copied to the workspace.
+        inside = (*PARTS, *(name for name in INTEGERS if name not in tensors and name in fields))
+        fields |= {name: bool(fields[name]) for name in inside}
         found.append((key, blocks, shared, fields))
     return found, [*results]
 
@@ -161,7 +166,7 @@ def test_values_beside_tensors_are_those_of_the_call(
             params = gpu.launches[-1][-1]
             assert (params["right"] == 0, params["softcap"]) == (causal, softcap)
             assert params["kv_lengths"] == lengths.data_ptr()
-    assert names == ["forward"] * 3
+    assert names == ["forward"] * 2  # another cap is another number
 
 
 def test_gradients_of_options_are_where_they_belong(
@@ -247,7 +252,7 @@ def test_what_addresses_decide_is_looked_at(
     else:
         q = on_gpu(torch.zeros(2, 4, 8, 5, dtype=q.dtype).mT).requires_grad_()
     names.clear()
-    new = ["backward"] if case == "gradient" else ["forward", "backward"]
+    new = [] if case == "gradient" else ["forward", "backward"]
     expected, _ = launched(gpu, [q, k, v, dout])
     assert names == new
     found, _ = launched(gpu, [q, k, v, dout])
@@ -270,22 +275,63 @@ def test_gradients_that_are_not_needed_are_not_given(gpu: Machine) -> None:
         assert any(params["dlse"] for *_, params in gpu.launches)
 
 
-def test_a_first_call_in_a_capture_is_not_kept(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It runs without a tile assignment: a capture cannot copy one."""
+def test_a_first_call_in_a_capture_is_kept(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It uploads nothing."""
     names = on_arrays(monkeypatch)
     q = on_gpu(torch.zeros(1, 12, 3000, 8, dtype=torch.float16))
     k = on_gpu(torch.zeros(1, 2, 3000, 8, dtype=torch.float16))
-    gpu.capturing = True
-    for _ in range(2):
+    for gpu.capturing in (True, True, False, False):
         attention(q, k, k, causal=True)
-    gpu.capturing = False
-    for _ in range(3):
-        attention(q, k, k, causal=True)
-    assert names == ["forward"] * 3
-    assignments = [int(params["assignment"]) for *_, params in gpu.launches]
-    assert assignments == [0, 0, *[gpu.uploads[0].data.ptr] * 3]
+    assert names == ["forward"]
+    assert not gpu.uploads
+    assert not any(params["assignment"] for *_, params in gpu.launches)
+
+
+LENGTHS = 40, 37, 52, 45  # of one size class
+
+
+def numbered(n: int) -> tuple[list[Any], dict[str, Any]]:
+    """Return the tensors and options of a call whose numbers all depend on n."""
+    shapes = (2, 4, n, 8), (2, 2, n + 1, 8), (2, 2, n + 1, 8), (2, 4, n, 8)
+    rows = [on_gpu(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
+    options = {"causal": True, "scale": 0.1 * n, "dropout_p": 0.01 * n, "seed": n}
+    return [x.requires_grad_(place < 3) for place, x in enumerate(rows)], options
+
+
+def test_new_numbers_need_no_arrays(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = on_arrays(monkeypatch)
+    found = {}
+    for n in LENGTHS:
+        rows, options = numbered(n)
+        found[n] = launched(gpu, rows, **options)[0]
+    assert names == ["forward", "backward"]
+    monkeypatch.setattr(eager.Call, "_by_addresses", lambda *_: None)
+    for n in LENGTHS[1:]:
+        rows, options = numbered(n)
+        assert launched(gpu, rows, **options)[0] == found[n]
+    assert names == ["forward", "backward"] * len(LENGTHS)
+
+
+def test_numbers_that_repeat_get_a_plan_of_their_own(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = on_arrays(monkeypatch)
+    launched(gpu, numbered(40)[0])
+    names.clear()
+    for n in range(SEEN_OFTEN + 3):
+        launched(gpu, numbered(37)[0])
+        assert names == ["forward", "backward"] * (n >= SEEN_OFTEN)
+
+
+def test_bad_numbers_of_a_known_kind_are_refused(gpu: Machine) -> None:
+    rows, options = numbered(40)
+    launched(gpu, rows, **options)
+    q, k, v, _ = rows
+    for wrong, message in (({"scale": math.inf}, "scale"), ({"dropout_p": 1.5}, "dropout_p")):
+        with pytest.raises(ValueError, match=f"{message} must be"):
+            attention(q, k, v, **(options | wrong))
+    with pytest.raises(ValueError, match="v must have the length of k, 41; got 40"):
+        attention(q, k, on_gpu(v[:, :, 1:]), **options)
 
 
 def test_results_of_operators_are_no_views_of_each_other(gpu: Machine) -> None:

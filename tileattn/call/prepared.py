@@ -52,6 +52,22 @@ class AddressPass(Protocol):
         """Start the pass on a stream; return False if no earlier call was like this one."""
 
 
+class DeviceMemory(Protocol):
+    """Where a library of arrays computes: its current device, and its memory and stream there."""
+
+    def device(self) -> int:
+        """Return the number of the device."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised contiguous array, with the address ``data.ptr``."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return memory with the address ``ptr``, which is freed in stream order."""
+
+    def stream(self) -> Any:
+        """Return the current stream, as the library's, with the handle ``ptr``."""
+
+
 class PreparedCall:
     """Calls of one signature: one problem, and arrays of one layout.
 
@@ -98,13 +114,15 @@ class PreparedCall:
         _rows: Sequence[Any],
         _options: Mapping[str, Any],
         _deterministic: bool | None,
+        _memory: DeviceMemory | None = None,
         /,
     ) -> Any:
         """Run a pass of a call whose numbers were not seen before, by arithmetic alone.
 
         ``rows`` are q, k and v, and in the backward pass dout, out and lse; ``deterministic`` is
-        None for the forward pass. Return None if `at_numbers` and a plan are needed. The instance
-        is the call that others of the kind are made like.
+        None for the forward pass. Results are in ``memory``, or in memory of the backend's library.
+        Return None if `at_numbers` and a plan are needed. The instance is the call that others of
+        the kind are made like.
         """
         return None
 
@@ -218,7 +236,17 @@ def kind_signature(
         return None
     default = default_backend() if backend == "auto" else None
     try:
-        key: list[Any] = ["kind", backend, default, *map(_kind_of, arrays)]
+        arrays = tuple(map(_kind_of, arrays))
+    except AttributeError:
+        return None  # something is not an array
+    of_options = kind_of_options(options)
+    return None if of_options is None else ("kind", backend, default, *arrays, *of_options)
+
+
+def kind_of_options(options: Mapping[str, Any]) -> list[Any] | None:
+    """Return the part of `kind_signature` that describes the options."""
+    key: list[Any] = []
+    try:
         for name, x in options.items():
             kind = type(x)
             key += (name, kind)
@@ -241,7 +269,7 @@ def kind_signature(
                     key.append(bool(x))
     except AttributeError:
         return None  # something is not an array
-    return tuple(key)
+    return key
 
 
 def _append(key: list[Any], x: Any) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tileattn.backends.external_memory import ExternalMemory, external_memory
-from tileattn.call.prepared import AddressPass
+from tileattn.call.prepared import AddressPass, KnownKind
 from tileattn.call.sequences import given_for
 
 
@@ -58,6 +58,96 @@ def tensor_of(x: Any) -> torch.Tensor:
     storage, itemsize = owner.untyped_storage(), x.itemsize
     first = (_memory().address_of(x) - storage.data_ptr()) // itemsize
     return result.set_(storage, first, x.shape, [n // itemsize for n in x.strides])
+
+
+class TensorArray:
+    """The layout and the address of a tensor on a GPU, in the form in which a first run reads it.
+
+    It takes a third of the time of an array of CuPy.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        The tensor.
+    """
+
+    __slots__ = ("device_id", "dtype", "ptr", "shape", "strides", "tensor")
+
+    def __init__(self, x: torch.Tensor) -> None:
+        size = x.element_size()
+        self.tensor, self.shape, self.dtype = x, tuple(x.shape), array_dtype(x.dtype)
+        self.strides = tuple([n * size for n in x.stride()])
+        self.ptr, self.device_id = x.data_ptr(), x.device.index
+
+    @property
+    def data(self) -> "TensorArray":
+        """Its memory, as of an array of CuPy."""
+        return self
+
+    flags = data
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def c_contiguous(self) -> bool:
+        """True if its elements are in the order of memory, without gaps."""
+        contiguous: bool = self.tensor.is_contiguous()
+        return contiguous
+
+    def reshape(self, shape: Sequence[int]) -> "TensorArray":
+        """Return the array with another shape."""
+        return TensorArray(self.tensor.reshape(shape))
+
+
+class TensorMemory:
+    """The `tileattn.call.prepared.DeviceMemory` of PyTorch on a GPU.
+
+    Parameters
+    ----------
+    device : torch.device
+        The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes = partial(torch.empty, dtype=torch.uint8, device=device)
+
+    def device(self) -> int:
+        return _memory().current_device()
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorArray:
+        return TensorArray(torch.empty(shape, dtype=_tensor_dtype(dtype), device=self._device))
+
+    def allocate(self, nbytes: int) -> TensorArray:
+        return TensorArray(self._bytes(nbytes))
+
+    def stream(self) -> Any:
+        return _current_stream(self._device.index)
+
+
+def first_run(
+    known: KnownKind,
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    values: Mapping[str, Any],
+    deterministic: bool | None,
+) -> Any:
+    """Run a pass of a known kind for numbers that were not seen before; None if it must be planned.
+
+    ``names`` are the names of the first tensors: q, k, v and options. Then follow dout, out and lse
+    in the backward pass, for which ``deterministic`` is not None.
+    """
+    call, device = known.call, tensors[0].device
+    if call is None or _memory().current_device() != device.index:
+        return None
+    arrays = [TensorArray(x) for x in tensors]
+    count = len(names)
+    options = {**values, **dict(zip(names[3:], arrays[3:count], strict=True))}
+    rows = arrays[:3] + arrays[count:]
+    return call.first(known.kind, rows, options, deterministic, TensorMemory(device))
 
 
 class TensorPass:

@@ -16,11 +16,20 @@ from torch.utils._device import DeviceContext
 import tileattn
 from tileattn.call.block_mask import BlockMask
 from tileattn.call.options import DIFFERENTIABLE, ROWS
-from tileattn.call.prepared import CALLS, SeenCall, default_backend, signature
+from tileattn.call.prepared import (
+    CALLS,
+    SEEN_OFTEN,
+    KnownKind,
+    SeenCall,
+    default_backend,
+    kind_of_options,
+    kind_signature,
+    signature,
+)
 from tileattn.expressions.parameters import Expression
 from tileattn.torch import operators
 from tileattn.torch.batches import are_gradients_batched
-from tileattn.torch.cuda import TensorPass
+from tileattn.torch.cuda import TensorPass, first_run
 from tileattn.torch.inputs import inputs_of
 from tileattn.torch.tensors import PLAIN, array_of, on, tensor_of
 
@@ -30,6 +39,7 @@ _SEQUENCES = frozenset({tuple, list})
 _HASHED = _NUMBERS | {str, Expression}
 _VALUES = _HASHED | {BlockMask, np.ndarray}
 _Pass = Callable[[Sequence[Any]], Any]
+_Run = _Pass | SeenCall
 
 
 def is_eager() -> bool:
@@ -66,14 +76,13 @@ def attend(
         default = default_backend() if backend == "auto" else None
         of_all = names, backend, default, deterministic
         key = _signature(of_all, tensors, values)
-        known: tuple[Call, _Pass] | None = None if key is None else CALLS.get(key)
+        known: tuple[Call, _Run] | None = None if key is None else CALLS.get(key)
         if known is not None:
             call, run = known
             return call(tensors, values, key, run)
-        kind = (
-            *("kind", of_all, *((x.dtype, x.device) for x in tensors)),
-            *((name, type(x)) for name, x in values.items()),
-        )
+        of_tensors = [(x.dtype, x.device, x.ndim) for x in tensors]
+        of_values = kind_of_options(values)
+        kind = None if of_values is None else ("tensors", of_all, *of_tensors, *of_values)
         of_kind: Call | None = CALLS.get(kind)
         if of_kind is not None:
             return of_kind(tensors, values, key)
@@ -171,17 +180,18 @@ class Call:
         # A pass by addresses reads no values, so all tensors must be on the GPU.
         has_aux = len(tensors) > len(self._given)
         self._has_addresses = not has_aux and all(x.is_cuda for x in tensors)
+        self._kinds: dict[bool | None, KnownKind] = {}  # by direction; what runs new calls
 
     def __call__(
         self,
         tensors: Sequence[torch.Tensor],
         values: Mapping[str, Any],
         key: Any,
-        run: _Pass | None = None,
+        run: _Run | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the forward pass, recorded by autograd if a tensor requires a gradient.
 
-        ``key`` is the signature of the call, and ``run`` the pass that is known for it.
+        ``key`` is the signature of the call, and ``run`` what is known for it.
         """
         if torch.is_grad_enabled():
             for x in tensors:
@@ -197,20 +207,23 @@ class Call:
         tensors: Sequence[torch.Tensor],
         values: Mapping[str, Any],
         key: Any,
-        run: _Pass | None,
+        run: _Run | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the forward pass."""
-        output: tuple[torch.Tensor, torch.Tensor] | None = None if run is None else run(tensors)
+        output: tuple[torch.Tensor, torch.Tensor] | None
+        output = self._by_addresses(None, tensors, values, key, run)
         if output is not None:
             return output
         with on(tensors[0].device):
             rows, options = self._arrays(tensors, values)
+            self._plan(rows, options, run)
             out, lse = map(tensor_of, tileattn.forward(*rows, backend=self._backend, **options))
-            if run is None and key is not None:
+            self._learn(None, rows, options)
+            if key is not None and (run is None or isinstance(run, SeenCall)):
                 results = {"out": out, "lse": lse}
-                run = self._pass(None, (rows, options), self._given, results, [*results])
-                if run is not None:
-                    CALLS.keep(key, (self, run))
+                made = self._pass(None, (rows, options), self._given, results, [*results])
+                if made is not None:
+                    CALLS.keep(key, (self, made))
         return out, lse
 
     def backward(
@@ -230,13 +243,18 @@ class Call:
         if not (is_plain and all(map(holds_elements, rows))):
             return self._dispatched(needs, saved, tensors, values)
         key = _signature((self, *needs), rows, values) if self._has_addresses else None
-        run: _Pass | None = None if key is None else CALLS.get(key)
-        grads: Sequence[torch.Tensor | None] | None = None if run is None else run(rows)
+        seen: tuple[Call, _Run] | None = None if key is None else CALLS.get(key)
+        run = None if seen is None else seen[1]
+        direction = self._deterministic
+        grads: Sequence[torch.Tensor | None] | None
+        grads = self._by_addresses(direction, rows, values, key, run, needs)
         if grads is not None:
             return grads
         with on(tensors[0].device):
             arrays, options = self._arrays(tensors, values)
             others = {name: array_of(x) for name, x in saved.items()}
+            every = *arrays, *others.values()
+            self._plan(every, options, run)
             found = tileattn.backward(
                 **dict(zip(ROWS, arrays, strict=True)), **others, wrt=self._wrt(needs),
                 backend=self._backend, deterministic=self._deterministic, **options,
@@ -245,12 +263,59 @@ class Call:
             each += found.daux or (None,) * (len(tensors) - len(each))
             needed = (x if need else None for x, need in zip(each, needs, strict=True))
             grads = [None if x is None else tensor_of(x) for x in needed]
-            if run is None and key is not None:
-                given = (*arrays, *others.values()), options
-                run = self._backward_pass(needs, saved, tensors, given)
-                if run is not None:
-                    CALLS.keep(key, run)
+            if "dlse" not in saved:
+                self._learn(direction, every, options)
+            if key is not None and (run is None or isinstance(run, SeenCall)):
+                made = self._backward_pass(needs, saved, tensors, (every, options))
+                if made is not None:
+                    CALLS.keep(key, (self, made))
         return grads
+
+    def _by_addresses(
+        self,
+        direction: bool | None,
+        tensors: Sequence[torch.Tensor],
+        values: Mapping[str, Any],
+        key: Any,
+        run: _Run | None,
+        needs: Sequence[bool] = (),
+    ) -> Any:
+        """Run a pass without arrays; None if this is not possible.
+
+        ``direction`` is None for the forward pass, else ``deterministic``.
+        """
+        if run is not None and not isinstance(run, SeenCall):
+            return run(tensors)
+        known = self._kinds.get(direction)
+        if known is None or key is None or (run is not None and run.count >= SEEN_OFTEN):
+            return None
+        if any(needs[3:]) or len(tensors) not in (len(self._given), len(self._given) + 3):
+            return None  # a gradient of an option, or of the logsumexp
+        found = first_run(known, self._given, tensors, values, direction)
+        if found is None:
+            return None
+        if run is None:
+            CALLS.keep(key, (self, SeenCall(known)))
+        else:
+            run.count += 1
+        if direction is None:
+            return tuple([x.tensor for x in found])
+        grads = [x.tensor for x in found[:3]] + [None] * (len(needs) - 3)
+        return [x if need else None for x, need in zip(grads, needs, strict=True)]
+
+    def _plan(self, arrays: Sequence[Any], options: Mapping[str, Any], run: _Run | None) -> None:
+        """Let the library plan a call that first runs have run often enough."""
+        if isinstance(run, SeenCall):
+            CALLS.keep(signature(arrays, self._backend, options), run)
+
+    def _learn(
+        self, direction: bool | None, arrays: Sequence[Any], options: Mapping[str, Any]
+    ) -> None:
+        """Keep what the library knows about the kind of a call that has run on arrays."""
+        if self._has_addresses and direction not in self._kinds:
+            known = CALLS.get(kind_signature(arrays, self._backend, options))
+            if known is not None and known.call is not None:
+                self._kinds[direction] = known
 
     def _arrays(
         self, tensors: Sequence[torch.Tensor], values: Mapping[str, Any]

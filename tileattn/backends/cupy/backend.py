@@ -16,12 +16,12 @@ from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.executable import Executable, KindKernels
 from tileattn.backends.cupy.external_memory import CupyMemory
 from tileattn.backends.cupy.improvement import Improvement
-from tileattn.backends.cupy.program import Programs
+from tileattn.backends.cupy.program import OwnMemory, Programs
 from tileattn.backends.cupy.streams import Uploaded
 from tileattn.backends.protocol import Explanation, PreparingBackend
 from tileattn.call.block_mask import BlockMask
 from tileattn.call.parse import ONE_NUMBER, CallKind, at_numbers, scalar_problem
-from tileattn.call.prepared import PreparedCall
+from tileattn.call.prepared import DeviceMemory, PreparedCall
 from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem
 from tileattn.call.sequences import Places as Located
 from tileattn.errors import UnsupportedError
@@ -121,6 +121,7 @@ class CupyCall(PreparedCall):
         rows: Sequence[Any],
         options: Mapping[str, Any],
         deterministic: bool | None,
+        memory: DeviceMemory | None = None,
         /,
     ) -> Any:
         """Run a pass by the program of its kind; None if there is none yet."""
@@ -146,7 +147,8 @@ class CupyCall(PreparedCall):
             return None
         if max(P.Nq, P.Nk) > LONGEST:
             return None
-        return self._programs.run(P, places, rows, integers, deterministic)
+        memory = memory or OwnMemory()
+        return self._programs.run(P, places, rows, integers, deterministic, memory)
 
     def address_pass(self, deterministic: bool | None, results: Sequence[str]) -> Pass | None:
         known = self.passes.get((deterministic, *results))

@@ -5,9 +5,12 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+import numpy as np
+
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.cached_passes import empty
 from tileattn.backends.cupy.executable import KindKernels
+from tileattn.call.prepared import DeviceMemory
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.size_class import size_class
 from tileattn.kernels.cuda.plan.device import Device
@@ -22,6 +25,29 @@ from tileattn.results import Attention, Gradients
 MAX_PROGRAMS = 96  # of a kind: by sizes, heads, directions and GPUs
 _ROWS = ("q", "k", "v", "dout", "out")  # inputs with rows
 _SLOTS = {name: slot for slot, name in enumerate(POINTERS)}
+
+
+class OwnMemory:
+    """The `tileattn.call.prepared.DeviceMemory` of CuPy."""
+
+    def device(self) -> int:
+        import cupy
+
+        index: int = cupy.cuda.runtime.getDevice()
+        return index
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return empty(shape, dtype)
+
+    def allocate(self, nbytes: int) -> Any:
+        import cupy
+
+        return cupy.cuda.alloc(nbytes)
+
+    def stream(self) -> Any:
+        import cupy
+
+        return cupy.cuda.get_current_stream()
 
 
 class Programs:
@@ -55,21 +81,20 @@ class Programs:
         rows: Sequence[Any],
         integers: Sequence[Any],
         deterministic: bool | None,
+        memory: DeviceMemory,
     ) -> Any:
         """Run a pass by its program; return None if there is none, or an array is elsewhere.
 
         ``places`` are lengths and offsets on the host, ``rows`` are q, k and v, and in the backward
         pass dout, out and lse; ``integers`` are on the device.
         """
-        import cupy
-
-        device: int = cupy.cuda.runtime.getDevice()
+        device, make = memory.device(), memory.empty
         addresses = []
         for x in (*rows, *integers):
-            memory = x.data
-            if memory.device_id != device:
+            data = x.data
+            if data.device_id != device:
                 return None
-            addresses.append(memory.ptr)
+            addresses.append(data.ptr)
         lead = 4 - P.ndim
         described = [_with_lead(x, lead) for x in rows] if lead else rows
         key = _key(P, describe.device_of(device), described[:5], addresses)
@@ -80,18 +105,17 @@ class Programs:
             return None
         shape = P.out_shape
         if deterministic is None:
-            results = [empty(shape, P.dtype), empty(shape[:-1], P.accum_dtype)]
+            results = [make(shape, P.dtype), make(shape[:-1], P.accum_dtype)]
         else:
             dout, out, lse = rows[3:]
             fits = dout.shape == out.shape == shape and lse.shape == shape[:-1]
             if not (fits and lse.flags.c_contiguous):
                 return None
-            results = [empty(x.shape, x.dtype) for x in rows[:3]]
+            results = [make(x.shape, x.dtype) for x in rows[:3]]
         addresses += [x.data.ptr for x in results]
         made = [_with_lead(x, lead) for x in results] if lead else results
         arrays = (*described, *integers, *made)
-        stream = cupy.cuda.get_current_stream()
-        if not program.start(P, places, arrays, addresses, cupy.cuda.alloc, stream):
+        if not program.start(P, places, arrays, addresses, memory.allocate, memory.stream()):
             return None
         if deterministic is None:
             return Attention(*results)
