@@ -3,7 +3,6 @@
 import gc
 import threading
 import weakref
-from functools import partial
 from typing import Any
 
 import numpy as np

@@ -19,9 +19,7 @@ from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.load import Kernel, load_all
 from tileattn.kernels.cuda.plan.params import slots, template
-from tileattn.kernels.cuda.plan.plan import WORD, LaunchPlan
-
-_STORE = KernelKey("store_values", "float32")
+from tileattn.kernels.cuda.plan.plan import STORE, WORD, LaunchPlan
 
 
 class KindKernels:
@@ -39,7 +37,7 @@ class KindKernels:
         """Load the kernels of launches, and let them use their shared memory."""
         loaded = self._loaded
         new = [x for x in launches if id(x.key) not in loaded]
-        keys = [x.key for x in new] + [_STORE] * (stores > 0 and id(_STORE) not in loaded)
+        keys = [x.key for x in new] + [STORE] * (stores > 0 and id(STORE) not in loaded)
         for key, kernel in zip(keys, load_all(keys) if keys else (), strict=True):
             loaded[id(key)] = key, kernel, can_overlap(kernel)
         for launch in new:
@@ -69,7 +67,7 @@ class KindKernels:
             PlannedLaunch(x, kernel, overlaps and n + stores > 0)
             for n, (x, (_, kernel, overlaps)) in enumerate(zip(launches, loaded, strict=True))
         ]
-        store = [self._loaded[id(_STORE)][1]] * stores if stores else []
+        store = [self._loaded[id(STORE)][1]] * stores if stores else []
         return LaunchBlock(nbytes, planned, store)
 
 

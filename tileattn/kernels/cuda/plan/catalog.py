@@ -9,8 +9,9 @@ from tileattn.call.problem import Problem, problem_of
 from tileattn.kernels.cuda.families.context import LaunchContext
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan.device import device_of_arch
-from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, contiguous_inputs
-from tileattn.kernels.cuda.plan.plan import plans_of
+from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, contiguous, contiguous_inputs
+from tileattn.kernels.cuda.plan.plan import STORE, plans_of
+from tileattn.kernels.cuda.plan.token_rows import plan_append, plan_rope
 
 ARCHS = ("sm_80", "sm_89", "sm_90a")
 """Architectures for which the wheel brings kernels."""
@@ -87,12 +88,12 @@ def common_keys(
 ) -> list[KernelKey]:
     """List the kernels of calls on contiguous arrays: of both passes, or forward for decoding."""
     device = device_of_arch(arch)
-    found: dict[KernelKey, None] = {}
+    found: dict[KernelKey, None] = {STORE: None}
     for each, dtype, dim in product(calls, dtypes, list(head_dims)):
         passes = 1 if each.lengths is _FEW_QUERIES else 3
         for problem in each.problems(dtype, dim):
-            plans = plans_of(problem, contiguous_inputs(problem), device)[:passes]
-            found |= {launch.key: None for plan in plans for launch in plan.launches}
+            plans = plans_of(problem, contiguous_inputs(problem), device, tables=False)
+            found |= {launch.key: None for plan in plans[:passes] for launch in plan.launches}
     return list(found)
 
 
@@ -102,9 +103,20 @@ def shipped_keys(
     """List the kernels that the wheel brings for an architecture."""
     found: dict[KernelKey, None] = {}
     for dtype, dim in product(dtypes, list(head_dims)):
+        found |= dict.fromkeys(_token_rows(dtype, dim))
         calls = [each for each in COMMON if dtype in each.dtypes and dim in each.head_dims]
         found |= dict.fromkeys(common_keys(arch, (dtype,), (dim,), calls))
     return list(found)
+
+
+def _token_rows(dtype: str, dim: int) -> Iterator[KernelKey]:
+    """Yield the kernels of ``rope``, and of ``append_kv`` with and without it."""
+    rows = contiguous((1, 8, 16, dim), dtype)
+    caches = {"k": rows, "v": rows, "k_cache": rows, "v_cache": rows}
+    tables = dict.fromkeys(("cos", "sin"), contiguous((16, dim // 2), "float32"))
+    yield plan_rope(tuple((caches | tables).items()), interleaved=False, inverse=False).key
+    for more in ({}, tables):
+        yield plan_append(tuple((caches | more).items()), 1, None, interleaved=False).key
 
 
 def context_of(arch: str, alignment_bytes: int = MAX_ALIGNMENT) -> LaunchContext:

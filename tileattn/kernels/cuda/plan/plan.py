@@ -14,6 +14,7 @@ import numpy as np
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.families.grid import GridSizes
+from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan import params
 from tileattn.kernels.cuda.plan.aux_gradient import learned_arrays, learned_layouts, with_gradients
 from tileattn.kernels.cuda.plan.device import Device
@@ -26,6 +27,7 @@ from tileattn.kernels.cuda.plan.tile_lists import TileLists, tile_lists
 from tileattn.kernels.cuda.plan.workspace import Workspace, workspace_of
 
 WORD = 8  # bytes; unit in which carried arrays are written
+STORE = KernelKey("store_values", "float32")  # writes them
 MAX_CARRIED = 36 << 10  # bytes of an array that calls carry: lengths of 4,096 sequences, and more
 
 
