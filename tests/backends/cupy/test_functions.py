@@ -43,6 +43,10 @@ def window(b: Any, h: Any, i: Any, j: Any) -> Any:
     return abs(i - j) < 40
 
 
+def documents(b: Any, h: Any, i: Any, j: Any, of: Any) -> Any:
+    return of[b, i] == of[b, j]
+
+
 def doubled(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return s * 2
 
@@ -173,8 +177,9 @@ def test_explain_reads_no_array(gpu: Machine) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [None, False, True])
+@pytest.mark.parametrize("reads", [False, True])
 def test_calls_with_functions_are_planned_once_for_many_lengths(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch, deterministic: bool | None
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch, reads: bool, deterministic: bool | None
 ) -> None:
     """Other lengths are filled into the plan of the first one, and the same kernels run."""
     planned = []
@@ -185,21 +190,26 @@ def test_calls_with_functions_are_planned_once_for_many_lengths(
 
     monkeypatch.setattr(backend, "launch_plan", plan)
     scaled = apply("multiply", score_expression(doubled, ()), parameter(0, Kind.FLOAT))
-    gpu.cells_after = 1
+    gpu.cells_after = 2 + reads * (1 + 2 * 2)  # the number, and the slope of the score
     started, kinds = [], []
     for n in (1100, 1200, 1300, 1500):
         q, k, v = (gpu.array((2, heads, n, 64), np.float16) for heads in (6, 2, 2))
-        cell = cell_of(n / 1000)
+        cell, tail = cell_of(n / 1000), []
         options: dict[str, Any] = {"mask_mod": window, "score_mod": Expression(scaled, (cell,))}
+        if reads:
+            of = gpu.array((2, n), np.int32)
+            options |= {"mask_mod": documents, "aux": (of,)}
+            tail = [of.data.ptr, 2, n, 4 * n, 4]
         gpu.started.clear()
         if deterministic is None:
             tileattn.forward(q, k, v, **options)
         else:
             lse = gpu.array((2, 6, n), np.float32)
-            tileattn.backward(q, q, k, v, q, lse, deterministic=deterministic, **options)
+            grads = tileattn.backward(q, q, k, v, q, lse, deterministic=deterministic, **options)
+            assert grads.daux == ((None,) if reads else None)
         started.append(tuple(gpu.started))
         kinds.append(gpu.launches[-1][-1]["tile_kinds_at"].tolist())
-        assert gpu.tails[-1] == [cell]
+        assert gpu.tails[-1] == [cell, cell_of(n / 500), *tail]
     assert len(planned) == 1
     assert len(set(started)) == 1
     assert started[0][0] == "classify_tiles"

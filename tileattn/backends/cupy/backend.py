@@ -42,7 +42,7 @@ _REMEDY = (
 )
 
 _INTEGER_OPTIONS = {"kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"}
-_PLACED = ONE_NUMBER | _INTEGER_OPTIONS | {"score_mod", "mask_mod"}
+_PLACED = ONE_NUMBER | _INTEGER_OPTIONS | {"score_mod", "mask_mod", "aux"}
 _INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))  # which kernels read in place
 
 MAX_KINDS = 96  # plans of kinds that calls of equal options share: by sizes, alignments, GPUs
@@ -133,6 +133,7 @@ class CupyCall(PreparedCall):
             P = known
             places: Places = (P.Nk,), (P.Nk - P.Nq,)
             integers: Sequence[Any] = ()
+            aux: Sequence[Any] = ()
         elif _PLACED.issuperset(options):
             P, x = at_numbers(kind, q, k, v, options)
             given = Located.of(x).integers
@@ -142,13 +143,17 @@ class CupyCall(PreparedCall):
             host = given.keys() - {"kv_lengths", "q_offset"}
             if any(type(given[name]) is np.ndarray for name in host):
                 return None  # offsets of packed sequences on the host
-            places = _on_host(x.kv_lengths), _on_host(x.q_offset)
+            places, aux = (_on_host(x.kv_lengths), _on_host(x.q_offset)), x.aux
+            if any(type(y) is np.ndarray for y in aux):
+                return None
+            if deterministic is not None and any(y.dtype.kind not in "biu" for y in aux):
+                return None  # their gradients are wanted
         else:
             return None
         if max(P.Nq, P.Nk) > LONGEST:
             return None
         memory = memory or OwnMemory()
-        return self._programs.run(P, places, rows, integers, deterministic, memory)
+        return self._programs.run(P, places, rows, integers, aux, deterministic, memory)
 
     def address_pass(self, deterministic: bool | None, results: Sequence[str]) -> Pass | None:
         known = self.passes.get((deterministic, *results))

@@ -16,7 +16,7 @@ from tileattn.kernels.cuda.families.size_class import size_class
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.filler import Filler, Places, can_fill
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, ArrayLayout, CallLayout
-from tileattn.kernels.cuda.plan.params import POINTERS, template
+from tileattn.kernels.cuda.plan.params import POINTERS, slots, template
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
 from tileattn.kernels.cuda.plan.tensor_map import MAX_STRIDE, sizes_and_strides
 from tileattn.lru import Lru
@@ -80,17 +80,18 @@ class Programs:
         places: Places,
         rows: Sequence[Any],
         integers: Sequence[Any],
+        aux: Sequence[Any],
         deterministic: bool | None,
         memory: DeviceMemory,
     ) -> Any:
         """Run a pass by its program; return None if there is none, or an array is elsewhere.
 
         ``places`` are lengths and offsets on the host, ``rows`` are q, k and v, and in the backward
-        pass dout, out and lse; ``integers`` are on the device.
+        pass dout, out and lse; ``integers`` and ``aux`` are on the device.
         """
         device, make = memory.device(), memory.empty
         addresses = []
-        for x in (*rows, *integers):
+        for x in (*rows, *integers, *aux):
             data = x.data
             if data.device_id != device:
                 return None
@@ -114,13 +115,13 @@ class Programs:
             results = [make(x.shape, x.dtype) for x in rows[:3]]
         addresses += [x.data.ptr for x in results]
         made = [_with_lead(x, lead) for x in results] if lead else results
-        arrays = (*described, *integers, *made)
+        arrays = (*described, *integers, *aux, *made)
         if not program.start(P, places, arrays, addresses, memory.allocate, memory.stream()):
             return None
         if deterministic is None:
             return Attention(*results)
         dq, dk, dv = results
-        return Gradients(dq, dk, dv, None, None)
+        return Gradients(dq, dk, dv, None, None, (None,) * len(aux) or None)
 
 
 def _with_lead(x: Any, lead: int) -> ArrayLayout:
@@ -169,7 +170,8 @@ class Program:
     def __init__(self, plan: LaunchPlan, names: Sequence[str], kernels: KindKernels) -> None:
         self._filler = Filler(plan, names)
         self._kernels, self._launches = kernels, plan.launches
-        self._slots = [_SLOTS[name] for name in names]
+        places = slots(plan.aux, len(plan.cells))
+        self._slots = [places[name] for name in names]
         self._maps = [
             (boxes, [names.index(name) for name, _ in boxes]) for boxes in plan.tensor_maps
         ]

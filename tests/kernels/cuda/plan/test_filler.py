@@ -1,13 +1,16 @@
 """Numbers that are filled into a plan of a kind: as if each call had been planned in full."""
 
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200
 from tests.kernels.cuda.plan.test_kind_plan import DIMS, WINDOWS, cases
+from tileattn.expressions.functions import mask_expression
 from tileattn.kernels.cuda.plan.filler import Filler, can_fill
 from tileattn.kernels.cuda.plan.kind_plan import kind_key
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, contiguous
@@ -18,7 +21,11 @@ OPTIONS = (
     *(frozenset[str](), frozenset({"kv_lengths"}), frozenset({"softcap", "dropout_p"})),
     *(frozenset({"cu_seqlens_q"}), frozenset({"mask_mod"}), frozenset({"score_mod"})),
     *(frozenset({"mask_mod", "score_mod"}), frozenset({"mask_mod", "cu_seqlens_q"})),
+    frozenset({"aux", "mask_mod", "score_mod"}),
 )
+
+
+READING = mask_expression(lambda b, _h, i, j, x: x[b, i] <= j, (np.zeros((1, 1), np.int32),))
 
 
 def wider(x: ArrayLayout) -> ArrayLayout:
@@ -34,6 +41,9 @@ def varied(rng: Random, layout: CallLayout, B: int, options: frozenset[str]) -> 
     for name in "qkv":
         if rng.random() < 0.5:
             arrays[name] = wider(arrays[name])
+    if "aux" in options:
+        sizes = B, rng.randrange(1, 9000)
+        arrays["aux[0]"] = contiguous(sizes, "int32")._replace(strides=(4, 4 * B))
     layout = layout._replace(arrays=tuple(arrays.items()))
     if "kv_lengths" not in options:
         return layout
@@ -68,7 +78,8 @@ def test_a_filled_plan_is_the_plan_of_the_call(
         *((H200, dims, "bfloat16") for dims in (*DIMS, (256, 256))),
         (A100, (64, 64), "float32"),
     ):
-        for problem, plain in cases(dtype, options, bounded, dims):
+        for base, plain in cases(dtype, options - {"aux"}, bounded, dims):
+            problem = replace(base, mask_mod=READING) if "aux" in options else base
             drawn = varied(rng, plain, problem.B, options)
             layout = drawn.with_contiguous_results(problem, direction)
             if direction == "forward":

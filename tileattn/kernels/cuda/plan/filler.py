@@ -61,14 +61,15 @@ class Filled(NamedTuple):
 
 
 def can_fill(plan: LaunchPlan, names: Sequence[str]) -> bool:
-    """Return True if a plan has only arrays of `FILLED`, and neither copies, tables nor pages.
+    """Return True if a plan has only arrays of `FILLED` and arrays that functions read.
 
-    Functions of the caller must not read arrays.
+    It has no copies, tables or pages, and sums no gradients of these arrays.
     """
     tables = plan.constants or plan.block_mask or plan.problem.is_paged
-    others = plan.copies_in or plan.copies_out or plan.aux or not plan.carried.keys() <= {*_PLACES}
+    others = plan.copies_in or plan.copies_out or not plan.carried.keys() <= {*_PLACES}
+    others = others or not plan.aux.keys() <= {*names}
     has_main = any(launch.traits.main for launch in plan.launches)
-    return has_main and not (tables or others) and FILLED.issuperset(names)
+    return has_main and not (tables or others) and (FILLED | plan.aux.keys()).issuperset(names)
 
 
 class Filler:
@@ -100,6 +101,7 @@ class Filler:
         self._shift = _SHIFTS[plan.problem.dtype.itemsize]
         self._rows = [(n, CELLS[f"{name}_at"]) for n, name in enumerate(names) if name in ROWS]
         self._brought = [name in names for name in _PLACES]
+        self._aux = [names.index(name) for name in plan.aux]
 
     def fill(
         self,
@@ -152,7 +154,10 @@ class Filler:
         workspace = workspace_of(P, self._running, parts, schedule.zeros, kind.direction)
         template = PACKED.pack(*cells)
         if kind.functions:
-            template += array("q", constant_cells(P)).tobytes()
+            own = [*constant_cells(P)]
+            for n in self._aux:
+                own += (0, *(arrays[n].shape or (0,)), *(arrays[n].strides or (0,)))
+            template += array("q", own).tobytes()
         return Filled(template, grids, workspace, carried)
 
     def _cells(
