@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import tileattn
 from tests.arrays import normal
 from tileattn.backends import known_calls, registry
-from tileattn.call.prepared import CALLS
+from tileattn.call.prepared import CALLS, PreparedCall
 
 Array = NDArray[Any]
 
@@ -142,6 +142,18 @@ def test_values_that_change_in_place(both: Call, options: dict[str, Any]) -> Non
     CALLS.clear()
     for n in (*range(-1, len(arrays)), *range(-1, len(arrays))):
         assert found(n, outcome) == expected[n + 1]
+
+
+def test_a_warm_call_outlives_ten_thousand_others(both: Call) -> None:
+    given = normal(SIZES)
+    both(*given)
+    warm = {key: x for key, x in CALLS.items() if isinstance(x, PreparedCall)}
+    for n in range(10_000):
+        CALLS.keep(n, object())
+        if n % 200 == 0:
+            both(*given)
+    assert warm
+    assert all(CALLS.get(key) is x for key, x in warm.items())
 
 
 STEPS: dict[str, dict[str, list[Any]]] = {

@@ -16,7 +16,7 @@ class _Handle(NamedTuple):
         return 0, self.handle
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def stream_at(handle: int) -> Any:
     """Return a stream as CuPy's. Libraries have few streams and keep them."""
     import cupy

@@ -27,6 +27,7 @@ NOTICE_SECONDS = 1.0  # of compiling before a terminal is told
 # CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX and UNSUPPORTED_PTX_VERSION.
 _REFUSED = (200, 209, 218, 222)
 
+# A kernel stays loaded: the driver does not say when no stream and no captured graph needs it.
 _loaded: dict[tuple[object, ...], "Kernel"] = {}
 _locks: dict[tuple[object, ...], threading.Lock] = {}
 
@@ -88,6 +89,7 @@ def load(
                     made = compiled(key, arch, folders, ship=False)
                     kernel = _placed(key, arch, made, device)
                 _loaded[name] = kernel
+                _locks.pop(name, None)
     return kernel
 
 
