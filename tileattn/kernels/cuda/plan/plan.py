@@ -259,19 +259,20 @@ def mask_tiles(kind: KindPlan, P: Problem, layout: CallLayout, *, tables: bool) 
     constants: dict[str, Constant] = {}
     if layout.block_mask is not None:
         arrays["block_kinds"] = contiguous(layout.block_mask.kinds.shape, "int32")
+    shape = () if lists is None else lists.shape(mask)
     if kind.classifying and kinds.on_device:
         b, h, rows, columns = kinds.device_shape()
-        heads = 0 if lists is None else math.prod(lists.shape(None)[:2])
+        heads = math.prod(shape[:2]) if shape else 0
         launches, lines = kind.classifying, (b * h * rows, heads * rows, heads * columns)
         arrays["tile_kinds"] = contiguous((b, h, rows, columns), "int8")
-        parts["tile_kinds"] = arrays["tile_kinds"].nbytes
+        parts["tile_kinds"] = b * h * rows * columns
     elif kind.classifying and (kinds.decided or layout.evaluated_mask is not None):
         constants["tile_kinds"] = known = kinds.constant(layout.evaluated_mask)
         arrays["tile_kinds"] = contiguous(known.shape, "int8")
     if lists is not None:
-        arrays["tile_list"] = contiguous(lists.shape(mask), "int32")
+        arrays["tile_list"] = contiguous(shape, "int32")
         if lists.on_device:
-            parts |= lists.workspace()
+            parts |= lists.workspace(shape)
         elif layout.block_mask is None:
             constants["tile_list"] = lists.constant(layout.evaluated_mask)
     return MaskTiles(launches, lines, arrays, parts, constants, lists, kinds.is_provisional)

@@ -47,11 +47,7 @@ class TileKinds(NamedTuple):
 
     def device_shape(self) -> tuple[int, int, int, int]:
         """Return the shape of the kinds: (B or 1, Hq or 1, query tiles, key tiles)."""
-        B, Hq, Nq, Nk = self.shape
-        own = self.function
-        b = B if own is not None and depends_on(own, "b") else 1
-        h = Hq if own is not None and depends_on(own, "h") else 1
-        return b, h, -(-Nq // self.tile[0]), -(-Nk // self.tile[1])
+        return _device_shape(self.function, self.shape, self.tile)
 
     @once_for_mask
     def kinds(self, mask: BlockMask | None) -> NDArray[np.int8]:
@@ -87,15 +83,23 @@ def tile_kinds_of(
     own = P.mask_mod
     if own is None or (mask is not None and _evaluates(P, mask)):
         return TileKinds(tile, shape)
-    kinds = TileKinds(tile, shape, own, constants=P.constants)
-    if P.sequences is not None:
-        return kinds  # tiles begin where sequences do, which the device alone may know
-    count = math.prod(kinds.device_shape())
+    if P.sequences is not None:  # tiles begin where sequences do, which the device alone may know
+        return TileKinds(tile, shape, own, constants=P.constants)
+    count = math.prod(_device_shape(own, shape, tile))
     of_host = count <= _MOST and kinds_agree(own)
     if mask is None and not (of_host and tables) and 0 < count <= _MOST_ON_DEVICE:
-        return kinds._replace(decided="device", is_provisional=of_host)
+        return TileKinds(tile, shape, own, "device", of_host, P.constants)
     decided = "host" if 0 < count <= _MOST else ""
-    return kinds._replace(function=without_values(own), decided=decided)
+    return TileKinds(tile, shape, without_values(own), decided, constants=P.constants)
+
+
+def _device_shape(
+    own: Node | None, shape: tuple[int, int, int, int], tile: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    B, Hq, Nq, Nk = shape
+    b = B if own is not None and depends_on(own, "b") else 1
+    h = Hq if own is not None and depends_on(own, "h") else 1
+    return b, h, -(-Nq // tile[0]), -(-Nk // tile[1])
 
 
 @lru_cache(maxsize=256)

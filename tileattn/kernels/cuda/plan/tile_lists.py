@@ -42,11 +42,10 @@ class TileLists(NamedTuple):
         """The pass that reads the lists."""
         return "backward" if self.backward else "forward"
 
-    def workspace(self) -> dict[str, int]:
-        """Return the bytes that kernels write for the lists, by workspace part."""
-        shape = self.shape(None)
+    def workspace(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """Return the bytes that kernels write for lists of a shape, by workspace part."""
         *_, rows, columns = self.of.device_shape()
-        ranks = {"tile_ranks": math.prod(shape[:2]) * rows * columns * 8} if self.backward else {}
+        ranks = {"tile_ranks": shape[0] * shape[1] * rows * columns * 8} if self.backward else {}
         return ranks | {"tile_list": math.prod(shape) * 4}
 
     @once_for_mask
