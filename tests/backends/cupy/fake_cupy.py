@@ -24,7 +24,7 @@ from tileattn.backends.cupy import (
     explain,
     tensor_maps,
 )
-from tileattn.call.prepared import CALLS
+from tileattn.call.prepared import CALLS, SEEN_OFTEN
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
     HOPPER_BACKWARDS,
@@ -320,10 +320,18 @@ class Machine:
 
 def settle(gpu: Machine, call: Callable[[], Any]) -> None:
     """Repeat a call until its plan with tables, if it has one, is used by the next call."""
-    for _ in range(3):  # new numbers, a plan of them, and a repeated call
-        call()
+    repeat(gpu, call)
     gpu.planner.work()
     call()
+
+
+def repeat(gpu: Machine, *calls: Callable[[], Any]) -> None:
+    """Repeat calls until each has asked for its plan with tables, if it has one."""
+    for _ in range(SEEN_OFTEN + 2):
+        for call in calls:
+            call()
+        if len(gpu.planner.asked) == len(calls):
+            break
 
 
 def asked_by(gpu: Machine, call: Callable[[], Any]) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.backends.cupy.fake_cupy import Machine, settle, values_at
+from tests.backends.cupy.fake_cupy import Machine, repeat, settle, values_at
 from tests.backends.cupy.test_workspace import inputs
 from tileattn import BlockMask
 from tileattn.backends.cupy import backend, improvement
@@ -54,20 +54,19 @@ def test_an_assignment_comes_when_a_call_repeats(gpu: Machine) -> None:
     for call in calls:
         call()
     assert gpu.planner.asked == []
-    for call in calls * 2:  # other numbers have no plan of their own before they repeat
-        call()
-    assert len(gpu.planner.asked) == len(calls)
+    repeat(gpu, *calls)  # those of later numbers have plans of their own if they come often
+    gpu.launches.clear()
     gpu.planner.work()
     gpu.copying = True
     for call in calls * 2:
         call()
     assert len(gpu.sent) == len(calls)
-    assert assignments(gpu) == [0] * 10
+    assert assignments(gpu) == [0] * 4
     gpu.copying = False
     for call in calls * 2:
         call()
     tables = [x.address for x in gpu.sent]
-    assert assignments(gpu)[10:] == tables * 2
+    assert assignments(gpu)[4:] == tables * 2
     table = np.frombuffer(gpu.sent[0].data, np.int32).reshape(-1, 264)
     assert gpu.uploads == gpu.planner.asked == []
     assert len(gpu.sent) == len(calls)
@@ -104,7 +103,7 @@ def test_without_an_assignment_no_thread_block_begins_late(gpu: Machine) -> None
 @pytest.mark.parametrize(
     "options",
     [LENGTHS | CAUSAL, {"mask_mod": upper}, LENGTHS | {"mask_mod": upper}],
-    ids=lambda x: "+".join(x),
+    ids="+".join,
 )
 @pytest.mark.parametrize("deterministic", [None, False])
 def test_a_repeated_call_has_the_numbers_of_its_plan_with_tables(
@@ -171,7 +170,7 @@ def test_a_larger_plan_is_not_used(gpu: Machine, monkeypatch: pytest.MonkeyPatch
     settle(gpu, partial(tileattn.forward, *given, **CAUSAL))
     for _ in range(2):
         tileattn.forward(*given, **CAUSAL)
-    assert assignments(gpu) == [0] * 6
+    assert {*assignments(gpu)} == {0}
     assert gpu.planner.asked == []
 
 

@@ -141,8 +141,8 @@ def test_what_is_brought_goes_with_its_owner_unless_it_may_be_read_yet(
     """
     monkeypatch.setattr(streams, "_captured", {})
 
-    def call() -> list[Any]:
-        """Return weak references to what two calls have brought."""
+    def call(*busy: int) -> list[Any]:
+        """Return weak references to what calls have brought; then streams are busy."""
         q = gpu.array((1, 2, 300, 64), np.float16)
         mask = {"block_mask": BlockMask(np.ones((3, 3), bool))}
         given = ((q, q, q), mask) if masked else (arrays(gpu), CAUSAL)
@@ -151,15 +151,14 @@ def test_what_is_brought_goes_with_its_owner_unless_it_may_be_read_yet(
         settle(gpu, lambda: tileattn.forward(*given[0], **given[1]))
         for gpu.stream in handles:
             tileattn.forward(*given[0], **given[1])
-            gpu.capturing = captured
+            gpu.busy, gpu.capturing = {*busy}, captured
         made = [weakref.ref(gpu.uploads.pop()) for _ in range(len(gpu.uploads))]
         made += [x.memory for x in gpu.sent]
         assert len(made) == (3 if masked else 1)  # kinds, bits and lists; an assignment
         assert all(x() is not None for x in made)
         return made
 
-    gpu.busy = {*handles}
-    made = call()
+    made = call(*handles)
     CALLS.clear()
     gc.collect()
     is_read = captured or handles == (0, 7)
