@@ -17,6 +17,7 @@ class Sent(NamedTuple):
     address: int
     data: bytes
     memory: Any  # a weak reference to what owns the memory
+    stream: int
 
 
 class Staging:
@@ -55,7 +56,7 @@ class Copies:
             pytest.fail("the memory of a copy is that of the current stream")
         self._pending.append((to, at, nbytes))
         data = ctypes.string_at(self._staged[at].ptr, nbytes)
-        self._gpu.sent.append(Sent(to, data, self._gpu.owners[to]))
+        self._gpu.sent.append(Sent(to, data, self._gpu.owners[to], stream))
 
     def _event(self, *, disable_timing: bool) -> "Event":
         assert disable_timing

@@ -105,7 +105,7 @@ def test_results_whose_rows_are_not_aligned() -> None:
     assert out is not None
     strides = (0, -64, 1 << 41, 2)  # out has no tensor map
     assert kernels(forward(problem, H200, out=out._replace(strides=strides))) == [HOPPER]
-    assert kernels(forward(problem, H200, out=replace(out, alignment=8))) == ["forward"]
+    assert kernels(forward(problem, H200, out=out._replace(alignment=8))) == ["forward"]
 
 
 # --- the launches -------------------------------------------------------------------------------

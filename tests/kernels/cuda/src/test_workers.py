@@ -102,11 +102,9 @@ def test_every_work_tile_goes_to_one_worker(
 def test_late_thread_blocks_take_the_last_work_tiles(
     window: Any, assigned: bool, tmp_path: Path
 ) -> None:
-    """Without an assignment (the first call is captured) there are no late CTAs."""
+    """Without an assignment, in a first call, there are no late CTAs."""
     problem = asked(D=64, Dv=64, Hq=6, Hkv=3, Nq=7000, Nk=7000, window=window)
-    plan = forward(problem, replace(H200, sm_count=20))
-    if not assigned:
-        plan = plan.without_assignment()
+    plan = forward(problem, replace(H200, sm_count=20), tables=assigned)
     (launch,) = plan.launches
     assert (launch.key.groups, launch.grid > 20) == (1, assigned)
     wanted = {(b, h, q0) for b in range(2) for h in range(6) for q0 in range(0, 7000, 192)}
