@@ -53,9 +53,8 @@ def test_the_first_plan_differs_only_in_the_order_of_tiles_and_in_its_arrays(
         (A100, (False, True), (64, 64)),
     ):
         for problem, layout in cases("bfloat16", options, bounded, dims):
-            if "kv_lengths" in options:
-                layout = with_lengths(layout, problem.B)  # noqa: PLW2901
-            given = problem, layout.with_contiguous_results(problem, direction), device
+            placed = with_lengths(layout, problem.B) if "kv_lengths" in options else layout
+            given = problem, placed.with_contiguous_results(problem, direction), device
             late, first = both(*given, direction=direction, deterministic=deterministic)
             assert first.workspace.nbytes >= late.workspace.nbytes
             assert not late.is_provisional
