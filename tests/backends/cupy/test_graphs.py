@@ -242,7 +242,7 @@ def test_a_call_is_not_bound_before_its_assignment_is_there(h200: Machine) -> No
 def test_a_graph_stores_the_values_of_its_call(h200: Machine) -> None:
     """A plan that nothing could improve is bound as well."""
     given = inputs(h200)
-    lengths = {"kv_lengths": [500, 7], "q_offset": [3, 0]}
+    lengths: dict[str, Any] = {"kv_lengths": [500, 7], "q_offset": [3, 0]}
     call = h200.reusing(lambda: tileattn.backward(**given, **lengths))
     call()
     expected = asked_by(h200, call)

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from tileattn.backends.cupy import backend, improvement
 from tileattn.backends.cupy.executable import Executable
 from tileattn.call.prepared import CALLS
 from tileattn.kernels.cuda.plan.params import PARAMS, POINTERS, template
+from tileattn.kernels.cuda.plan.plan import launch_plan
 
 CAUSAL: dict[str, Any] = {"causal": True}
 LENGTHS: dict[str, Any] = {"kv_lengths": [600, 500]}
@@ -68,7 +69,7 @@ def test_an_assignment_comes_when_a_call_repeats(gpu: Machine) -> None:
     tables = [x.address for x in gpu.sent]
     assert assignments(gpu)[4:] == tables * 2
     table = np.frombuffer(gpu.sent[0].data, np.int32).reshape(-1, 264)
-    assert gpu.uploads == gpu.planner.asked == []
+    assert not (gpu.uploads or gpu.planner.asked)
     assert len(gpu.sent) == len(calls)
     assert table[0].tolist() == list(range(264))
     assert sorted(table[(table >= 0) & (table < 288)]) == list(range(288))
@@ -110,15 +111,16 @@ def test_a_repeated_call_has_the_numbers_of_its_plan_with_tables(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch, options: Any, deterministic: bool | None
 ) -> None:
     """And kernels find the arrays of that plan at their addresses."""
-    made, plans = backend.launch_plan, []
+    plans = []
 
     def noted(*given: Any, tables: bool = True) -> Any:
-        plan = made(*given, tables=tables)
+        plan = launch_plan(*given, tables=tables)
         plans.extend([plan] * tables)
         return plan
 
     monkeypatch.setattr(backend, "launch_plan", noted)
     given = inputs(gpu, Nq=1500, Nk=1500, Hq=12, D=8, Dv=8)
+    call: Callable[[], Any]
     if deterministic is None:
         call = partial(tileattn.forward, *map(given.get, "qkv"), **options)
     else:
@@ -128,13 +130,11 @@ def test_a_repeated_call_has_the_numbers_of_its_plan_with_tables(
     call()
     (plan,) = plans
     block = np.frombuffer(template(plan.fields, plan.aux, plan.cells), PARAMS)[0]
-    assert [x[:3] for x in gpu.launches] == [
-        (x.key, x.grid or 1, x.shared_bytes) for x in plan.launches
-    ]
+    expected = [(x.key, x.grid or 1, x.shared_bytes) for x in plan.launches]
+    assert [x[:3] for x in gpu.launches] == expected
+    numbers = [*(PARAMS.fields or {}).keys() - {*POINTERS}]
     for *_, params in gpu.launches:
-        assert [params[n] for n in PARAMS.names if n not in POINTERS] == [
-            block[n] for n in PARAMS.names if n not in POINTERS
-        ]
+        assert [params[name] for name in numbers] == [block[name] for name in numbers]
         for name, x in plan.constants.items():
             assert values_at(params[name], x.shape, x.dtype) == x.array().tolist()
 
@@ -147,7 +147,7 @@ def test_a_workspace_is_enough_for_both_plans(gpu: Machine) -> None:
     space = gpu.array((tileattn.explain(q, k, v, **options).workspace_bytes,), np.uint8)
     for deterministic in (False, True):
         more = options | {"deterministic": deterministic, "workspace": space}
-        settle(gpu, lambda more=more: tileattn.backward(**given, **more))
+        settle(gpu, partial(tileattn.backward, **given, **more))
         gpu.started.clear()
         tileattn.backward(**given, **more)
         assert not {"store_values", "classify_tiles"} & {*gpu.started}
@@ -159,10 +159,9 @@ def test_a_workspace_is_enough_for_both_plans(gpu: Machine) -> None:
 
 def test_a_larger_plan_is_not_used(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     given = arrays(gpu)
-    made = backend.launch_plan
 
     def larger(*given: Any, tables: bool = True) -> Any:
-        plan = made(*given, tables=tables)
+        plan = launch_plan(*given, tables=tables)
         space = plan.workspace
         return replace(plan, workspace=space._replace(nbytes=space.nbytes + tables * (1 << 20)))
 
@@ -207,7 +206,7 @@ def test_a_call_stays_with_its_first_plan_if_there_is_no_other(
     for _ in range(3):
         call()
     assert assignments(gpu) == [0] * 7
-    assert gpu.planner.asked == gpu.sent == []
+    assert not (gpu.planner.asked or gpu.sent)
     assert len(gpu.graphs) == 1
 
 

@@ -65,6 +65,7 @@ def calls(gpu: Machine, kind: str, deterministic: bool | None) -> list[Callable[
         given, options = inputs(gpu, dtype, **n), KINDS[kind](rng, gpu, n)
         if kind == "packed":
             given = {name: x[0] for name, x in given.items()}
+        call: Callable[[], Any]
         if deterministic is None:
             call = partial(tileattn.forward, *map(given.get, "qkv"), **options)
         else:

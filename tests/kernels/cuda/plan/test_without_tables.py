@@ -1,5 +1,6 @@
 """Plans of first calls, which have no tables, beside plans of repeated ones."""
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -35,8 +36,8 @@ def both(*given: Any, direction: str, deterministic: bool) -> list[LaunchPlan]:
     """Plan a pass with tables, and without."""
     if direction == "forward":
         return [plan_forward(*given, tables=tables) for tables in (True, False)]
-    more = {"deterministic": deterministic}
-    return [plan_backward(*given, **more, tables=tables) for tables in (True, False)]
+    plan = partial(plan_backward, *given, deterministic=deterministic)
+    return [plan(tables=tables) for tables in (True, False)]
 
 
 @pytest.mark.parametrize(
