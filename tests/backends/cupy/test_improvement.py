@@ -69,7 +69,7 @@ def test_an_assignment_comes_when_a_call_repeats(gpu: Machine) -> None:
     tables = [x.address for x in gpu.sent]
     assert assignments(gpu)[4:] == tables * 2
     table = np.frombuffer(gpu.sent[0].data, np.int32).reshape(-1, 264)
-    assert not (gpu.uploads or gpu.planner.asked)
+    assert [*gpu.uploads, *gpu.planner.asked] == []
     assert len(gpu.sent) == len(calls)
     assert table[0].tolist() == list(range(264))
     assert sorted(table[(table >= 0) & (table < 288)]) == list(range(288))
@@ -206,7 +206,7 @@ def test_a_call_stays_with_its_first_plan_if_there_is_no_other(
     for _ in range(3):
         call()
     assert assignments(gpu) == [0] * 7
-    assert not (gpu.planner.asked or gpu.sent)
+    assert [*gpu.planner.asked, *gpu.sent] == []
     assert len(gpu.graphs) == 1
 
 

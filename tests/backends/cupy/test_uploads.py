@@ -45,7 +45,7 @@ def test_lengths_that_differ_are_stored_by_each_call(gpu: Machine) -> None:
         for name, x in lengths.items():
             assert values_at(gpu.launches[-1][-1][name], (2,)) == x
         gpu.started.clear()
-    assert not (gpu.uploads or gpu.sent or gpu.planner.asked)
+    assert [*gpu.uploads, *gpu.sent, *gpu.planner.asked] == []
 
 
 def test_many_lengths_are_stored_by_several_kernels(gpu: Machine) -> None:
@@ -72,7 +72,7 @@ def test_more_values_than_calls_carry_are_uploaded_once(gpu: Machine) -> None:
         assert gpu.launches[-1][-1]["origin"] == x.data.ptr
         gpu.planner.work()
     assert at_host(x).tolist() == [[1, 2, 16, 5]] * 1200
-    assert not (gpu.stored or gpu.sent)
+    assert [*gpu.stored, *gpu.sent] == []
 
 
 def test_addresses_of_each_call_stand_among_addresses_that_stay(gpu: Machine) -> None:
