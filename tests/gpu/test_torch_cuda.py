@@ -12,7 +12,11 @@ from tileattn.testing import assert_attention_close, error_bound
 
 torch = pytest.importorskip("torch")
 
-from tileattn.torch import attention, sdpa  # noqa: E402 - PyTorch may be absent
+from tileattn.torch import (  # noqa: E402 - PyTorch may be absent
+    attention,
+    scaled_dot_product_attention,
+    sdpa,
+)
 from tileattn.torch.flash_attn import (  # noqa: E402 - as above
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -319,6 +323,30 @@ def test_a_graph_is_replayed_on_new_data(name: str | None) -> None:
     assert all(x.isnan().all() for x in others)
 
 
+@pytest.mark.parametrize("name", ["kv_lengths", "q_offset", "cu_seqlens_q"])
+def test_a_graph_replays_other_lengths(name: str) -> None:
+    """Integers on the GPU are read in each replay; offsets have the same number of tokens."""
+    given = drawn()
+    values: tuple[tuple[int, ...], ...] = (131, 40), (7, 90)
+    if name == "cu_seqlens_q":
+        given = [x.detach()[0, :, :67].requires_grad_(n < 3) for n, x in enumerate(given)]
+        values = (0, 30, 67), (0, 61, 67)
+    own = torch.tensor(values[0], dtype=torch.int32, device="cuda")
+    options: dict[str, Any] = {"causal": True, "deterministic": True}
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        both(given, **options, **{name: own})
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both(given, **options, **{name: own})
+    for new in (values[1], values[0]):
+        own.copy_(torch.tensor(new))
+        graph.replay()
+        same(found, both(given, **options, **{name: own.clone()}))
+
+
 def test_another_device_than_the_current_one() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU")
@@ -356,6 +384,29 @@ def test_compiled_calls_are_one_graph(backend: str) -> None:
         out = fast(*given[:3])
         same((out, *torch.autograd.grad(out, given[:3], given[3])), expected)
     same([fast(*given[:3], kv_lengths=[131, 40])], [f(*given[:3], kv_lengths=[131, 40])])
+    torch._dynamo.reset()
+
+
+def test_a_compiled_decoding_step_is_a_cuda_graph() -> None:
+    """Neither lengths on the GPU nor a causal mask at the top left keep a tensor on the CPU."""
+    from torch._dynamo.utils import counters
+
+    q, k, v, _ = (x.detach() for x in drawn(sizes=(2, 4, 2, 67, 67, 64)))
+    lengths = torch.tensor([67, 40], dtype=torch.int32, device="cuda")
+
+    def step(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        x = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return attention(x, k, v, kv_lengths=lengths)
+
+    torch._dynamo.reset()
+    counters.clear()
+    fast = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    for n in (67, 5, 40, 23):
+        lengths.fill_(n)
+        expected = step(q, k, v, lengths)
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.testing.assert_close(fast(q, k, v, lengths), expected)
+    assert not counters["inductor"]["cudagraph_skips"]
     torch._dynamo.reset()
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+import tileattn
 from tests.on_gpu import needs_gpu
 
 torch = pytest.importorskip("torch")
@@ -17,7 +18,7 @@ from tests.gpu.test_torch_cuda import (  # noqa: E402 - PyTorch may be absent
     drawn,
     same,
 )
-from tileattn.torch import attention, eager, operators  # noqa: E402 - as above
+from tileattn.torch import attention, eager  # noqa: E402 - as above
 
 pytestmark = [
     *needs_gpu,
@@ -43,7 +44,7 @@ def test_repeated_calls_make_no_arrays(
         expected = both(each, deterministic=True, **options)
         with monkeypatch.context() as patch:
             for name in ("forward", "backward"):
-                patch.setattr(operators, name, None)
+                patch.setattr(tileattn, name, None)
             for _ in range(3):
                 same(both(each, deterministic=True, **options), expected)
     check(given, **options)
@@ -65,13 +66,38 @@ def test_repeated_calls_with_tensors_make_no_arrays(
     expected = results()
     with monkeypatch.context() as patch:
         for each in ("forward", "backward"):
-            patch.setattr(operators, each, None)
+            patch.setattr(tileattn, each, None)
         for _ in range(3):
             # Memory that is reused is not zero.
             for x in [torch.full_like(x, torch.nan) for x in expected]:
                 del x
             same(results(), expected)
     check(given, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_calls_with_new_numbers_make_no_arrays(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither do they wait for the GPU."""
+    whole = drawn(dtype, (2, 4, 2, 300, 300, 64))
+
+    def rows(n: int) -> list[Any]:
+        return [x.detach()[:, :, :n].requires_grad_(x.requires_grad) for x in whole]
+
+    def options(n: int) -> dict[str, Any]:
+        return {"causal": True, "scale": 10 / n, "dropout_p": n / 1000, "seed": n}
+
+    both(rows(300), **options(300))
+    with monkeypatch.context() as patch:
+        for name in ("forward", "backward"):
+            patch.setattr(tileattn, name, None)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for n in (280, 291, 283):
+                both(rows(n), **options(n))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for n in (280, 285):
+        check(rows(n), **options(n))
 
 
 def test_addresses_decide_for_each_call() -> None:
@@ -95,6 +121,7 @@ def test_few_queries_over_many_keys_take_memory_of_pytorchs() -> None:
 
 def test_layouts_are_those_of_dense_tensors() -> None:
     q, k, v, _ = (x.detach() for x in drawn())
-    assert eager.layouts([q, torch.nn.Parameter(k)]) is not None
-    assert eager.layouts([torch._neg_view(q)]) is None
+    assert eager.holds_elements(q)
+    assert eager.holds_elements(torch.nn.Parameter(k))
+    assert not eager.holds_elements(torch._neg_view(q))
     same([attention(torch._neg_view(-q), k, v)], [attention(q, k, v)])
