@@ -285,3 +285,47 @@ def test_without_a_gpu_the_message_says_so(folder: Path, fake_cupy: SimpleNamesp
     fake_cupy.no_gpu = FakeError("cudaErrorNoDevice: no CUDA-capable device is detected")
     with pytest.raises(BackendUnavailableError, match=r"cudaErrorNoDevice.*backend='numpy'"):
         load(KEY, folders=(folder,))
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"), [("75", "sm_75"), ("80", "sm_80"), ("89", "sm_89"), ("90", "sm_90a")]
+)
+def test_a_usual_gpu_is_known_without_the_compiler(
+    fake_cupy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capability: str, arch: str
+) -> None:
+    assert fake_cupy.no_gpu is None
+    monkeypatch.setattr(loader, "known_archs", None)
+    monkeypatch.setattr(FakeDevice, "compute_capability", capability)
+    assert loader.arch_of(0) == arch
+
+
+@pytest.mark.usefixtures("on_device_1", "placed")
+@pytest.mark.parametrize(
+    ("seconds", "terminal", "said"),
+    [
+        (0.1, True, "tileattn: compiling 3 CUDA kernels for sm_90a\n"),
+        (0.1, False, ""),
+        (60.0, True, ""),
+    ],
+)
+def test_a_terminal_is_told_of_a_long_compilation(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds: float,
+    terminal: bool,
+    said: str,
+) -> None:
+    make = compiling._compile
+
+    def slow(*arguments: Any) -> bytes:
+        time.sleep(0.3 if seconds < 1 else 0)
+        return make(*arguments)
+
+    monkeypatch.setattr(compiling, "_compile", slow)
+    monkeypatch.setattr(loader, "NOTICE_SECONDS", seconds)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    load_all(CALL, (folder,))
+    assert capsys.readouterr().err == said
+    load_all(CALL, (folder,))
+    assert not capsys.readouterr().err
