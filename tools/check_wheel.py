@@ -31,7 +31,7 @@ def cubins(archive: zipfile.ZipFile) -> tuple[int, list[str]]:
         for arch in (PurePosixPath(name).stem for name in names if name.endswith(".json")):
             kernels = shipped.index(Path(place, CUBINS), arch)
             damaged = [x for x in kernels if not shipped.read(arch, x, Path(place, CUBINS))]
-            found += [f"{CUBINS}{arch}.cubins: kernel {x} is damaged" for x in damaged]
+            found += [f"{CUBINS}{arch}.bin: kernel {x} is damaged" for x in damaged]
             count += len(kernels)
     return count, found
 

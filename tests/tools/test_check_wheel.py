@@ -13,11 +13,11 @@ from tools import check_wheel
 def test_damaged_kernels_are_found(tmp_path: Path, flipped: int | None) -> None:
     bodies = {str(n): b"log\0" + bytes([n]) * 100 for n in range(3)}
     shipped.write(tmp_path / "cubins", "sm_80", "NVRTC", bodies)
-    packed = bytearray((tmp_path / "cubins/sm_80.cubins").read_bytes())
+    packed = bytearray((tmp_path / "cubins/sm_80.bin").read_bytes())
     if flipped is not None:
         packed[flipped] ^= 1
     with zipfile.ZipFile(tmp_path / "one.whl", "w") as archive:
-        archive.writestr(f"{check_wheel.CUBINS}sm_80.cubins", packed)
+        archive.writestr(f"{check_wheel.CUBINS}sm_80.bin", packed)
         archive.write(tmp_path / "cubins/sm_80.json", f"{check_wheel.CUBINS}sm_80.json")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shipped, "_warn_once", lambda _: None)

@@ -65,8 +65,8 @@ def test_anything_else_is_compiled(folder: Path, made: list[Compiled]) -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("sm_80.cubins", b""),
-        ("sm_80.cubins", bytes(40_000)),
+        ("sm_80.bin", b""),
+        ("sm_80.bin", bytes(40_000)),
         ("sm_80.json", b""),
         ("sm_80.json", b"{}"),
     ],

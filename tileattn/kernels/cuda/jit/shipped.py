@@ -1,6 +1,6 @@
 """Machine code of common kernels that the wheel brings: their first calls compile nothing.
 
-An architecture has two files. ``<arch>.cubins`` holds the kernels, each compressed by LZMA.
+An architecture has two files. ``<arch>.bin`` holds the kernels, each compressed by LZMA.
 ``<arch>.json`` is their index: for the digest of what a kernel is made from (sources, options), its
 place in the other file and the digest of its content. So edited sources find nothing here. A
 checkout has no such files; ``tools/make_cubins.py`` makes them.
@@ -28,7 +28,7 @@ def read(arch: str, inputs: str, folder: Path | None = None) -> bytes | None:
     import lzma  # after this point a call needs it
 
     start, nbytes, digest = found
-    archive = folder / f"{arch}.cubins"
+    archive = folder / f"{arch}.bin"
     try:
         with archive.open("rb") as file:
             file.seek(start)
@@ -61,7 +61,7 @@ def write(folder: Path, arch: str, compiler: str, kernels: Mapping[str, bytes]) 
 
     folder.mkdir(exist_ok=True)
     places: Index = {}
-    with (folder / f"{arch}.cubins").open("wb") as file:
+    with (folder / f"{arch}.bin").open("wb") as file:
         for inputs, body in sorted(kernels.items()):
             start, packed = file.tell(), lzma.compress(body)
             file.write(packed)
