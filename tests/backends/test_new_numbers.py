@@ -63,6 +63,18 @@ def test_new_numbers_give_the_bits_of_a_first_call(
         assert both(*sizes, **options) == first == second
 
 
+@pytest.mark.parametrize("backend", ["numpy", "llvm"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "out", "lse"])
+def test_sizes_of_a_known_kind_are_checked(backend: str, name: str) -> None:
+    rows: dict[str, Any] = {"q": Q, "k": K, "v": V}
+    result = tileattn.forward(**rows, backend=backend)
+    rows |= {"dout": DOUT, "out": result.out, "lse": result.lse}
+    tileattn.backward(**rows, backend=backend)
+    tileattn.backward(**{n: x[:1] for n, x in rows.items()}, backend=backend)
+    with pytest.raises(ValueError, match="must have"):
+        tileattn.backward(**{**rows, name: rows[name][:, :3]}, backend=backend)
+
+
 def test_kinds_of_blocks_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small problems do without: their blocks are unknown."""
     found = []

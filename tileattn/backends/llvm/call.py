@@ -21,7 +21,8 @@ from tileattn.backends.llvm.parameter_gradient import (
 )
 from tileattn.backends.llvm.plain import PlainBackward, PlainForward, is_plain
 from tileattn.backends.llvm.tasks import divide
-from tileattn.call.parse import four_axes
+from tileattn.backends.numpy.backend import scalar_call
+from tileattn.call.parse import CallKind, four_axes
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
 from tileattn.kernels.llvm.params import BIAS_DTYPES, put, put_strides
@@ -42,18 +43,47 @@ class LlvmCall(PreparedCall):
         """Return the call of another problem of the same kind."""
         return LlvmCall(self.backend, problem)
 
-    def forward(self, operands: Operands, out: Array | None) -> Attention:
-        """Compute attention; ``out`` is written at once, after everything else has succeeded."""
+    def first(
+        self,
+        kind: CallKind,
+        rows: Sequence[Any],
+        options: Mapping[str, Any],
+        deterministic: bool | None,
+        memory: Any = None,  # noqa: ARG002 - results are NumPy arrays
+        /,
+    ) -> Any:
+        """Run a plain pass of the kind with other numbers; None if it needs validation."""
+        found = scalar_call(kind, rows, options)
+        if found is None or self.backend.why_not(found[0]) is not None:
+            return None
+        P, x = found
+        call, forward = LlvmCall(self.backend, P), deterministic is None
+        plain = call._plain_forward(x, None) if forward else call._plain_backward(x, rows)
+        return plain and plain(rows, {}, None)
+
+    def _plain_forward(self, x: Operands, out: Array | None) -> PlainForward | None:
+        """Make what runs plain forward passes of this signature; None if they are not plain."""
         P = self.problem
         name = "decode" if P.Nq <= self._few else "forward"
         targets = self._targets_of(name)
-        if len(targets) == 1 and is_plain(P, operands, operands[:3]):
-            given = name, P, operands, targets[0], self.backend.split_keys, self._few
-            plain = PlainForward(*given, out=out)
-            found = plain(operands[:3], {}, out)
-            if found is not None:
-                self._keep(None, plain)
-                return Attention(four_axes(found.out), found.lse.reshape(P.B, P.Hq, P.Nq))
+        if len(targets) > 1 or not is_plain(P, x, x[:3]):
+            return None
+        return PlainForward(name, P, x, targets[0], self.backend.split_keys, self._few, out=out)
+
+    def _plain_backward(self, x: Operands, rows: Sequence[Array]) -> PlainBackward | None:
+        """Make what runs plain backward passes of this signature; None if they are not plain."""
+        P, targets = self.problem, self._targets
+        if len(targets) > 1 or P.Nk > SECTION or not is_plain(P, x, rows):
+            return None
+        return PlainBackward(P, x, targets[0], self.backend.split_keys)
+
+    def forward(self, operands: Operands, out: Array | None) -> Attention:
+        """Compute attention; ``out`` is written at once, after everything else has succeeded."""
+        P, plain = self.problem, self._plain_forward(operands, out)
+        found = None if plain is None else plain(operands[:3], {}, out)
+        if plain is not None and found is not None:
+            self._keep(None, plain)
+            return Attention(four_axes(found.out), found.lse.reshape(P.B, P.Hq, P.Nq))
         x, batch = _aligned(operands), as_batch(P, operands)
         result = Attention(
             np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
@@ -79,12 +109,11 @@ class LlvmCall(PreparedCall):
         """Compute the gradients; the workspace is not used."""
         P, x, targets = self.problem, _aligned(operands), self._targets
         rows = *x[:3], dout, *attention, *(() if dlse is None else (dlse,))
-        if len(targets) == 1 and P.Nk <= SECTION and is_plain(P, x, rows):
-            plain = PlainBackward(P, x, targets[0], self.backend.split_keys)
-            found = plain(rows, {}, None)
-            if found is not None:
-                self._keep(deterministic, plain)
-                return found
+        plain = self._plain_backward(x, rows)
+        found = None if plain is None else plain(rows, {}, None)
+        if plain is not None and found is not None:
+            self._keep(deterministic, plain)
+            return found
         saved = Residuals.saved(P, dout, attention.lse)
         large = saved.large.any()
         if large:

@@ -1,7 +1,7 @@
 """Plain passes: they read no array of the caller but rows, such as q, k and v, and in place."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from tileattn.backends.llvm.execute import Executable, load, memory_layout, new_
 from tileattn.backends.llvm.tasks import divide
 from tileattn.call.options import INTEGERS, Options, options_with
 from tileattn.call.problem import Operands, Problem
-from tileattn.kernels.llvm.params import put_strides
+from tileattn.kernels.llvm.params import put_first_rows, put_strides
 from tileattn.kernels.llvm.sizes import padded
 from tileattn.kernels.llvm.target import Target
 from tileattn.results import Attention, Gradients
@@ -44,17 +44,13 @@ class PlainPass:
         As for `tileattn.backends.llvm.tasks.divide`.
     """
 
-    names: ClassVar[tuple[str, ...]]
-    """Arrays that differ between calls, in the order of their fields."""
-
     def __init__(
         self, name: str, P: Problem, x: Operands, target: Target, split_keys: int, few: int = 0
     ) -> None:
-        self._problem, self._settings = P, settings(P, x)
+        self._problem, self._settings, self._beyond = P, settings(P, x), P.dtype.alignment - 1
+        kind = P.dtype, P.D, P.Dv, memory_layout(P), P.score_mod, P.mask_mod
+        self._module = load(name, target, *kind)
         self._division = divide(name, P, target, x, self._settings, split_keys, few)
-        layout = memory_layout(P)
-        self._module = load(name, target, P.dtype, P.D, P.Dv, layout, P.score_mod, P.mask_mod)
-        self._beyond = P.dtype.alignment - 1
 
     @property
     def is_small(self) -> bool:
@@ -62,17 +58,15 @@ class PlainPass:
         return sum(x.nbytes for x in self._settings.values()) <= _KEPT
 
     def _pack(self, arrays: Sequence[Array]) -> Executable:
-        """Pack the parameter block for arrays of four axes, in the order of `names`."""
+        """Pack the parameter block for rows of four axes, in the order of their fields."""
         block = new_block(self._problem, self._division, self._settings)
-        layouts = dict(zip(self.names, arrays, strict=False)) | self._settings
-        put_strides(block, layouts, packed=False)
+        put_first_rows(block, arrays)
+        put_strides(block, self._settings, packed=False)
         return Executable(self._module, self._division, block)
 
 
 class PlainForward(PlainPass):
     """A plain forward pass; ``out`` is an array with the layout of the caller's, or None."""
-
-    names = ("q", "k", "v", "out", "lse")
 
     def __init__(self, *given: Any, out: Array | None) -> None:
         super().__init__(*given)
@@ -123,11 +117,6 @@ class PlainBackward(PlainPass):
 
     Arrays of the first call have four axes.
     """
-
-    names = (
-        *("q", "k", "v", "out", "lse", "dout", "log_l", "delta", "dq_accum", "dq", "dk", "dv"),
-        "dlse",
-    )
 
     def __init__(self, P: Problem, x: Operands, target: Target, split_keys: int) -> None:
         super().__init__("backward", P, x, target, split_keys)

@@ -1,6 +1,6 @@
 """The NumPy backend: runs the specification, with blocks in parallel on threads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,6 +14,8 @@ from tileattn.backends.buffers import placed
 from tileattn.backends.numpy.blas import single_threaded
 from tileattn.backends.numpy.memory import TileMemory, borrowed_scratch
 from tileattn.backends.protocol import Explanation, takes_workspace
+from tileattn.call.parse import ONE_NUMBER, CallKind, scalar_problem
+from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
@@ -69,6 +71,47 @@ def is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray | np.matrix)
 
 
+def scalar_call(
+    kind: CallKind, rows: Sequence[Array], options: Mapping[str, Any]
+) -> tuple[Problem, Operands] | None:
+    """Return the problem and operands of a call of a known kind whose options are one number each.
+
+    None if there are others, or if sizes do not fit: validation raises the error.
+    """
+    if not ONE_NUMBER.issuperset(options):
+        return None
+    q, k, v, *others = rows
+    P = scalar_problem(kind, q, k, v, options)
+    if P is None:
+        return None
+    if others and [x.shape for x in others] != [P.out_shape, P.out_shape, P.out_shape[:-1]]:
+        return None
+    lengths, offsets = np.array([[P.Nk] * P.B, [P.Nk - P.Nq] * P.B], np.int64)
+    return P, Operands(q, k, v, lengths, offsets)
+
+
+class NumpyCall(PreparedCall):
+    """Calls on NumPy arrays."""
+
+    def first(
+        self,
+        kind: CallKind,
+        rows: Sequence[Any],
+        options: Mapping[str, Any],
+        deterministic: bool | None,
+        memory: Any = None,  # noqa: ARG002 - results are NumPy arrays
+        /,
+    ) -> Any:
+        """Run a pass with other numbers, if all its options are one number each."""
+        found = scalar_call(kind, rows, options)
+        if found is None or self.backend.why_not(found[0]) is not None:
+            return None
+        if deterministic is None:
+            return self.backend.forward(*found, None)
+        dout, out, lse = rows[3:]
+        return self.backend.backward(*found, dout, Attention(out, lse), None, deterministic)
+
+
 class NumpyBackend:
     """Attention on NumPy arrays; supports every problem.
 
@@ -100,6 +143,10 @@ class NumpyBackend:
     def why_not(self, problem: Problem) -> str | None:  # noqa: ARG002 - the protocol's argument
         """Return None: every problem is supported."""
         return None
+
+    def prepare(self, problem: Problem) -> PreparedCall:
+        """Return the prepared call of one signature."""
+        return NumpyCall(self, problem)
 
     def forward(self, problem: Problem, operands: Operands, out: Array | None) -> Attention:
         """Compute attention; ``out`` is written at once, after everything else has succeeded."""

@@ -2,7 +2,7 @@
 
 import itertools
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tileattn.call.options import OPTIONS, options_with
@@ -90,6 +90,7 @@ _STEPS = {
     for name, fields in _STRIDES.items()
     if fields
 }
+_FIRST_STEPS = [struct.Struct(f"<{3 * n}q") for n in range(14)]  # of rows, which come first
 
 
 def put_numbers(block: bytearray, *values: float) -> None:
@@ -110,6 +111,12 @@ def put_strides(block: bytearray, arrays: Mapping[str, Any], packed: bool) -> No
             if packed or name not in _ROWS:
                 steps = [0 if n == 1 else step for n, step in zip(x.shape, steps, strict=False)]
             pack_into(block, at, *steps)
+
+
+def put_first_rows(block: bytearray, rows: Sequence[Any]) -> None:
+    """Write the strides of the first arrays, which are rows, into a block; none broadcasts."""
+    steps = [step for x in rows for step in x.strides[:3]]
+    _FIRST_STEPS[len(rows)].pack_into(block, FIELDS["q_b"], *steps)
 
 
 def put(block: bytearray, fields: Mapping[str, int]) -> None:
