@@ -1,6 +1,6 @@
 """Compile the kernels that the wheel brings, into the package's folder for them.
 
-    python tools/make_cubins.py                              all of them: 40 minutes of a core
+    python tools/make_cubins.py                              all of them: half an hour of a core
     python tools/make_cubins.py --arch sm_90a --dtype bfloat16 --head-dim 64
 
 No GPU is needed. Kernels that the disk cache has are not compiled again, so that after an edit only
