@@ -18,7 +18,7 @@ from benchmarks.report import Row
 from tileattn.lru import Lru
 
 PARTS = 10  # rows
-LONGEST, HEADS, D = 512, 8, 64
+LONGEST, HEADS, D = 256, 8, 64
 
 
 def options(n: int, rng: np.random.Generator, B: int, Nk: int) -> dict[str, Any]:
