@@ -125,7 +125,7 @@ def problems() -> list[tuple[Case, Problem, CallLayout]]:
     found = []
     for case in cases():
         problem = case.problem()
-        layout = replace(contiguous_inputs(problem), v_is_k=case.latent)
+        layout = contiguous_inputs(problem)._replace(v_is_k=case.latent)
         kind = case.configuration.kind
         found.append((case, problem, layout.with_contiguous_results(problem, kind)))
     return found

@@ -17,9 +17,9 @@ from tileattn.algorithm.mask import AttentionMask, SlidingWindow, schedule
 from tileattn.algorithm.tiles import Tile, cut
 from tileattn.call.block_mask import EMPTY, FULL, PARTIAL, BlockMask
 from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.plan.assignment import work_tiles
 from tileattn.kernels.cuda.plan.block_sparse import partial_blocks
 from tileattn.kernels.cuda.plan.params import PARAMS
-from tileattn.kernels.cuda.plan.scheduler import work_tiles
 
 Array = NDArray[Any]
 Pair = tuple[int, int]
