@@ -39,12 +39,8 @@ _ON_DEVICE = options_with(value="integers", host_only=False)
 class CallKind(NamedTuple):
     """What validation finds about a call, whatever its numbers are: see `at_numbers`.
 
-    Parameters
-    ----------
-    enabled_options, score_mod, mask_mod, aux_names, mask_options
-        As in `Problem`.
-    reading : tuple of str
-        Names of the functions whose indices into arrays must be checked.
+    Most fields are as in `Problem`. ``reading`` has the names of the functions whose indices into
+    arrays must be checked.
     """
 
     enabled_options: frozenset[str]

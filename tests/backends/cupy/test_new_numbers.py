@@ -110,3 +110,12 @@ def test_a_call_is_started_as_if_it_were_the_first(
     for n in Random(kind).sample(range(len(made)), len(made)) * 2:
         assert asked_by(gpu, made[n]) == expected[n]
     assert gpu.uploads == gpu.sent == []
+
+
+def test_a_pass_without_all_results_starts_no_other_call(h200: Machine) -> None:
+    """The gradients of a new size are complete after a call of the kind that asked for none."""
+    for Nq in (200, 150, 128):
+        given = inputs(h200, np.float16, Nq=Nq)
+        wrt: Any = () if Nq == 200 else None
+        found = tileattn.backward(**given, wrt=wrt)
+        assert [x is None for x in found[:3]] == [wrt is not None] * 3

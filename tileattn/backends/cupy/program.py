@@ -66,7 +66,9 @@ class Programs:
     ) -> None:
         """Keep the program of a plan without tables, if there is one."""
         names = [name for name, _ in layout.arrays]
-        if layout.v_is_k or not can_fill(plan, names):
+        results = ("out", "lse") if deterministic is None else ("dq", "dk", "dv")
+        is_complete = set(results).issubset(names)
+        if layout.v_is_k or not (is_complete and can_fill(plan, names)):
             return
         rows = [layout.get(name) for name in _ROWS if name in names]
         addresses = [n * MAX_ALIGNMENT + x.alignment for n, x in enumerate(rows) if x is not None]
