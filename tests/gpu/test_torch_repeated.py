@@ -18,7 +18,11 @@ from tests.gpu.test_torch_cuda import (  # noqa: E402 - PyTorch may be absent
     drawn,
     same,
 )
-from tileattn.torch import attention, eager  # noqa: E402 - as above
+from tileattn.torch import (  # noqa: E402 - as above
+    attention,
+    eager,
+    scaled_dot_product_attention,
+)
 
 pytestmark = [
     *needs_gpu,
@@ -125,3 +129,24 @@ def test_layouts_are_those_of_dense_tensors() -> None:
     assert eager.holds_elements(torch.nn.Parameter(k))
     assert not eager.holds_elements(torch._neg_view(q))
     same([attention(torch._neg_view(-q), k, v)], [attention(q, k, v)])
+
+
+def test_cuda_graphs_of_a_compiled_program_draw_new_entries() -> None:
+    """Programs keep seeds and lengths on the CPU out of their graphs."""
+    q, k, v, _ = (x.detach() for x in drawn())
+
+    def step(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        dropped = scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=True)
+        return dropped, attention(q + 1, k, v, kv_lengths=lengths)
+
+    torch._dynamo.reset()
+    fast = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+    drops = []
+    for n in (131, 5, 40, 23):
+        lengths = torch.tensor([n, n // 2])
+        torch.compiler.cudagraph_mark_step_begin()
+        dropped, short = fast(q, k, v, lengths)
+        drops.append(dropped.clone())
+        torch.testing.assert_close(short, attention(q + 1, k, v, kv_lengths=lengths))
+    assert not any(torch.equal(drops[-1], x) for x in drops[:-1])
+    torch._dynamo.reset()

@@ -38,10 +38,14 @@ class Seen(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is untyped here
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.operators: list[Any] = []
+
+    @property
+    def names(self) -> list[str]:
+        return [str(x) for x in self.operators]
 
     def __torch_dispatch__(self, f: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(f))
+        self.operators.append(f)
         return f(*args, **(kwargs or {}))
 
 

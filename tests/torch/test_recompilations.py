@@ -1,4 +1,4 @@
-"""Compiled programs take new sizes and numbers without recompiling, as PyTorch's attention does."""
+"""Compiled programs take new sizes and numbers, as those of PyTorch's attention do."""
 
 from collections.abc import Callable, Sequence
 from operator import le
@@ -8,11 +8,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses import FakeTensorMode  # noqa: E402 - PyTorch may be absent
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402 - as above
 
 import tileattn.torch as tt  # noqa: E402 - PyTorch may be absent
 from tests.torch.graphs import graphs_of  # noqa: E402 - as above
+from tests.torch.test_eager import Seen  # noqa: E402 - as above
+from tileattn.torch import operators  # noqa: E402 - as above
 from tileattn.torch.flash_attn import flash_attn_varlen_func  # noqa: E402 - as above
+from tileattn.torch.inputs import inputs_of  # noqa: E402 - as above
 
 pytestmark = pytest.mark.usefixtures("_fresh_compiler")
 
@@ -114,3 +118,30 @@ def test_new_numbers_recompile_once(name: str) -> None:
     """The first program is for the first numbers alone; the second one takes all others."""
     call, loop = OTHERS[name]
     assert counts(call, loop)[-1] <= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "is_safe"),
+    [
+        ({"causal": True}, True),
+        ({"kv_lengths": "cuda"}, True),
+        ({"kv_lengths": "cpu"}, False),
+        ({"dropout_p": 0.5, "seed": 3}, False),
+    ],
+    ids=str,
+)
+def test_operators_that_read_the_host_stay_out_of_cuda_graphs(
+    options: dict[str, Any], is_safe: bool
+) -> None:
+    """A graph would repeat the values of its capture."""
+    unsafe = torch.Tag.cudagraph_unsafe
+    with FakeTensorMode(), Seen() as seen:
+        if "kv_lengths" in options:
+            options = {"kv_lengths": torch.ones(2, dtype=torch.int32, device=options["kv_lengths"])}
+        q = torch.randn(2, 4, 12, 8, device="cuda")
+        out, lse = tt.attention(q, q, q, return_lse=True, **options)
+        inputs = inputs_of((q, q, q), "auto", False, options)  # autograd would look for a GPU
+        operators.call_backward(out, None, out, lse, ["q"], *inputs)
+    ours = [x for x in seen.operators if x.namespace == "tileattn"]
+    assert len(ours) == 2
+    assert [unsafe not in x.tags for x in ours] == [is_safe, is_safe]

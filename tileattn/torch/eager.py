@@ -88,7 +88,7 @@ def attend(
             return of_kind(tensors, values, key)
     inputs = inputs_of(rows, backend, deterministic, options)
     if given is None or inputs[0].is_meta:
-        return torch.ops.tileattn.forward(*inputs)  # type: ignore[no-any-return]  # untyped
+        return operators.call_forward(*inputs)
     call = Call(names, tensors, backend, deterministic)
     output = call(tensors, values, key)
     CALLS.keep(kind, call)
@@ -351,8 +351,8 @@ class Call:
         needed: dict[str, Any] = dict.fromkeys(operators.INPUTS, False)
         needed |= {**dict(zip(self._given, needs, strict=False)), "aux": needs[count:]}
         dout, dlse, out, lse = (saved.get(name) for name in ("dout", "dlse", "out", "lse"))
-        run, each = torch.ops.tileattn.backward, [*needed.values()]
-        found = operators.gradients(run, each, dout, dlse, out, lse, inputs)
+        each = [*needed.values()]
+        found = operators.gradients(operators.call_backward, each, dout, dlse, out, lse, inputs)
         by_name = dict(zip(operators.INPUTS, found, strict=True))
         return *(by_name[name] for name in self._given), *by_name["aux"]
 

@@ -125,9 +125,8 @@ def _differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     given = ctx.values | dict(zip(TENSORS, tensors, strict=False))
     given["aux"] = tensors[len(TENSORS) :]
     inputs = [given[name] for name in INPUTS]
-    run = torch.ops.tileattn.backward
     dout = upstream(dout, out)
-    return gradients(run, ctx.needs_input_grad, dout, dlse, out, lse, inputs)
+    return gradients(call_backward, ctx.needs_input_grad, dout, dlse, out, lse, inputs)
 
 
 def upstream(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
@@ -163,24 +162,54 @@ def _refuse(_ctx: Any, *_grads: Any) -> None:
     )
 
 
+def call_forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the forward operator, which PyTorch may trace, transform or intercept."""
+    ops = torch.ops.tileattn
+    run = ops.forward_reading_host if _reads_host(inputs) else ops.forward
+    output: tuple[torch.Tensor, torch.Tensor] = run(*inputs)
+    return output
+
+
+def call_backward(*given: Any) -> list[torch.Tensor]:
+    """Call the backward operator."""
+    ops = torch.ops.tileattn
+    run = ops.backward_reading_host if _reads_host(given[-len(INPUTS) :]) else ops.backward
+    found: list[torch.Tensor] = run(*given)
+    return found
+
+
+def _reads_host(inputs: Sequence[Any]) -> bool:
+    """Return True if the kernels of a GPU get values of tensors on the CPU, such as a seed."""
+    tensors = inputs[: len(TENSORS)]
+    return tensors[0].is_cuda and any(x is not None and x.is_cpu for x in tensors)
+
+
 _shared = ", ".join(f"{kind} {name}" for name, kind in INPUTS.items())
 _LIBRARY = torch.library.Library("tileattn", "DEF")
-_LIBRARY.define(f"forward({_shared}) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    f"backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] wrt, {_shared}) -> Tensor[]"
-)
+_RESULTS = {
+    "forward": f"({_shared}) -> (Tensor, Tensor)",
+    "backward": "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] wrt, "
+    f"{_shared}) -> Tensor[]",
+}
+# A CUDA graph would repeat the values that operators have read on the host.
+_UNSAFE = [x for x in (getattr(torch.Tag, "cudagraph_unsafe", None),) if x is not None]
 for _name, _run, _fake in (
     ("forward", forward, _fake_forward),
     ("backward", backward, _fake_backward),
 ):
-    for _kind in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _run, _kind)
-    torch.library.register_fake(f"tileattn::{_name}", _fake, lib=_LIBRARY)
-    _operator = getattr(torch.ops.tileattn, _name)
-    _rule = rule_for_vmap(_operator)
-    torch.library.register_vmap(f"tileattn::{_name}", _rule, lib=_LIBRARY)
-    _LIBRARY.impl(_name, rule_for_gradients(_rule), "Batched")
-torch.library.register_autograd(
-    "tileattn::forward", _differentiate, setup_context=_save, lib=_LIBRARY
-)
-torch.library.register_autograd("tileattn::backward", _refuse, lib=_LIBRARY)
+    for _suffix, _tags in (("", []), ("_reading_host", _UNSAFE)):
+        _own = f"{_name}{_suffix}"
+        _LIBRARY.define(f"{_own}{_RESULTS[_name]}", tags=_tags)
+        for _kind in ("CPU", "CUDA"):
+            _LIBRARY.impl(_own, _run, _kind)
+        torch.library.register_fake(f"tileattn::{_own}", _fake, lib=_LIBRARY)
+        _operator = getattr(torch.ops.tileattn, _own)
+        _rule = rule_for_vmap(_operator)
+        torch.library.register_vmap(f"tileattn::{_own}", _rule, lib=_LIBRARY)
+        _LIBRARY.impl(_own, rule_for_gradients(_rule), "Batched")
+        if _name == "forward":
+            torch.library.register_autograd(
+                f"tileattn::{_own}", _differentiate, setup_context=_save, lib=_LIBRARY
+            )
+        else:
+            torch.library.register_autograd(f"tileattn::{_own}", _refuse, lib=_LIBRARY)
