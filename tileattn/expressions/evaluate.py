@@ -15,7 +15,7 @@ from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.diagonals import Diagonals, is_distance, of_distance
 from tileattn.expressions.intervals import may_be_negative
 from tileattn.expressions.nodes import Kind, Node, ordered
-from tileattn.expressions.parameters import hoisted, numbers_of
+from tileattn.expressions.parameters import hoisted
 
 Array = NDArray[Any]
 
@@ -70,7 +70,7 @@ def evaluate(
     if any(step.of_distance for step in steps):
         diagonals = Diagonals.of(inputs["i"], inputs["j"])
     values: list[Any] = [None] * len(steps)
-    numbers = numbers_of(hoisted(tuple(outputs)), constants) if constants else []
+    numbers = hoisted(tuple(outputs)).numbers(constants) if constants else []
 
     def value(slot: int, along: bool) -> Any:
         """Look up a value: along the diagonals, or for each pair."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tileattn.expressions.build import FUNCTIONS
 from tileattn.expressions.extrema import RangeExtrema
 from tileattn.expressions.nodes import INDICES, Kind, Node, elements, ordered
-from tileattn.expressions.parameters import NEAR, hoisted, numbers_of
+from tileattn.expressions.parameters import NEAR, hoisted
 
 Array = NDArray[Any]
 Interval = tuple[Any, Any]
@@ -59,7 +59,7 @@ def all_bounds(
     known: dict[Node, bool | int | float] = {}
     if constants:
         of = hoisted(tuple(outputs))
-        known = dict(zip(of, numbers_of(of, constants), strict=True))
+        known = dict(zip(of, of.numbers(constants), strict=True))
     with np.errstate(all="ignore"):
         for node in ordered(outputs, known):
             of_dtype = dtype if node.kind == Kind.FLOAT else np.dtype(np.float64)

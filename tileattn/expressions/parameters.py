@@ -4,7 +4,7 @@ A cell is an int64, or the bits of a float64. So NaN equals itself, and -0.0 dif
 """
 
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -105,12 +105,47 @@ def _of_indices(output: Node) -> frozenset[int]:
     return frozenset(int(x.value or 0) for x in nodes if x.op == "parameter")
 
 
-@lru_cache(maxsize=256)
-def hoisted(outputs: tuple[Node, ...]) -> dict[Node, int]:
-    """Find the largest subexpressions of parameters and constants only, and number them.
+class Hoisted(dict[Node, int]):
+    """Expressions that have one value in a call, numbered.
 
-    They have one value in a call, computed in float64 on the host, as folded constants are.
+    Their floats are computed in float64, as folded constants are.
     """
+
+    def __init__(self, outputs: Sequence[Node]) -> None:
+        super().__init__({node: n for n, node in enumerate(outputs)})
+        self._nodes = ordered(outputs)
+        slots = {node: n for n, node in enumerate(self._nodes)}
+        self._inputs = [[slots[x] for x in node.inputs] for node in self._nodes]
+        self._slots = [slots[node] for node in outputs]
+        self._known = [
+            computed("cast", x.kind, [np.asarray(x.value)[()]]) if x.op == "constant" else None
+            for x in self._nodes
+        ]
+        # Often they are the parameters themselves.
+        self._parameters = [int(x.value or 0) for x in outputs if x.op == "parameter"]
+
+    def cells(self, constants: Sequence[int]) -> tuple[int, ...]:
+        """Return their cells, given the cells of the parameters."""
+        if len(self._parameters) == len(self):
+            return tuple([constants[n] for n in self._parameters])
+        values: list[Any] = [*self._known]
+        for n, node in enumerate(self._nodes):
+            if node.op == "parameter":
+                number = number_of(node.kind, constants[int(node.value or 0)])
+                values[n] = np.float64(number) if node.kind == Kind.FLOAT else np.int64(number)
+            elif node.op != "constant":
+                values[n] = computed(node.op, node.kind, [values[x] for x in self._inputs[n]])
+        return tuple([cell_of(values[n]) for n in self._slots])
+
+    def numbers(self, constants: Sequence[int]) -> list[bool | int | float]:
+        """Return their values, given the cells of the parameters."""
+        cells = self.cells(constants)
+        return [number_of(x.kind, cell) for x, cell in zip(self, cells, strict=True)]
+
+
+@lru_cache(maxsize=256)
+def hoisted(outputs: tuple[Node, ...]) -> Hoisted:
+    """Find the largest subexpressions of parameters and constants only."""
     nodes = ordered(outputs)
     fixed: set[Node] = set()
     for node in nodes:
@@ -119,12 +154,12 @@ def hoisted(outputs: tuple[Node, ...]) -> dict[Node, int]:
         if node.op == "parameter" or is_computed:
             fixed.add(node)
     used = {x for node in nodes if node not in fixed for x in node.inputs}.union(outputs)
-    return {node: n for n, node in enumerate(x for x in nodes if x in fixed and x in used)}
+    return Hoisted([x for x in nodes if x in fixed and x in used])
 
 
 @lru_cache(maxsize=256)
-def kernel_cells(score_mod: Node | None, mask_mod: Node | None) -> dict[Node, int]:
-    """Find the hoisted expressions of a call's functions, with derivatives, and number them.
+def kernel_cells(score_mod: Node | None, mask_mod: Node | None) -> Hoisted:
+    """Find the hoisted expressions of a call's functions, and of the derivatives of scores.
 
     Kernels read their cells.
     """
@@ -132,28 +167,6 @@ def kernel_cells(score_mod: Node | None, mask_mod: Node | None) -> dict[Node, in
     if score_mod is not None:
         outputs += derivatives(score_mod).values()
     return hoisted(tuple(outputs))
-
-
-def numbers_of(of: Iterable[Node], constants: Sequence[int]) -> list[bool | int | float]:
-    """Return the values of hoisted expressions, given the cells of the parameters."""
-    return [number_of(x.kind, cell) for x, cell in zip(of, cells_of(of, constants), strict=True)]
-
-
-def cells_of(of: Iterable[Node], constants: Sequence[int]) -> tuple[int, ...]:
-    """Return the cells of hoisted expressions, given the cells of the parameters."""
-    if all(node.op == "parameter" for node in of):
-        return tuple(constants[int(node.value or 0)] for node in of)
-    values: dict[Node, np.generic] = {}
-    for node in ordered(of):
-        if node.op == "parameter":
-            number: Any = number_of(node.kind, constants[int(node.value or 0)])
-        elif node.op == "constant":
-            number = node.value
-        else:
-            values[node] = computed(node.op, node.kind, [values[x] for x in node.inputs])
-            continue
-        values[node] = computed("cast", node.kind, [np.asarray(number)[()]])
-    return tuple(cell_of(values[node].item()) for node in of)
 
 
 def lifted(output: Node, literals: Collection[Any] = ()) -> Expression:

@@ -13,7 +13,7 @@ from tileattn.backends.addresses import address_of
 from tileattn.call.options import PAIR_ARRAYS
 from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem
 from tileattn.call.sequences import Places
-from tileattn.expressions.parameters import cells_of, kernel_cells
+from tileattn.expressions.parameters import kernel_cells
 from tileattn.expressions.quadtree import kinds_by_intervals
 from tileattn.kernels.cuda.plan.block_sparse import once, partial_blocks
 from tileattn.kernels.llvm.params import EMPTY, FULL, UNKNOWN
@@ -65,7 +65,7 @@ def aux_table(P: Problem, aux: Sequence[Array], more: Sequence[int] = ()) -> Arr
     numbers: list[int] = []
     for x in aux:
         numbers += [address_of(x), *itertools.chain(*zip(x.shape, x.strides, strict=True))]
-    cells = cells_of(kernel_cells(P.score_mod, P.mask_mod), P.constants)
+    cells = kernel_cells(P.score_mod, P.mask_mod).cells(P.constants)
     return np.array([*numbers, *cells, *more], np.int64)
 
 

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tileattn.expressions.nodes import Node
-from tileattn.expressions.parameters import cells_of, kernel_cells
+from tileattn.expressions.parameters import kernel_cells
 from tileattn.kernels.cuda.families.block_order import (
     COUNTS,
     ORDERS_QUERIES,
@@ -387,7 +387,7 @@ def run(
     at = np.ascontiguousarray(np.stack(whole[1:])).astype(np.int64)
     scores, grads, visible = np.empty_like(given), np.empty_like(given), np.empty(given.shape, bool)
     layouts = {name: array_layout(x, x.ctypes.data) for name, x in named(aux).items()}
-    cells = cells_of(kernel_cells(score_mod, mask_mod), constants)
+    cells = kernel_cells(score_mod, mask_mod).cells(constants)
     block = parameter_block({}, named(aux), layouts, cells)[PARAMS.itemsize // 8 :]
     arrays = (given, at, scores, grads, visible)
     library.pairs(pointer(block), ctypes.c_longlong(given.size), *map(pointer, arrays))

@@ -204,7 +204,10 @@ def test_blocks_of_a_mask_hold_what_their_kinds_say(
     kinds = as_inputs(problem, x)["block_kinds"]
     assert problem.mask_mod is not None
     pairs = np.broadcast_to(
-        FunctionMask(problem.mask_mod, x.aux).visible(*np.ogrid[:2, :3, :300, :400]), sizes
+        FunctionMask(problem.mask_mod, x.aux, constants=problem.constants).visible(
+            *np.ogrid[:2, :3, :300, :400]
+        ),
+        sizes,
     )
     kinds = np.broadcast_to(kinds, (2, 3, *kinds.shape[2:]))
     for (b, h, m, n), kind in np.ndenumerate(kinds):

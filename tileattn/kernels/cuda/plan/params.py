@@ -8,7 +8,7 @@ import numpy as np
 
 from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
-from tileattn.expressions.parameters import cells_of, kernel_cells
+from tileattn.expressions.parameters import kernel_cells
 from tileattn.kernels.cuda.families.context import folds_scale
 from tileattn.kernels.cuda.families.grid import padded_rows, split_count
 from tileattn.kernels.cuda.plan.layout import INTEGERS, ArrayLayout, CallLayout
@@ -196,7 +196,7 @@ def number_fields(
 
 def constant_cells(P: Problem) -> tuple[int, ...]:
     """Return the cells that the caller's own functions read."""
-    return cells_of(kernel_cells(P.score_mod, P.mask_mod), P.constants)
+    return kernel_cells(P.score_mod, P.mask_mod).cells(P.constants)
 
 
 def _option_fields(layout: CallLayout, arrays: Mapping[str, ArrayLayout]) -> dict[str, int]:
