@@ -28,7 +28,7 @@ from tests.backends.disturbing import (
     python,
 )
 from tileattn.backends import threads
-from tileattn.backends.llvm import call, execute, tasks
+from tileattn.backends.llvm import call, execute, plain, tasks
 from tileattn.call.prepared import CALLS
 
 SIZES = (1, 2, 1, 200, 300, 32, 24)  # enough work for threads
@@ -79,7 +79,7 @@ def test_an_interrupt_at_any_bytecode_leaves_nothing_behind(first: bool) -> None
         if first:
             CALLS.clear()
             execute.load.cache_clear()
-        return interrupt_at(step, (call, execute, threads), forward)
+        return interrupt_at(step, (call, plain, execute, threads), forward)
 
     while interrupted():
         in_another_thread(lambda: others.append(forward()))
