@@ -75,6 +75,23 @@ def test_sizes_of_a_known_kind_are_checked(backend: str, name: str) -> None:
         backward(**{**rows, name: rows[name][:, :1]}, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["numpy", "llvm"])
+def test_new_offsets_of_packed_sequences_give_the_bits_of_a_first_call(backend: str) -> None:
+    """Sequences of few queries and of many: both kernels of llvm run."""
+    rows, dout = [x[0] for x in (Q, K, V)], DOUT[0]
+
+    def both(n: int) -> list[bytes]:
+        options: dict[str, Any] = {"cu_seqlens_q": [0, n, 40], "cu_seqlens_k": [0, 2 * n, 40]}
+        result = tileattn.forward(*rows, backend=backend, causal=True, **options)
+        grads = tileattn.backward(dout, *rows, *result, backend=backend, causal=True, **options)
+        return [x.tobytes() for x in (*result, *grads[:3])]
+
+    found = [[both(n) for n in (0, 1, 2, 15, 20)] for _ in range(2)]
+    for n, first, second in zip((0, 1, 2, 15, 20), *found, strict=True):
+        CALLS.clear()
+        assert both(n) == first == second
+
+
 def test_kinds_of_blocks_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small problems do without: their blocks are unknown."""
     found = []

@@ -63,19 +63,19 @@ class LlvmCall(PreparedCall):
 
     def _plain_forward(self, x: Operands, out: Array | None) -> PlainForward | None:
         """Make what runs plain forward passes of this signature; None if they are not plain."""
-        P = self.problem
-        name = "decode" if P.Nq <= self._few else "forward"
-        targets = self._targets_of(name)
+        P, kernels = self.problem, self._kernels(x)
+        targets = self._targets[-1:] if kernels == ["decode"] else self._targets
         if len(targets) > 1 or not is_plain(P, x, x[:3]):
             return None
-        return PlainForward(name, P, x, targets[0], self.backend.split_keys, self._few, out=out)
+        common = as_batch(P, x), x, targets[0], self.backend.split_keys
+        return PlainForward(kernels, P, self._few, out, *common)
 
     def _plain_backward(self, x: Operands, rows: Sequence[Array]) -> PlainBackward | None:
         """Make what runs plain backward passes of this signature; None if they are not plain."""
-        P, targets = self.problem, self._targets
-        if len(targets) > 1 or P.Nk > SECTION or not is_plain(P, x, rows):
+        batch, targets = as_batch(self.problem, x), self._targets
+        if len(targets) > 1 or batch.Nk > SECTION or not is_plain(batch, x, rows):
             return None
-        return PlainBackward(P, x, targets[0], self.backend.split_keys)
+        return PlainBackward(batch, x, targets[0], self.backend.split_keys)
 
     def forward(self, operands: Operands, out: Array | None) -> Attention:
         """Compute attention; ``out`` is written at once, after everything else has succeeded."""

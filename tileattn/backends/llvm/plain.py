@@ -10,7 +10,7 @@ from tileattn.backends.addresses import Overlap, address_of
 from tileattn.backends.buffers import placed
 from tileattn.backends.llvm.arrays import Array, contiguous, settings
 from tileattn.backends.llvm.execute import Executable, load, memory_layout, new_block
-from tileattn.backends.llvm.tasks import divide
+from tileattn.backends.llvm.tasks import Division, divide
 from tileattn.call.options import INTEGERS, Options, options_with
 from tileattn.call.problem import Operands, Problem
 from tileattn.kernels.llvm.params import put_first_rows, put_strides
@@ -24,7 +24,7 @@ _KEPT = 1 << 16  # bytes of lengths, offsets and kinds of blocks that a cached p
 
 def is_plain(P: Problem, x: Operands, rows: Sequence[Array]) -> bool:
     """Return True if a pass that reads some rows is plain."""
-    if x.packing is not None or x.aux or not P.enabled_options.isdisjoint(_OTHER_ARRAYS):
+    if x.aux or not P.enabled_options.isdisjoint(_OTHER_ARRAYS):
         return False
     return all(contiguous(array) is array for array in rows)
 
@@ -35,48 +35,56 @@ class PlainPass:
     Parameters
     ----------
     P : Problem
-        The problem.
+        The problem, as `tileattn.backends.llvm.arrays.as_batch` returns it.
     x : Operands
         Arrays of a call; those of another call have the same layouts, and the same integers.
     target : Target
         The CPU.
-    split_keys, few : int
+    split_keys : int
         As for `tileattn.backends.llvm.tasks.divide`.
     """
 
-    def __init__(
-        self, name: str, P: Problem, x: Operands, target: Target, split_keys: int, few: int = 0
-    ) -> None:
+    def __init__(self, P: Problem, x: Operands, target: Target, split_keys: int) -> None:
         self._problem, self._settings, self._beyond = P, settings(P, x), P.dtype.alignment - 1
-        kind = P.dtype, P.D, P.Dv, memory_layout(P), P.score_mod, P.mask_mod
-        self._module = load(name, target, *kind)
-        self._division = divide(name, P, target, x, self._settings, split_keys, few)
+        self._target, self._split_keys = target, split_keys
 
     @property
     def is_small(self) -> bool:
         """True if it takes little memory."""
         return sum(x.nbytes for x in self._settings.values()) <= _KEPT
 
-    def _pack(self, arrays: Sequence[Array]) -> Executable:
-        """Pack the parameter block for rows of four axes, in the order of their fields."""
-        block = new_block(self._problem, self._division, self._settings)
-        put_first_rows(block, arrays)
-        put_strides(block, self._settings, packed=False)
-        return Executable(self._module, self._division, block)
+    def _divide(self, name: str, x: Operands, few: int = 0) -> Division:
+        """Divide the work of a module."""
+        P, target = self._problem, self._target
+        return divide(name, P, target, x, self._settings, self._split_keys, few)
+
+    def _pack(self, name: str, division: Division, rows: Sequence[Array]) -> Executable:
+        """Load a module, and pack its parameters for rows of four axes in the order of fields."""
+        P = self._problem
+        block = new_block(P, division, self._settings)
+        put_first_rows(block, rows, packed=P.is_packed)
+        put_strides(block, self._settings, packed=P.is_packed)
+        kind = P.dtype, P.D, P.Dv, memory_layout(P), P.score_mod, P.mask_mod
+        return Executable(load(name, self._target, *kind), division, block)
 
 
 class PlainForward(PlainPass):
     """A plain forward pass; ``out`` is an array with the layout of the caller's, or None."""
 
-    def __init__(self, *given: Any, out: Array | None) -> None:
-        super().__init__(*given)
-        _, P, x, *_ = given
+    def __init__(
+        self, kernels: Sequence[str], caller: Problem, few: int, out: Array | None,
+        P: Problem, x: Operands, target: Target, split_keys: int,
+    ) -> None:  # fmt: skip
+        super().__init__(P, x, target, split_keys)
         has_integers = not P.enabled_options.isdisjoint(INTEGERS)  # which out might overlap
         self._overlaps = None if out is None or has_integers else Overlap(out, x[:3])
-        self._out, self._lse = (P.out_shape, P.dtype), (P.out_shape[:-1], P.accum_dtype)
-        shape = P.B, P.Hq, P.Nq
-        results = np.empty((*shape, P.Dv), P.dtype), np.empty(shape, P.accum_dtype)
-        self._run = self._pack((*x[:3], *results)).run
+        shape, dtypes = caller.out_shape, (P.dtype, P.accum_dtype)
+        self._out, self._lse = (shape, dtypes[0]), (shape[:-1], dtypes[1])
+        rows = caller.B, caller.Hq, caller.Nq
+        results = np.empty((*rows, P.Dv), dtypes[0]), np.empty(rows, dtypes[1])
+        self._runs = [
+            self._pack(name, self._divide(name, x, few), (*x[:3], *results)).run for name in kernels
+        ]
 
     def __call__(
         self,
@@ -102,7 +110,8 @@ class PlainForward(PlainPass):
             return None
         result, lse = np.empty(*self._out), np.empty(*self._lse)
         all_addresses = [at_q, at_k, at_v, address_of(result), address_of(lse)]
-        self._run((owners, result, lse, self), all_addresses)
+        for run in self._runs:
+            run((owners, result, lse, self), all_addresses)
         return Attention(result, lse)
 
     def _may_write(self, out: Array, inputs: Sequence[int]) -> bool:
@@ -119,9 +128,10 @@ class PlainBackward(PlainPass):
     """
 
     def __init__(self, P: Problem, x: Operands, target: Target, split_keys: int) -> None:
-        super().__init__("backward", P, x, target, split_keys)
+        super().__init__(P, x, target, split_keys)
         self._columns = padded(target, P.accum_dtype.itemsize, P.D)
         self._in_place = self._columns == P.D and P.dtype == P.accum_dtype
+        self._division = self._divide("backward", x)
         self._executable: Executable | None = None
 
     def __call__(
@@ -142,6 +152,6 @@ class PlainBackward(PlainPass):
         sums = saved.log_l, saved.delta, accum
         arrays = q, k, v, attended, saved.lse, dout, *sums, dq, dk, dv, *dlse
         if self._executable is None:
-            self._executable = self._pack(arrays)
+            self._executable = self._pack("backward", self._division, arrays)
         self._executable.run((arrays, self), [address_of(x) for x in arrays])
         return Gradients(dq, dk, dv, None, None)

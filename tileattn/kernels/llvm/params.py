@@ -113,9 +113,11 @@ def put_strides(block: bytearray, arrays: Mapping[str, Any], packed: bool) -> No
             pack_into(block, at, *steps)
 
 
-def put_first_rows(block: bytearray, rows: Sequence[Any]) -> None:
-    """Write the strides of the first arrays, which are rows, into a block; none broadcasts."""
+def put_first_rows(block: bytearray, rows: Sequence[Any], packed: bool) -> None:
+    """Write the strides of the first arrays, which are rows, into a block."""
     steps = [step for x in rows for step in x.strides[:3]]
+    if packed:
+        steps[::3] = [0] * len(rows)  # they broadcast along the batch
     _FIRST_STEPS[len(rows)].pack_into(block, FIELDS["q_b"], *steps)
 
 
