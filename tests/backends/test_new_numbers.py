@@ -78,7 +78,7 @@ def test_sizes_of_a_known_kind_are_checked(backend: str, name: str) -> None:
 @pytest.mark.parametrize("backend", ["numpy", "llvm"])
 def test_new_offsets_of_packed_sequences_give_the_bits_of_a_first_call(backend: str) -> None:
     """Sequences of few queries and of many: both kernels of llvm run."""
-    rows, dout = [x[0] for x in (Q, K, V)], DOUT[0]
+    rows, dout = (Q[0], K[0], V[0]), DOUT[0]
 
     def both(n: int) -> list[bytes]:
         options: dict[str, Any] = {"cu_seqlens_q": [0, n, 40], "cu_seqlens_k": [0, 2 * n, 40]}
