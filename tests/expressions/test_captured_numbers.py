@@ -323,3 +323,47 @@ def test_masks_with_captured_windows() -> None:
         (found,) = evaluate([function.node], inputs, (), dtype, function.constants)
         (expected,) = evaluate([mask_expression(made(low, high), ())], inputs, (), dtype)
         np.testing.assert_array_equal(found, expected)
+
+
+# --- Python that needs the value ----------------------------------------------------------------
+
+PYTHON: dict[str, Callable[[Any], Any]] = {
+    "numpy type": lambda c: lambda s, *_: s * np.float32(c),
+    "array": lambda c: lambda s, *_: s * np.array(c) + np.asarray(c)[()] + np.full((), c),
+    "isclose": lambda c: lambda s, *_: s * math.isclose(c, 3),
+    "reduction": lambda c: lambda s, *_: s * np.sum((c, c)),
+    "round": lambda c: lambda s, *_: s * round(c, 1) + round(c),
+    "length": lambda c: lambda s, *_: s * len("x" * int(c)),
+    "divmod": lambda c: lambda s, *_: s * divmod(c, 2)[0] + divmod(7, c)[1],
+    "member": lambda c: lambda s, *_: s * (c in (3, 4)),
+    "chain": lambda c: lambda s, *_: s * (1 < c < 4),
+    "sorted": lambda c: lambda s, *_: s * sorted((3, c, 1))[1],
+    "zip": lambda c: lambda s, *_: sum(a * s for a, b in zip((c, 1), (2, c), strict=True) if a < b),
+    "where": lambda c: lambda s, *_: np.where(np.isfinite(c), s, c),
+    "clip": lambda c: lambda s, *_: np.clip(s, -c, c) * np.clip(c, 0, 3.5),
+    "attribute": lambda c: lambda s, *_: s * c.real,
+    "bits": lambda c: lambda s, b, h, i, j: s * ((i & c) + (c ^ j) + (c >> 1) + (i << c)),
+    "power": lambda c: lambda s, *_: s**c + c**2 + 2**c + 2.0**s * c + c**s,
+    "isin": lambda c: lambda s, b, h, i, j: np.where(np.isin(i, [1, c]), s, 0),
+    "operator": lambda c: lambda s, *_: operator.add(s, c) * operator.neg(c),
+    "extrema": lambda c: lambda s, *_: np.minimum(s, max(c, 2)) + min(1, c),
+    "mathematics": lambda c: lambda s, *_: s * math.log2(c) + math.pi * c + math.hypot(c, 3),
+    "not": lambda c: lambda s, *_: s if not c else -s,
+    "alone": lambda c: lambda s, *_: c,
+    "any": lambda c: lambda s, *_: s * any((c > 3, c < 1)) + sum(map(float, (c, 2))),
+}
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_python_that_needs_the_value(name: str) -> None:
+    for number in (3, 4, 3.0, 2.5, np.float32(3.3), np.int64(4), -1, 0.0):
+        function = PYTHON[name](number)
+        with np.errstate(all="ignore"):
+            try:
+                expected = score_expression(function, ())
+            except Exception as error:  # whatever Python raises
+                with pytest.raises(type(error)):
+                    read(function)
+            else:
+                found = values_of(read(function))
+                np.testing.assert_array_equal(found, values_of(Expression(expected)))
