@@ -328,6 +328,18 @@ def test_new_numbers_need_no_arrays(gpu: Machine, monkeypatch: pytest.MonkeyPatc
     assert names == ["forward", "backward"] * len(LENGTHS)
 
 
+def test_new_offsets_need_no_arrays(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = on_arrays(monkeypatch)
+    for tokens in (90, 70, 80):
+        heads = torch.zeros(tokens, 4, 8, dtype=torch.bfloat16)
+        q, k, v = (on_gpu(heads.clone().transpose(0, 1)).requires_grad_() for _ in range(3))
+        offsets = on_gpu(torch.tensor([0, 30, tokens], dtype=torch.int32))
+        out = attention(q, k, v, cu_seqlens_q=offsets)
+        torch.autograd.grad(out, (q, k, v), on_gpu(torch.zeros_like(out)))
+        assert gpu.launches[-1][-1]["cu_seqlens_k"] == offsets.data_ptr()
+    assert names == ["forward", "backward"]
+
+
 def test_numbers_that_repeat_get_a_plan_of_their_own(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,8 +136,8 @@ def scalar_problem(
         *(B, Hq, Hkv, Nq, Nk, D, Dv, q.dtype, scale_of(get("scale"), D)),
         softcap_of(get("softcap")),
         without_far_sides(window, Nq, Nk),
-        dropout_of(get("dropout_p", 0.0)),
-        seed_of(get("seed", 0)),
+        dropout_of(options["dropout_p"]) if "dropout_p" in options else 0.0,
+        seed_of(options["seed"]) if "seed" in options else 0,
         *(4, kind.enabled_options),
     )
 

@@ -91,6 +91,9 @@ class TensorArray:
         """Number of axes."""
         return len(self.shape)
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
     @property
     def c_contiguous(self) -> bool:
         """True if its elements are in the order of memory, without gaps."""

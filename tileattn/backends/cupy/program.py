@@ -13,8 +13,14 @@ from tileattn.backends.cupy.executable import KindKernels
 from tileattn.call.prepared import DeviceMemory
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.size_class import size_class
-from tileattn.kernels.cuda.plan.device import Device
-from tileattn.kernels.cuda.plan.filler import Filler, Places, can_fill
+from tileattn.kernels.cuda.plan.filler import (
+    Decided,
+    Filler,
+    Path,
+    Places,
+    are_uniform,
+    can_fill,
+)
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, ArrayLayout, CallLayout
 from tileattn.kernels.cuda.plan.params import POINTERS, slots, template
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
@@ -22,6 +28,7 @@ from tileattn.kernels.cuda.plan.tensor_map import MAX_STRIDE, sizes_and_strides
 from tileattn.lru import Lru
 from tileattn.results import Attention, Gradients
 
+MAX_PATHS = 12  # compiled for one kind; a miss costs about a microsecond
 MAX_PROGRAMS = 96  # of a kind: by sizes, heads, directions and GPUs
 _ROWS = ("q", "k", "v", "dout", "out")  # inputs with rows
 _SLOTS = {name: slot for slot, name in enumerate(POINTERS)}
@@ -54,7 +61,7 @@ class Programs:
     """The programs of calls of one kind, by what their numbers decide about kernels."""
 
     def __init__(self) -> None:
-        self._known = Lru(MAX_PROGRAMS)
+        self._known, self._paths = Lru(MAX_PROGRAMS), Lru(MAX_PROGRAMS)
 
     def keep(
         self,
@@ -72,9 +79,11 @@ class Programs:
             return
         rows = [layout.get(name) for name in _ROWS if name in names]
         addresses = [n * MAX_ALIGNMENT + x.alignment for n, x in enumerate(rows) if x is not None]
-        key = _key(plan.problem, plan.kind.device, rows, addresses)
-        if key is not None:
-            self._known.keep((deterministic, device, *key), Program(plan, names, kernels))
+        P, gpu = plan.problem, plan.kind.device
+        if _are_regular(P, rows, addresses):
+            sizes = size_class(P, gpu.tuning, gpu.sm_count)
+            key = deterministic, device, *_facts(P), sizes
+            self._known.keep(key, Program(plan, names, kernels))
 
     def run(
         self,
@@ -100,12 +109,30 @@ class Programs:
             addresses.append(data.ptr)
         lead = 4 - P.ndim
         described = [_with_lead(x, lead) for x in rows] if lead else rows
-        key = _key(P, describe.device_of(device), described[:5], addresses)
-        if key is None or not P.B * P.Hq * P.Nq * P.Nk:
+        if not (P.B * P.Hq * P.Nq * P.Nk and _are_regular(P, described[:5], addresses)):
             return None
-        program: Program | None = self._known.get((deterministic, device, *key))
-        if program is None:
-            return None
+        facts = deterministic, device, *_facts(P)
+        paths: list[tuple[Path, Program]] = []
+        if are_uniform(places):
+            key = *facts, places[0] is None, places[1] is None
+            paths = self._paths.get(key) or paths
+            if not paths:
+                self._paths.keep(key, paths)
+        decided: Decided | None = None
+        program: Program | None = None
+        for n, (path, owner) in enumerate(paths):
+            decided = path.decided(P)
+            if decided is not None:
+                program = owner
+                if n:  # paths that are taken often come first
+                    paths[n - 1 : n + 1] = paths[n], paths[n - 1]
+                break
+        else:
+            gpu = describe.device_of(device)
+            program = self._known.get((*facts, size_class(P, gpu.tuning, gpu.sm_count)))
+            if program is None:
+                return None
+            program.add_path(P, places, paths)
         shape = P.out_shape
         if deterministic is None:
             results = [make(shape, P.dtype), make(shape[:-1], P.accum_dtype)]
@@ -118,7 +145,8 @@ class Programs:
         addresses += [x.data.ptr for x in results]
         made = [_with_lead(x, lead) for x in results] if lead else results
         arrays = (*described, *integers, *aux, *made)
-        if not program.start(P, places, arrays, addresses, memory.allocate, memory.stream()):
+        stream = memory.stream()
+        if not program.start(P, places, arrays, addresses, memory.allocate, stream, decided):
             return None
         if deterministic is None:
             return Attention(*results)
@@ -131,29 +159,27 @@ def _with_lead(x: Any, lead: int) -> ArrayLayout:
     return ArrayLayout((1,) * lead + x.shape, (MAX_ALIGNMENT,) * lead + x.strides, "")
 
 
-def _key(
-    P: Problem, device: Device, rows: Sequence[Any], addresses: Sequence[int]
-) -> tuple[Any, ...] | None:
-    """Return what decides about kernels, as `kind_key`, for rows that any kernel can read.
+def _facts(P: Problem) -> tuple[Any, ...]:
+    """Return what decides about kernels besides the size class, as in `kind_key`."""
+    left, right = P.window
+    return P.D, P.Dv, P.group, left is None, right is None
 
-    ``rows`` are q, k and v, and in the backward pass dout and out, with four axes each. None for
-    others: unaligned, broadcast or reversed rows, rows that are not contiguous, or v in k.
+
+def _are_regular(P: Problem, rows: Sequence[Any], addresses: Sequence[int]) -> bool:
+    """Return True if any kernel can read q, k and v, and in the backward pass dout and out.
+
+    Other rows are unaligned, broadcast or reversed, not contiguous, or v is in k.
     """
     itemsize = P.dtype.itemsize
     strides = (P.D | P.Dv) * itemsize  # of results
     for x in rows:
         b, h, n, one = x.strides
         if one != itemsize or b <= 0 or h <= 0 or n <= 0:
-            return None
+            return False
         strides |= b | h | n
     places = addresses[: len(rows)]
-    if (reduce(or_, places, strides) & (MAX_ALIGNMENT - 1)) or strides >= MAX_STRIDE:
-        return None
-    if places[1] == places[2]:
-        return None
-    left, right = P.window
-    sizes = size_class(P, device.tuning, device.sm_count)
-    return P.D, P.Dv, P.group, left is None, right is None, sizes
+    is_aligned = not reduce(or_, places, strides) & (MAX_ALIGNMENT - 1)
+    return is_aligned and strides < MAX_STRIDE and places[1] != places[2]
 
 
 class Program:
@@ -170,7 +196,7 @@ class Program:
     """
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str], kernels: KindKernels) -> None:
-        self._filler = Filler(plan, names)
+        self._filler, self._has_paths = Filler(plan, names), True
         self._kernels, self._launches = kernels, plan.launches
         places = slots(plan.aux, len(plan.cells))
         self._slots = [places[name] for name in names]
@@ -181,6 +207,14 @@ class Program:
         self._nbytes = len(template(plan.fields, plan.aux, plan.cells))
         self._spare = kernels.spare(self._nbytes, plan.launches, 0)
 
+    def add_path(self, P: Problem, places: Places, paths: "list[tuple[Path, Program]]") -> None:
+        """Compile the path of a problem, if arithmetic is enough and there are few paths."""
+        if self._has_paths and len(paths) < MAX_PATHS:
+            path = self._filler.path(P, places)
+            if path is not None:
+                paths.append((path, self))
+            self._has_paths = path is not None or not are_uniform(places)
+
     def start(
         self,
         P: Problem,
@@ -189,12 +223,13 @@ class Program:
         addresses: Sequence[int],
         allocate: Callable[[int], Any],
         stream: Any,
+        decided: Decided | None,
     ) -> bool:
         """Start the kernels on a stream; return False if the numbers need another program.
 
         ``allocate`` returns memory with the address ``ptr``, which is freed in stream order.
         """
-        filled = self._filler.fill(P, places, arrays)
+        filled = self._filler.fill(P, places, arrays, decided)
         if filled is None:
             return False
         fixed, grids, (starts, first_zero, nbytes), carried = filled

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.kernels.cuda.plan.planning import A100, H200
+from tests.kernels.cuda.plan.planning import A100, H200, asked
 from tests.kernels.cuda.plan.test_kind_plan import DIMS, WINDOWS, cases
 from tileattn.expressions.functions import mask_expression
-from tileattn.kernels.cuda.plan.filler import Filler, can_fill
+from tileattn.kernels.cuda.plan.filler import Filler, Path, can_fill
 from tileattn.kernels.cuda.plan.kind_plan import kind_key
-from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, contiguous
+from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, contiguous, contiguous_inputs
 from tileattn.kernels.cuda.plan.params import template
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forward
 
@@ -96,8 +96,55 @@ def test_a_filled_plan_is_the_plan_of_the_call(
                     known[key] = Filler(plan, names), names
                 continue
             arrays = [SimpleNamespace(shape=x.shape, strides=x.strides) for _, x in layout.arrays]
-            found = known[key][0].fill(problem, (layout.kv_lengths, layout.q_offset), arrays)
+            filler, places = known[key][0], (layout.kv_lengths, layout.q_offset)
+            found = filler.fill(problem, places, arrays)
             if found is not None:
                 filled += 1
                 assert found._asdict() == facts(plan)
     assert filled > 20
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward", "deterministic"])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (100, 0)], ids=str)
+@pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 64), ("bfloat16", 128), ("float32", 64)])
+def test_a_path_decides_as_the_plan_of_the_call(
+    dtype: str, dim: int, window: Any, passes: str
+) -> None:
+    """A path that was compiled for one problem takes another one on, or declines it."""
+    rng = Random(f"{dtype} {dim} {window} {passes}")
+    device = H200 if dtype == "bfloat16" else A100
+    paths: list[tuple[Any, Filler, Path]] = []
+    base = asked(dtype, D=dim, Dv=dim, window=window)
+    taken = 0
+    for _ in range(120):
+        N, heads = rng.choice((rng.randrange(1, 64), rng.randrange(1, 9000))), rng.choice((1, 12))
+        N = rng.choice((N, 64 * N))
+        problem = replace(base, B=rng.choice((1, 8)), Hq=heads, Hkv=heads, Nq=N, Nk=N)
+        direction = "forward" if passes == "forward" else "backward"
+        layout = contiguous_inputs(problem).with_contiguous_results(problem, direction)
+        if direction == "forward":
+            plan = plan_forward(problem, layout, device, tables=False)
+        else:
+            plan = plan_backward(
+                problem, layout, device, deterministic=passes != direction, tables=False
+            )
+        names = [name for name, _ in layout.arrays]
+        places = layout.kv_lengths, layout.q_offset
+        arrays = [SimpleNamespace(shape=x.shape, strides=x.strides) for _, x in layout.arrays]
+        for key, filler, path in paths:
+            decided = path.decided(problem)
+            if decided is not None:
+                taken += 1
+                assert key == kind_key(problem, layout, device)
+                found = filler.fill(problem, places, arrays, decided)
+                assert found is not None
+                assert {**found._asdict(), "grids": [*found.grids]} == facts(plan)
+                break
+        else:
+            if can_fill(plan, names):
+                filler = Filler(plan, names)
+                made = filler.path(problem, places)
+                if made is not None:
+                    assert made.decided(problem) is not None
+                    paths.append((kind_key(problem, layout, device), filler, made))
+    assert taken > 50 or (passes == "deterministic" and window == (None, 0))

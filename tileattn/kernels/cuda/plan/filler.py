@@ -6,13 +6,14 @@ time. A test holds that both agree.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import KernelLaunch, folds_scale
 from tileattn.kernels.cuda.families.grid import GridSizes, padded_rows
+from tileattn.kernels.cuda.families.size_class import size_class
 from tileattn.kernels.cuda.plan.layout import ROWS, CallLayout
 from tileattn.kernels.cuda.plan.params import (
     CELLS,
@@ -22,8 +23,15 @@ from tileattn.kernels.cuda.plan.params import (
     constant_cells,
     softcap_field,
 )
-from tileattn.kernels.cuda.plan.plan import MAX_CARRIED, WORD, LaunchPlan, mask_tiles
+from tileattn.kernels.cuda.plan.plan import (
+    MAX_CARRIED,
+    WORD,
+    LaunchPlan,
+    MaskTiles,
+    mask_tiles,
+)
 from tileattn.kernels.cuda.plan.scheduler import schedule_of
+from tileattn.kernels.cuda.plan.straight_line import Compiled, pinned, straight_line
 from tileattn.kernels.cuda.plan.workspace import Workspace, workspace_of
 
 # First cells of sections, and of fields that are next to each other.
@@ -31,6 +39,7 @@ _SIZES, _SCHEDULE, _WINDOW = CELLS["B"], CELLS["single_heads"], CELLS["length"]
 _SPLITS, _SCALARS = CELLS["splits"], CELLS["scale"]
 _schedule_cells = attrgetter(*(name for name, _ in SECTIONS["schedule"]))
 _SHIFTS = {2: 1, 4: 2, 8: 3}  # to divide by the size of an element
+_NONE: Mapping[str, int] = {}
 _PLACES = {"kv_lengths": "length", "q_offset": "offset"}
 
 Places = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
@@ -46,7 +55,7 @@ class Filled(NamedTuple):
     ----------
     template : bytes
         The parameter block, with null addresses.
-    grids : list of int
+    grids : sequence of int
         Thread blocks of each launch.
     workspace : Workspace
         Memory that the pass needs besides its results.
@@ -55,9 +64,41 @@ class Filled(NamedTuple):
     """
 
     template: bytes
-    grids: list[int]
+    grids: Sequence[int]
     workspace: Workspace
     carried: list[tuple[str, bytes]]
+
+
+class Decided(NamedTuple):
+    """What the numbers of a problem decide."""
+
+    grids: Sequence[int]
+    schedule: Sequence[int]  # the cells of that section
+    rows: int
+    workspace: Workspace
+
+
+class Path(NamedTuple):
+    """The decisions of a `Filler` for problems that take one path through them."""
+
+    compiled: Compiled
+    grids: int  # number of launches
+    names: tuple[str, ...]  # parts of the workspace
+
+    def decided(self, P: Problem) -> Decided | None:
+        """Decide for a problem; None if it takes another path."""
+        x = self.compiled(P.B, P.Hq, P.Hkv, P.Nq, P.Nk, *P.window, P.sequences, P.scale)
+        if x is None:
+            return None
+        n = self.grids
+        starts = dict(zip(self.names, x[n + 13 :], strict=True))
+        workspace = Workspace(starts, x[n + 11], x[n + 12])
+        return Decided(x[:n], x[n : n + 10], x[n + 10], workspace)
+
+
+def are_uniform(given: Places) -> bool:
+    """Return True if all sequences have the same length and offset, or the device has them."""
+    return all(not each or each.count(each[0]) == len(each) for each in given)
 
 
 def can_fill(plan: LaunchPlan, names: Sequence[str]) -> bool:
@@ -103,34 +144,40 @@ class Filler:
         self._brought = [name in names for name in _PLACES]
         self._aux = [names.index(name) for name in plan.aux]
 
+    def path(self, P: Problem, given: Places) -> "Path | None":
+        """Compile the decisions for a problem; None if they need more than arithmetic."""
+        if self._kind.classifying or not are_uniform(given):
+            return None
+        layout, device = CallLayout((), given[0], given[1]), self._kind.device
+        names: list[str] = []
+
+        def numbers(P: Problem) -> Sequence[Any]:
+            for answer in size_class(P, device.tuning, device.sm_count):
+                pinned(answer)
+            decided = self._decided(P, layout, None)
+            if decided is None:
+                raise TypeError
+            grids, schedule, rows, (starts, first_zero, nbytes) = decided
+            names[:] = starts
+            return *grids, *schedule, rows, first_zero, nbytes, *starts.values()
+
+        compiled = straight_line(numbers, P)
+        return compiled and Path(compiled, len(self._running), tuple(names))
+
     def fill(
         self,
         P: Problem,
         given: Places,
         arrays: Sequence[Any],
+        decided: "Decided | None" = None,
     ) -> Filled | None:
         """Return what a call decides; None if it runs other kernels, or carries too much.
 
         ``given`` are lengths and offsets, as in `CallLayout`. ``arrays`` have shapes and strides,
-        in the order of the names.
+        in the order of the names. ``decided`` is from a `Path` of the filler.
         """
-        kind, layout = self._kind, CallLayout((), given[0], given[1])
-        sizes, mask = GridSizes(P), None
-        if kind.classifying:
-            mask = mask_tiles(kind, P, layout, tables=False)
-            if bool(mask.launches) is not self._classifies:
-                return None
-            sizes = GridSizes(P, mask_lines=mask.lines)
-        grids = []
-        for rule, runs in self._rules:
-            grid = rule.thread_blocks(sizes)
-            if (grid is not None) is not runs:
-                return None
-            if grid is not None:
-                grids.append(grid)
-        main = KernelLaunch(*self._main, grids[self._place])
-        schedule = schedule_of(P, layout, (main,), kind.device, tables=False)
-        parts, carried, places = schedule.parts, [], []
+        kind, mask = self._kind, None
+        carried, places = [], []
         for brought, each, (name, field) in zip(self._brought, given, _PLACES.items(), strict=True):
             value = 0
             if each is None:
@@ -143,15 +190,20 @@ class Filler:
                     return None
                 carried.append((name, words))
             places.append(value)
-        if carried:
-            parts = {name: len(words) for name, words in carried} | parts
-        cells = self._cells(P, arrays, places, _schedule_cells(schedule))
+        if decided is None:
+            layout = CallLayout((), given[0], given[1])
+            if kind.classifying:
+                mask = mask_tiles(kind, P, layout, tables=False)
+            parts = {name: len(words) for name, words in carried}
+            decided = self._decided(P, layout, mask, parts)
+            if decided is None:
+                return None
+        grids, schedule, rows, workspace = decided
+        cells = self._cells(P, arrays, places, schedule, rows)
         if mask is not None:
-            parts = parts | mask.parts
             for name, x in mask.arrays.items():
                 at = CELLS[f"{name}_at"]
                 cells[at : at + 4] = x.elements
-        workspace = workspace_of(P, self._running, parts, schedule.zeros, kind.direction)
         template = PACKED.pack(*cells)
         if kind.functions:
             own = [*constant_cells(P)]
@@ -160,8 +212,41 @@ class Filler:
             template += array("q", own).tobytes()
         return Filled(template, grids, workspace, carried)
 
+    def _decided(
+        self,
+        P: Problem,
+        layout: CallLayout,
+        mask: MaskTiles | None,
+        carried: Mapping[str, int] = _NONE,
+    ) -> "Decided | None":
+        """Return what follows from the problem; None if it runs other kernels than the plan."""
+        kind, sizes = self._kind, GridSizes(P)
+        if mask is not None:
+            if bool(mask.launches) is not self._classifies:
+                return None
+            sizes = GridSizes(P, mask_lines=mask.lines)
+        grids = []
+        for rule, runs in self._rules:
+            grid = rule.thread_blocks(sizes)
+            if (grid is not None) is not runs:
+                return None
+            if grid is not None:
+                grids.append(grid)
+        main = KernelLaunch(*self._main, grids[self._place])
+        schedule = schedule_of(P, layout, (main,), kind.device, tables=False)
+        parts = {**carried, **schedule.parts}
+        if mask is not None:
+            parts |= mask.parts
+        workspace = workspace_of(P, self._running, parts, schedule.zeros, kind.direction)
+        return Decided(grids, _schedule_cells(schedule), padded_rows(P), workspace)
+
     def _cells(
-        self, P: Problem, arrays: Sequence[Any], places: Sequence[int], schedule: Sequence[int]
+        self,
+        P: Problem,
+        arrays: Sequence[Any],
+        places: Sequence[int],
+        schedule: Sequence[int],
+        rows: int,
     ) -> list[Any]:
         """Return all cells of the parameter block: as `params.number_fields`."""
         cells, shift = self._base.copy(), self._shift
@@ -172,7 +257,7 @@ class Filler:
             cells[at + 1] = h >> shift if H > 1 else 0
             cells[at + 2] = i >> shift if N > 1 else 0
         left, right = P.window
-        cells[_SIZES : _SIZES + 9] = (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, *self._fixed, padded_rows(P))
+        cells[_SIZES : _SIZES + 9] = (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, *self._fixed, rows)
         cells[_SCHEDULE : _SCHEDULE + 10] = schedule
         cells[_WINDOW : _WINDOW + 5] = (
             *places,
