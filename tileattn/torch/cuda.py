@@ -92,7 +92,8 @@ class TensorArray:
         return len(self.shape)
 
     def __len__(self) -> int:
-        return self.shape[0]
+        length: int = self.shape[0]
+        return length
 
     @property
     def c_contiguous(self) -> bool:
@@ -103,6 +104,15 @@ class TensorArray:
     def reshape(self, shape: Sequence[int]) -> "TensorArray":
         """Return the array with another shape."""
         return TensorArray(self.tensor.reshape(shape))
+
+
+class _Bytes:
+    """Memory of PyTorch, and its address."""
+
+    __slots__ = ("_tensor", "ptr")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self.ptr = tensor, tensor.data_ptr()
 
 
 class TensorMemory:
@@ -122,10 +132,19 @@ class TensorMemory:
         return _memory().current_device()
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorArray:
-        return TensorArray(torch.empty(shape, dtype=_tensor_dtype(dtype), device=self._device))
+        x = torch.empty(shape, dtype=_tensor_dtype(dtype), device=self._device)
+        made = TensorArray.__new__(TensorArray)  # asks the tensor for less than the constructor
+        made.tensor, made.shape, made.dtype = x, shape, dtype
+        step, strides = dtype.itemsize, []
+        for n in reversed(shape):
+            strides.append(step)
+            step *= n
+        made.strides = tuple(strides[::-1])
+        made.ptr, made.device_id = x.data_ptr(), self._device.index
+        return made
 
-    def allocate(self, nbytes: int) -> TensorArray:
-        return TensorArray(self._bytes(nbytes))
+    def allocate(self, nbytes: int) -> "_Bytes":
+        return _Bytes(self._bytes(nbytes))
 
     def stream(self) -> Any:
         return _current_stream(self._device.index)
