@@ -127,3 +127,22 @@ def test_many_numbers_leave_memory_as_it_is(backend: str, calls: int) -> None:
     finally:
         tracemalloc.stop()
     assert held[2] - held[1] < 1 << 18, held
+
+
+def test_the_preferred_backend_is_asked_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it refused earlier numbers changes no bits of later calls."""
+    if registry.get("llvm").unavailable():
+        pytest.skip("llvm is not available")
+    CALLS.clear()
+
+    def why_not(problem: Any) -> str | None:
+        return None if problem.Nq % 2 else "the number of queries is even"
+
+    monkeypatch.setattr(registry.get("llvm"), "why_not", why_not)
+    for Nq in (40, 38, 36, 39, 37):
+        q = Q[:, :, :Nq]
+        found = tileattn.forward(q, K, V)
+        used = tileattn.explain(q, K, V).backend
+        assert used == ("llvm" if Nq % 2 else "numpy")
+        alone = tileattn.forward(q, K, V, backend=used)
+        assert found.out.tobytes() == alone.out.tobytes()

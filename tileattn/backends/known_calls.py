@@ -47,7 +47,9 @@ def first_run(
     else:
         return None
     call: PreparedCall | None = known.call
-    result = call and call.first(known.kind, rows, options, deterministic)
+    if call is None or call.backend is not known.able[0]:
+        return None  # the preferred backend may support these numbers
+    result = call.first(known.kind, rows, options, deterministic)
     if result is not None and seen is None:
         CALLS.keep(key, SeenCall(known))
     return result
