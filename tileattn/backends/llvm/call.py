@@ -21,7 +21,7 @@ from tileattn.backends.llvm.parameter_gradient import (
 )
 from tileattn.backends.llvm.plain import PlainBackward, PlainForward, is_plain
 from tileattn.backends.llvm.tasks import divide
-from tileattn.backends.numpy.backend import scalar_call
+from tileattn.backends.numpy.backend import numbers_of
 from tileattn.call.parse import CallKind, four_axes
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
@@ -53,7 +53,7 @@ class LlvmCall(PreparedCall):
         /,
     ) -> Any:
         """Run a plain pass of the kind with other numbers; None if it needs validation."""
-        found = scalar_call(kind, rows, options)
+        found = numbers_of(kind, rows, options)
         if found is None or self.backend.why_not(found[0]) is not None:
             return None
         P, x = found

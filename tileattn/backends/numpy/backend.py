@@ -14,7 +14,7 @@ from tileattn.backends.buffers import placed
 from tileattn.backends.numpy.blas import single_threaded
 from tileattn.backends.numpy.memory import TileMemory, borrowed_scratch
 from tileattn.backends.protocol import Explanation, takes_workspace
-from tileattn.call.parse import ONE_NUMBER, CallKind, scalar_problem
+from tileattn.call.parse import ONE_NUMBER, CallKind, at_numbers, scalar_problem
 from tileattn.call.prepared import PreparedCall
 from tileattn.call.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
@@ -26,6 +26,9 @@ _FORWARD = (1, (384, 1024))
 _FORWARD_BANDED = (4, (128, 1024))  # fewer masked-out pairs at the boundary of a window
 _BACKWARD_ROWS = 512  # queries of a tile
 _BACKWARD_KEYS = 1 << 15  # elements in a key block: 512 keys for D = 64, 256 for D = 128
+
+# Options that bring numbers only: a function whose kind is known brings the numbers it captures.
+_NUMBERED = ONE_NUMBER | {"kv_lengths", "q_offset", "score_mod", "mask_mod"}
 
 _SERIAL_WORK = 1 << 23  # multiply-adds up to which one thread is faster than several
 
@@ -71,23 +74,28 @@ def is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray | np.matrix)
 
 
-def scalar_call(
+def numbers_of(
     kind: CallKind, rows: Sequence[Array], options: Mapping[str, Any]
 ) -> tuple[Problem, Operands] | None:
-    """Return the problem and operands of a call of a known kind whose options are one number each.
+    """Return the problem and operands of a call of a known kind with four axes.
 
-    None if there are others, or if sizes do not fit: validation raises the error.
+    None if an option is an array with axes besides lengths and offsets, or if sizes do not fit:
+    validation raises the error.
     """
-    if not ONE_NUMBER.issuperset(options):
-        return None
     q, k, v, *others = rows
-    P = scalar_problem(kind, q, k, v, options)
-    if P is None:
+    if ONE_NUMBER.issuperset(options):
+        P = scalar_problem(kind, q, k, v, options)
+        if P is None:
+            return None
+        lengths, offsets = np.array([[P.Nk] * P.B, [P.Nk - P.Nq] * P.B], np.int64)
+        x = Operands(q, k, v, lengths, offsets)
+    elif _NUMBERED.issuperset(options) and q.ndim == 4:
+        P, x = at_numbers(kind, q, k, v, options)
+    else:
         return None
     if others and [x.shape for x in others] != [P.out_shape, P.out_shape, P.out_shape[:-1]]:
         return None
-    lengths, offsets = np.array([[P.Nk] * P.B, [P.Nk - P.Nq] * P.B], np.int64)
-    return P, Operands(q, k, v, lengths, offsets)
+    return P, x
 
 
 class NumpyCall(PreparedCall):
@@ -102,8 +110,8 @@ class NumpyCall(PreparedCall):
         memory: Any = None,  # noqa: ARG002 - results are NumPy arrays
         /,
     ) -> Any:
-        """Run a pass with other numbers, if all its options are one number each."""
-        found = scalar_call(kind, rows, options)
+        """Run a pass with other numbers, without validating its kind."""
+        found = numbers_of(kind, rows, options)
         if found is None or self.backend.why_not(found[0]) is not None:
             return None
         if deterministic is None:
