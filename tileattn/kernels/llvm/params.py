@@ -116,8 +116,8 @@ def put_strides(block: bytearray, arrays: Mapping[str, Any], packed: bool) -> No
 def put_first_rows(block: bytearray, rows: Sequence[Any], packed: bool) -> None:
     """Write the strides of the first arrays, which are rows, into a block."""
     steps = [step for x in rows for step in x.strides[:3]]
-    if packed:
-        steps[::3] = [0] * len(rows)  # they broadcast along the batch
+    if packed:  # rows broadcast along the batch; pages do not
+        steps[::3] = [0 if x.shape[0] == 1 else x.strides[0] for x in rows]
     _FIRST_STEPS[len(rows)].pack_into(block, FIELDS["q_b"], *steps)
 
 
