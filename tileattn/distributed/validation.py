@@ -72,7 +72,9 @@ def _compared(name: str, P: Problem, x: Operands, options: Mapping[str, Any]) ->
             return window_of(options.get(name), False)
         case "function":
             node = getattr(P, name)
-            return node and f"an expression with digest {node.digest.hex()[:16]}"
+            numbers = getattr(options.get(name), "constants", ())
+            captured = f" and the numbers {numbers}" if numbers else ""
+            return node and f"an expression with digest {node.digest.hex()[:16]}{captured}"
         case "arrays":
             return [shown(array) for array in getattr(x, name)] or None
     array = getattr(x, name)

@@ -121,7 +121,10 @@ def kernels(case: Case, device: Device) -> list[KernelKey]:
     arrays = tuple((name, array_layout(a, 0)) for name, a in given.items())
     lengths, offsets = tuple(x.kv_lengths.tolist()), tuple(x.q_offset.tolist())
     forward, *backward = plans_of(
-        problem, CallLayout(arrays, lengths, offsets, x.block_mask, **host_arrays(x)), device
+        problem,
+        CallLayout(arrays, lengths, offsets, x.block_mask, **host_arrays(x)),
+        device,
+        tables=False,
     )
     plans = forward, backward[case.deterministic]
     return [launch.key for plan in plans for launch in plan.launches]

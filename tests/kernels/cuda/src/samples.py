@@ -203,7 +203,8 @@ def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
 
 
 def _row_keys(combination: int) -> Iterator[KernelKey]:
-    """List the kernels that write rows of tokens, for one dtype."""
+    """List the kernels that write rows of tokens, for one dtype, and carried arrays."""
+    yield KernelKey("store_values", "float32")
     dtype = DTYPES[combination % len(DTYPES)].name
     columns = (128, 15)[combination % 2]  # in vectors of 16 bytes, and element by element
     x = contiguous((2, 3, 4, columns), dtype)

@@ -74,7 +74,7 @@ def hold(folder: Path, plan: LaunchPlan, aux: Any, seed: int, window: int) -> No
         ds = np.random.default_rng(seed).integers(-9, 9, sizes).astype(P.accum_dtype)
         found = element_sums(folder, plan, key, aux, ds, window)
         with functions_of_the_c_library(), np.errstate(all="ignore"):
-            index = evaluate(node.inputs, places, aux, P.accum_dtype)
+            index = evaluate(node.inputs, places, aux, P.accum_dtype, P.constants)
         ends = zip(index, aux[n].shape, strict=True)
         near = [np.broadcast_to(np.clip(x, -end, end - 1), sizes) for x, end in ends]
         expected = np.zeros(aux[n].shape)

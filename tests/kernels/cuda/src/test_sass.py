@@ -12,7 +12,7 @@ from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARD, HOPPER_DS
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
 from tileattn.kernels.cuda.plan import catalog
-from tools.check_sass import ARCH, findings, keys
+from tools.check_sass import ARCH, LINES, findings, keys
 from tools.sass import Instruction, Section, disassembled, parsed
 
 ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ"
@@ -120,7 +120,7 @@ def test_a_kernel_that_arrives_while_it_reads(
 
 def test_what_the_disassembler_says_is_read(program: str) -> None:
     key = FIRST[HOPPER_BACKWARD]
-    (section,) = parsed(disassembled(compiled(key, ARCH).image, program))
+    (section,) = parsed(disassembled(compiled(key, ARCH, options=LINES).image, program))
     assert section.name == key.kernel
     assert [x.address for x in section.code] == list(range(0, 16 * len(section.code), 16))
     assert all(x.places for x in section.code if x.arrives or x.loads_shared)
