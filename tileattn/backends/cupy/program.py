@@ -115,9 +115,11 @@ class Programs:
         paths: list[tuple[Path, Program]] = []
         if are_uniform(places):
             key = *facts, places[0] is None, places[1] is None
-            paths = self._paths.get(key) or paths
-            if not paths:
+            kept: list[tuple[Path, Program]] | None = self._paths.get(key)
+            if kept is None:
                 self._paths.keep(key, paths)
+            else:
+                paths = kept
         decided: Decided | None = None
         program: Program | None = None
         for n, (path, owner) in enumerate(paths):
