@@ -19,7 +19,7 @@ from tileattn.call.options import ARRAYS, FUNCTIONS, NUMBERS, OPTIONS, options_w
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.scalars import dropout_of, scale_of, seed_of, softcap_of
 from tileattn.call.sequences import Places, places_of
-from tileattn.call.window import window_of, without_far_sides
+from tileattn.call.window import Window, window_of, without_far_sides
 from tileattn.dtypes import DTYPES, one_of
 from tileattn.errors import UnsupportedError
 from tileattn.expressions.aux_arrays import check_kind
@@ -76,10 +76,42 @@ def kind_of_call(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> CallKind
     )
 
 
+class Scalars(NamedTuple):
+    """The valid options of a call that are numbers; ``window`` has both sides, causal included."""
+
+    scale: float | None
+    softcap: float | None
+    window: Window
+    dropout_p: float
+    seed: int
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Scalars":
+        """Validate the numbers of a call."""
+        get = options.get
+        return cls(
+            None if get("scale") is None else scale_of(options["scale"], 1),
+            softcap_of(get("softcap")),
+            window_of(get("window"), get("causal", False)),
+            dropout_of(options["dropout_p"]) if "dropout_p" in options else 0.0,
+            seed_of(options["seed"]) if "seed" in options else 0,
+        )
+
+
 def at_numbers(
     kind: CallKind, q: Any, k: Any, v: Any, options: Mapping[str, Any]
 ) -> tuple[Problem, Operands]:
     """Validate the numbers of a call of a known kind: sizes, integers, scalars."""
+    return at_scalars(kind, q, k, v, options, Scalars.of(options))
+
+
+def at_scalars(
+    kind: CallKind, q: Any, k: Any, v: Any, options: Mapping[str, Any], scalars: Scalars
+) -> tuple[Problem, Operands]:
+    """Validate the sizes and integers of a call whose scalars are valid.
+
+    The path of a call through this function can be compiled, if its integers are on a device.
+    """
     get = options.get
     ndim, (B, Hq, Hkv, Nq, Nk, D, Dv) = _sizes(q, k, v, paged=get("block_table") is not None)
     places = places_of(options, k, B, Nq, Nk)
@@ -89,22 +121,22 @@ def at_numbers(
     if kind.enabled_options:
         shape = (entries, Hq, *((Nq, Nk) if packed is None else packed.longest(Nq, Nk)))
         _check_options(kind, options, shape, B, Nq)
-    window = lowered_window(window_of(get("window"), get("causal", False)), options)
+    window = lowered_window(scalars.window, options)
     if all(get(name) is None for name in _PLACES):
         window = without_far_sides(window, Nq, Nk)
     problem = Problem(
         *(B, Hq, Hkv, Nq, Nk, D, Dv),
         dtype=q.dtype,
-        scale=scale_of(get("scale"), D),
-        softcap=softcap_of(get("softcap")),
+        scale=scale_of(None, D) if scalars.scale is None else scalars.scale,
+        softcap=scalars.softcap,
         window=window,
-        dropout_p=dropout_of(get("dropout_p", 0.0)),
-        seed=seed_of(get("seed", 0)),
+        dropout_p=scalars.dropout_p,
+        seed=scalars.seed,
         ndim=ndim,
         enabled_options=kind.enabled_options,
         score_mod=kind.score_mod,
         mask_mod=kind.mask_mod,
-        constants=_constants(options),
+        constants=constants_of(options),
         sequences=None if packed is None else entries,
         page=None if paged is None else paged.page,
         aux_names=kind.aux_names,
@@ -357,7 +389,7 @@ def _expressions(options: Mapping[str, Any]) -> dict[str, Expression]:
     return {name: expression_of(x, aux, name) for name, x in given.items()}
 
 
-def _constants(options: Mapping[str, Any]) -> tuple[int, ...]:
+def constants_of(options: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the cells of the parameters of a call's functions."""
     return tuple(cell for x in _expressions(options).values() for cell in x.constants)
 

@@ -31,7 +31,7 @@ class Packing(NamedTuple):
     def sizes(self) -> tuple[int, Any, Any]:
         """Number of sequences, and the queries and keys of each; None if on a device."""
         queries, keys = (x[1:] - x[:-1] if isinstance(x, np.ndarray) else None for x in self)
-        return len(self.cu_seqlens_q) - 1, queries, keys
+        return self.cu_seqlens_q.shape[0] - 1, queries, keys
 
     def longest(self, Nq: int, Nk: int) -> tuple[int, int]:
         """Return the greatest numbers of queries and keys; Nq and Nk if on a device."""
@@ -201,10 +201,11 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
     if options.get("block_table") is not None:
         return _checked_ends(Packing(found[0], None), (name, name), (Nq, Nk))
     packed = Packing(found[0], found[-1])
-    if len(packed.cu_seqlens_q) != len(packed.cu_seqlens_k):
+    queries, keys = (x.shape[0] for x in packed)
+    if queries != keys:
         raise ValueError(
             f"{called('cu_seqlens_k')} must have as many entries as {called('cu_seqlens_q')}, "
-            f"{len(packed.cu_seqlens_q)}; got {len(packed.cu_seqlens_k)}"
+            f"{queries}; got {keys}"
         )
     both = f" ({called(name)} alone holds for {called('q')} and {called('k')})"
     return _checked_ends(packed, (name, [*given][-1]), (Nq, Nk), "" if len(given) == 2 else both)
@@ -226,7 +227,7 @@ def _checked_ends(
 def offsets_of(name: str, x: Any) -> Any:
     """Return valid offsets: the tokens before each sequence, then the number of tokens."""
     x = as_integers(name, x, "integers of shape (S + 1,)")
-    if x.ndim != 1 or not len(x):
+    if x.ndim != 1 or not x.shape[0]:
         raise ValueError(f"{called(name)} must have shape (S + 1,) for S sequences; got {x.shape}")
     offsets = _copied(x)
     if not isinstance(x, np.ndarray):
