@@ -26,7 +26,8 @@ def mathml(tex: str, *, block: bool) -> str:
         words = "\\"
     if "\\" in words:
         raise ValueError(f"no MathML for {tex.strip()!r}; another command may be understood")
-    return made
+    # assets/site.css gives it a scroll bar where the page is narrower.
+    return f'<div class="formula">{made}</div>' if block else made
 
 
 def on_page_content(content: str, **_: Any) -> str:

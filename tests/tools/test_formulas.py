@@ -16,7 +16,7 @@ def test_formulas_of_a_page_are_converted() -> None:
     assert made.startswith(
         '<p>With <math xmlns="http://www.w3.org/1998/Math/MathML" display="inline">'
     )
-    assert made.endswith(r"</math><code>\(x\)</code>")
+    assert made.endswith(r"</math></div><code>\(x\)</code>")
     assert "<mo>&#x0003C;</mo>" in made
     assert '<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">' in made
     assert "<mfrac><mrow><mi>x</mi></mrow><mrow><mi>&#x02113;</mi></mrow></mfrac>" in made

@@ -4,7 +4,7 @@ Each rank holds a part of the queries and a part of the keys. The options are th
 device; indices refer to the whole sequence.
 """
 
-from tileattn.distributed.explain import Prediction, explain, predict
+from tileattn.distributed.prediction import Prediction, explain, predict
 from tileattn.distributed.functional import backward, forward, vjp
 from tileattn.distributed.layout import Layout
 from tileattn.distributed.model.cost import CPU_RATES, GPU_RATES, Cost, Link, PassCost, Rates
