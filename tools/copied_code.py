@@ -9,10 +9,10 @@ _PROMPTS = (">>> ", "... ", ">>>", "...")
 
 
 def code_of(session: str) -> str:
-    """Return the code of an interactive session, without prompts and without what it prints.
+    r"""Return the code of an interactive session, without prompts and without what it prints.
 
-    >>> code_of(">>> for x in (1, 2):\\n...     print(x)\\n1\\n2\\n")
-    'for x in (1, 2):\\n    print(x)'
+    >>> code_of(">>> for x in (1, 2):\n...     print(x)\n1\n2\n")
+    'for x in (1, 2):\n    print(x)'
     """
     lines = (line for line in session.splitlines() if line.startswith(_PROMPTS))
     return "\n".join(line[4:] for line in lines)

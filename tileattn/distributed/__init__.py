@@ -4,10 +4,10 @@ Each rank holds a part of the queries and a part of the keys. The options are th
 device; indices refer to the whole sequence.
 """
 
-from tileattn.distributed.prediction import Prediction, explain, predict
 from tileattn.distributed.functional import backward, forward, vjp
 from tileattn.distributed.layout import Layout
 from tileattn.distributed.model.cost import CPU_RATES, GPU_RATES, Cost, Link, PassCost, Rates
+from tileattn.distributed.prediction import Prediction, explain, predict
 
 __all__ = [
     "CPU_RATES",
