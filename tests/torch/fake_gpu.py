@@ -24,6 +24,9 @@ class OnGpu(torch.Tensor):  # type: ignore[misc]  # PyTorch is untyped here
     device = torch.device("cuda:0")
     is_cuda = True
 
+    def get_device(self) -> int:
+        return 0
+
 
 def on_gpu(x: torch.Tensor) -> torch.Tensor:
     return x.detach().as_subclass(OnGpu)
@@ -44,6 +47,11 @@ def _zeros(*size: Any, device: Any = None, **given: Any) -> torch.Tensor:
     if device != OnGpu.device:
         return _host_zeros(*size, device=device, **given)
     return _made(*size, device=device, **given).zero_()
+
+
+def clear() -> None:
+    for kept in (cuda._allocator, cuda.tensor_memory):
+        kept.cache_clear()
 
 
 @contextmanager
@@ -80,7 +88,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
             return backward(call, needs, saved, [*map(on_gpu, tensors)], values)
 
         monkeypatch.setattr(eager.Call, "backward", from_autograd)
-        cuda._allocator.cache_clear()
+        clear()
         made.arch = "sm_90a"
         yield made
-        cuda._allocator.cache_clear()
+        clear()

@@ -56,11 +56,16 @@ class AddressPass(Protocol):
 class DeviceMemory(Protocol):
     """Where a library of arrays computes: its current device, and its memory and stream there."""
 
+    in_bytes: bool  # True if `numbers` has strides in bytes; else they count elements
+
     def device(self) -> int:
         """Return the number of the device."""
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised contiguous array, with the address ``data.ptr``."""
+    def numbers(self, device: int, arrays: Sequence[Any]) -> list[int] | None:
+        """List sizes, strides and address of each array; None if one is on another device."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, int]:
+        """Return an uninitialised contiguous array, and its address."""
 
     def allocate(self, nbytes: int) -> Any:
         """Return memory with the address ``ptr``, which is freed in stream order."""

@@ -299,8 +299,8 @@ class Call:
         else:
             run.count += 1
         if direction is None:
-            return tuple([x.tensor for x in found])
-        grads = [x.tensor for x in found[:3]] + [None] * (len(needs) - 3)
+            return tuple(found)
+        grads = [*found[:3], *[None] * (len(needs) - 3)]
         return [x if need else None for x, need in zip(grads, needs, strict=True)]
 
     def _plan(self, arrays: Sequence[Any], options: Mapping[str, Any], run: _Run | None) -> None:

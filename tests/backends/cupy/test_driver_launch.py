@@ -99,7 +99,7 @@ def test_an_empty_grid_has_a_block(gpu: Machine) -> None:
     planned = PlannedLaunch(KernelLaunch(key, OPEN), gpu.load(key), overlaps=False)
     empty = template({})
     block = LaunchBlock(len(empty), [planned])
-    block.fill(empty, [0], [(POINTERS.index("q"), 256)], {}, (0, 0))
+    block.fill(empty, [0], [(POINTERS.index("q"), 256)], [], (0, 0))
     block.launch(0)
     (launched,) = gpu.launches
     assert launched[:3] == (key, 1, 0)

@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import ml_dtypes
@@ -12,9 +13,9 @@ import tileattn
 from tests.backends.cupy.fake_cupy import Machine, launch_together
 from tileattn.backends.cupy import tensor_maps
 from tileattn.backends.cupy.tensor_maps import EncodedMaps
-from tileattn.kernels.cuda.plan.layout import array_layout, contiguous
+from tileattn.kernels.cuda.plan.layout import ArrayLayout, array_layout, contiguous
 from tileattn.kernels.cuda.plan.params import PARAMS, POINTERS
-from tileattn.kernels.cuda.plan.tensor_map import TensorMap, tensor_map
+from tileattn.kernels.cuda.plan.tensor_map import tensor_map
 
 B, HQ, HKV, NQ, NK, D, DV = 2, 6, 2, 300, 530, 72, 40
 BOXES = {"q": 64, "k": 128, "v": 128, "dout": 64}
@@ -26,8 +27,9 @@ def arrays(gpu: Machine, dtype: Any = np.float16) -> dict[str, Any]:
     return {"q": gpu.array((B, HQ, NQ, D), dtype), "k": k.swapaxes(1, 2), "v": v[..., DV:]}
 
 
-def parts(described: TensorMap) -> tuple[Any, Any]:
-    return described.sizes, described.strides
+def numbers(name: str, x: ArrayLayout) -> tuple[int, ...]:
+    described = tensor_map(name, x, BOXES[name])
+    return *described.sizes, *described.strides
 
 
 def residuals(gpu: Machine, dtype: Any = np.float16) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def test_maps_lie_one_after_the_other(h200: Machine) -> None:
     assert maps.start % tensor_maps.MAP_BYTES == 0
     for n in range(2):
         cells = [16 * (n + 1) * slot for slot in range(1, PARAMS.itemsize // 8)]
-        maps.encode([parts(tensor_map(name, x, rows)) for name, rows in boxes], cells)
+        maps.encode([*chain.from_iterable(numbers(name, x) for name, _ in boxes)], cells)
         found = [made.address for made in h200.encoded[3 * n :]]
         assert found == [cells[POINTERS.index(name)] for name, _ in boxes]
         for k in range(3):  # maps are numbers here
@@ -135,4 +137,4 @@ def test_a_refusal_of_the_driver_names_the_array() -> None:
     cells = dict.fromkeys(range(len(POINTERS)), 0x100) | {POINTERS.index("v"): 0x200}
     told = r"a tensor map of v of shape \(2, 2, 9, 20\).* at 0x200: .*returned 1;"
     with pytest.raises(RuntimeError, match=told):
-        maps.encode([parts(tensor_map("k", x, 64)), parts(tensor_map("v", narrow, 128))], cells)
+        maps.encode([*numbers("k", x), *numbers("v", narrow)], cells)

@@ -13,6 +13,7 @@ import numpy as np
 from tileattn.backends.cupy import describe, token_rows
 from tileattn.backends.cupy.cached_passes import ArrayPass, Pass
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
+from tileattn.backends.cupy.described import LONGEST
 from tileattn.backends.cupy.executable import Executable, KindKernels
 from tileattn.backends.cupy.external_memory import CupyMemory
 from tileattn.backends.cupy.improvement import Improvement
@@ -20,15 +21,13 @@ from tileattn.backends.cupy.program import OwnMemory, Programs
 from tileattn.backends.cupy.streams import Uploaded
 from tileattn.backends.protocol import Explanation, PreparingBackend
 from tileattn.call.block_mask import BlockMask
-from tileattn.call.parse import ONE_NUMBER, CallKind, at_numbers, scalar_problem
+from tileattn.call.parse import CallKind
 from tileattn.call.prepared import DeviceMemory, PreparedCall
 from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem
-from tileattn.call.sequences import Places as Located
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families.pages import why_not_paged
 from tileattn.kernels.cuda.plan.aux_gradient import daux_name, why_not_learned
 from tileattn.kernels.cuda.plan.block_sparse import once, partial_blocks
-from tileattn.kernels.cuda.plan.filler import Places
 from tileattn.kernels.cuda.plan.kind_plan import KindPlan, backward_kind, forward_kind, kind_key
 from tileattn.kernels.cuda.plan.layout import ROWS, CallLayout, Constant
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, evaluated, launch_plan
@@ -41,18 +40,18 @@ _REMEDY = (
     "pip install 'cupy-cuda12x[ctk]'; backend='numpy' needs none"
 )
 
-_INTEGER_OPTIONS = {"kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"}
-_PLACED = ONE_NUMBER | _INTEGER_OPTIONS | {"score_mod", "mask_mod", "aux"}
-_INTEGERS = (np.dtype(np.int32), np.dtype(np.int64))  # which kernels read in place
+# Options that programs read.
+_READ = {
+    *("causal", "window", "scale", "softcap", "dropout_p", "seed", "score_mod", "mask_mod", "aux"),
+    *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"),
+}
+_OWN = OwnMemory()
 
 MAX_KINDS = 96  # plans of kinds that calls of equal options share: by sizes, alignments, GPUs
 _OF_MASK = ("block_kinds", "block_bits", "tile_list")  # addresses of a block mask
 
 # Arrays that the caller provides, besides integers on the device.
 _BROUGHT = ROWS | {"lse", "dlse", *ARRAY_OPTIONS}
-
-# Kernels add positions, FAR of src/mask.cuh and the sizes of a tile in 32 bits.
-LONGEST = (1 << 30) - (1 << 16)
 
 
 class CupyBackend(PreparingBackend):
@@ -125,35 +124,14 @@ class CupyCall(PreparedCall):
         /,
     ) -> Any:
         """Run a pass by the program of its kind; None if there is none yet."""
-        q, k, v = rows[:3]
-        if ONE_NUMBER.issuperset(options):
-            known = scalar_problem(kind, q, k, v, options)
-            if known is None:
-                return None
-            P = known
-            places: Places = (P.Nk,), (P.Nk - P.Nq,)
-            integers: Sequence[Any] = ()
-            aux: Sequence[Any] = ()
-        elif _PLACED.issuperset(options):
-            P, x = at_numbers(kind, q, k, v, options)
-            given = Located.of(x).integers
-            integers = [x for x in given.values() if type(x) is not np.ndarray]
-            if not all(x.flags.c_contiguous and x.dtype in _INTEGERS for x in integers):
-                return None
-            host = given.keys() - {"kv_lengths", "q_offset"}
-            if any(type(given[name]) is np.ndarray for name in host):
-                return None  # offsets of packed sequences on the host
-            places, aux = (_on_host(x.kv_lengths), _on_host(x.q_offset)), x.aux
-            if any(type(y) is np.ndarray for y in aux):
-                return None
-            if deterministic is not None and any(y.dtype.kind not in "biu" for y in aux):
-                return None  # their gradients are wanted
-        else:
+        if not _READ.issuperset(options):
             return None
-        if max(P.Nq, P.Nk) > LONGEST:
+        aux = options.get("aux") or ()
+        # Arrays on the host are uploaded, and gradients of arrays are wanted.
+        host = any(type(x) is np.ndarray for x in aux)
+        if host or (deterministic is not None and any(x.dtype.kind not in "biu" for x in aux)):
             return None
-        memory = memory or OwnMemory()
-        return self._programs.run(P, places, rows, integers, aux, deterministic, memory)
+        return self._programs.run(kind, rows, options, deterministic, memory or _OWN)
 
     def address_pass(self, deterministic: bool | None, results: Sequence[str]) -> Pass | None:
         known = self.passes.get((deterministic, *results))
@@ -277,10 +255,6 @@ class CupyCall(PreparedCall):
                 lambda plan, upload: Executable(plan, names, kernels, upload),
             )
         return executable
-
-
-def _on_host(x: Any) -> tuple[int, ...] | None:
-    return tuple(x.tolist()) if type(x) is np.ndarray else None
 
 
 def _released(layout: CallLayout) -> tuple[CallLayout, list[Any]]:

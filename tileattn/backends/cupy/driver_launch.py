@@ -8,7 +8,7 @@ ends: programmatic dependent launch. Every kernel of a plan but the first has it
 import ctypes
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tileattn.backends.cupy.driver import driver_by
@@ -111,7 +111,9 @@ class LaunchBlock:
             parameters = (ctypes.c_void_p * 2)(self._at)
             boxes = launch.tensor_maps
             if boxes:
-                maps = self._maps.setdefault(boxes, EncodedMaps(boxes, launch.key.dtype))
+                maps = self._maps.get(boxes)
+                if maps is None:
+                    maps = self._maps[boxes] = EncodedMaps(boxes, launch.key.dtype)
                 parameters[1] = maps.start
             config = self._add(kernel, launch.key.threads, launch.shared_bytes, parameters)
             if overlaps:
@@ -132,15 +134,16 @@ class LaunchBlock:
         template: bytes,
         grids: Sequence[int],
         pointers: Iterable[tuple[int, int]],
-        maps: Mapping[tuple[tuple[str, int], ...], Sequence[tuple[Any, Any]]],
+        maps: Sequence[int],
         zeros: tuple[int, int],
         values: Sequence[tuple[int, bytes]] = (),
     ) -> None:
         """Set the parameter block, the grids, and the tensor maps.
 
-        ``pointers`` are the cells of addresses in the block, by their numbers. ``zeros`` is memory
-        to set to zero before the kernels run: its address and size, which may be 0. ``values`` are
-        at most `VALUES` words each, and the addresses where they are stored.
+        ``pointers`` are the cells of addresses in the block, by their numbers. ``maps`` are the
+        sizes and strides of each tensor map, as for `EncodedMaps`, in the order of launches.
+        ``zeros`` is memory to set to zero before the kernels run: its address and size, which may
+        be 0. ``values`` are at most `VALUES` words each, and the addresses where they are stored.
         """
         ctypes.memmove(self._at, template, len(template))
         cells = self._cells
@@ -149,8 +152,10 @@ class LaunchBlock:
         self.zeros = zeros
         for sizes, grid in zip(self._grids, grids, strict=True):
             sizes[0] = grid or 1  # the driver requires a block
-        for boxes, encoded in self._maps.items():
-            encoded.encode(maps[boxes], cells)
+        first = 0
+        for encoded in self._maps.values():
+            encoded.encode(maps[first : first + encoded.count], cells)
+            first += encoded.count
         for place, (address, words) in zip(self._values, values, strict=True):
             place.to, place.count = address, len(words) // 8
             ctypes.memmove(place.values, words, len(words))

@@ -102,10 +102,9 @@ class Executable:
         self._kernels = kernels or KindKernels()
         self._kernels.load(plan.launches, len(self._values))
         self._grids = [launch.grid for launch in plan.launches]
-        self._maps = {
-            boxes: [(one.sizes, one.strides) for one in made]
-            for boxes, made in plan.tensor_maps.items()
-        }
+        self._maps = [
+            n for made in plan.tensor_maps.values() for x in made for n in (*x.sizes, *x.strides)
+        ]
         places = slots(plan.aux, len(plan.cells))
         self._template = template(plan.fields, plan.aux, plan.cells)
         self.uploads: Uploaded | None = None

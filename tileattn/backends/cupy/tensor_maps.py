@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from collections.abc import Sequence
+from struct import Struct
 from typing import Any
 
 from tileattn.backends.cupy.driver import driver_by
@@ -11,6 +12,7 @@ from tileattn.kernels.cuda.plan.params import POINTERS
 from tileattn.kernels.cuda.plan.tensor_map import COLUMNS
 
 MAP_BYTES = 128
+MAP_NUMBERS = 7  # four sizes and three strides
 # Values of the enumerations in cuda.h.
 _INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS = 0, 3, 3, 0
 _ONES = ctypes.byref((ctypes.c_uint32 * 4)(1, 1, 1, 1))
@@ -28,33 +30,40 @@ class EncodedMaps:
         # Room for one more, to align the maps to their size.
         self._memory = ctypes.create_string_buffer(MAP_BYTES * (len(boxes) + 1))
         self.start = -(-ctypes.addressof(self._memory) // MAP_BYTES) * MAP_BYTES
+        self.count = MAP_NUMBERS * len(boxes)
+        self._numbers: Any = (ctypes.c_uint64 * self.count)()
+        self._pack = Struct(f"={self.count}Q").pack_into
         self._encoders = [
-            _Encoder(name, dtype, rows, self.start + n * MAP_BYTES)
+            _Encoder(name, dtype, rows, self.start + n * MAP_BYTES, self._numbers, n * MAP_NUMBERS)
             for n, (name, rows) in enumerate(boxes)
         ]
 
-    def encode(self, maps: Sequence[tuple[Any, Any]], cells: Any) -> None:
-        """Write maps of some sizes and strides; the parameter block has the addresses."""
-        for encoder, (sizes, strides) in zip(self._encoders, maps, strict=True):
-            encoder.encode(sizes, strides, cells[encoder.slot])
+    def encode(self, numbers: Sequence[int], cells: Any) -> None:
+        """Write the maps; the parameter block has the addresses.
+
+        ``numbers`` are the four sizes, then the three strides, of each map.
+        """
+        self._pack(self._numbers, 0, *numbers)
+        for encoder in self._encoders:
+            encoder.encode(cells[encoder.slot])
 
 
 class _Encoder:
     """One place for a map, and what the driver reads to write it."""
 
-    def __init__(self, name: str, dtype: str, rows: int, place: int) -> None:
+    def __init__(
+        self, name: str, dtype: str, rows: int, place: int, numbers: Any, first: int
+    ) -> None:
         self._name, self.slot = name, POINTERS.index(name)  # cell of its address
         self._function = _driver_function()
-        self._sizes: Any = (ctypes.c_uint64 * 4)()
-        self._strides: Any = (ctypes.c_uint64 * 3)()
+        self._numbers, self._at = numbers, first
         box = (ctypes.c_uint32 * 4)(COLUMNS, rows, 1, 1)
         self._first = ctypes.c_void_p(place), tensor_map_type(dtype), 4
-        described = (ctypes.byref(x) for x in (self._sizes, self._strides, box))
-        self._last = *described, _ONES, *_MODES
+        sizes, strides = (ctypes.byref(numbers, 8 * n) for n in (first, first + 4))
+        self._last = sizes, strides, ctypes.byref(box), _ONES, *_MODES
 
-    def encode(self, sizes: Sequence[int], strides: Sequence[int], address: int) -> None:
+    def encode(self, address: int) -> None:
         """Write the map of an array at an address."""
-        self._sizes[:], self._strides[:] = sizes, strides
         # ctypes takes half the time without a list of argument types.
         arguments = *self._first, ctypes.c_void_p(address), *self._last
         status = self._function(*arguments)
@@ -64,6 +73,7 @@ class _Encoder:
             runtime.setDevice(runtime.getDevice())  # the driver requires a context in this thread
             status = self._function(*arguments)
         if status:
+            sizes, strides = self._numbers[self._at :][:4], self._numbers[self._at :][4:7]
             raise RuntimeError(
                 f"the driver could not encode a tensor map of {self._name} of shape "
                 f"{tuple(sizes)[::-1]}, strides {tuple(strides)[::-1]} bytes, at {address:#x}: "

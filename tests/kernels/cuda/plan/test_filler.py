@@ -1,8 +1,10 @@
 """Numbers that are filled into a plan of a kind: as if each call had been planned in full."""
 
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from random import Random
-from types import SimpleNamespace
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,15 @@ import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200, asked
 from tests.kernels.cuda.plan.test_kind_plan import DIMS, WINDOWS, cases
+from tileattn.call.problem import Problem
 from tileattn.expressions.functions import mask_expression
-from tileattn.kernels.cuda.plan.filler import Filler, Path, can_fill
+from tileattn.kernels.cuda.families.size_class import size_class
+from tileattn.kernels.cuda.plan.filler import Filled, Filler, Place, can_fill
 from tileattn.kernels.cuda.plan.kind_plan import kind_key
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, contiguous, contiguous_inputs
-from tileattn.kernels.cuda.plan.params import template
+from tileattn.kernels.cuda.plan.params import PACKED, template
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forward
+from tileattn.kernels.cuda.plan.straight_line import pinned, straight_line
 
 OPTIONS = (
     *(frozenset[str](), frozenset({"kv_lengths"}), frozenset({"softcap", "dropout_p"})),
@@ -55,13 +60,29 @@ def varied(rng: Random, layout: CallLayout, B: int, options: frozenset[str]) -> 
     return layout._replace(kv_lengths=lengths, q_offset=tuple(n - 5 for n in lengths))
 
 
+def places_of(layout: CallLayout) -> list[Place | None]:
+    """Describe lengths and offsets as the host knows them."""
+    given = (layout.kv_lengths, layout.q_offset)
+    return [None if x is None else Place(x[0], len(x) if len({*x}) > 1 else 0) for x in given]
+
+
 def facts(plan: LaunchPlan) -> dict[str, Any]:
+    """Return what a filler finds; the cells of captured numbers are left out."""
+    block = template(plan.fields, plan.aux, (0,) * len(plan.cells))
+    maps = chain.from_iterable(plan.tensor_maps.values())
     return {
-        "template": template(plan.fields, plan.aux, plan.cells),
+        "cells": block,
         "grids": [x.grid for x in plan.launches],
         "workspace": plan.workspace,
-        "carried": [(name, x.data) for name, x in plan.carried.items()],
+        "maps": [n for x in maps for n in (*x.sizes, *x.strides)],
     }
+
+
+def packed(found: Filled) -> dict[str, Any]:
+    """Describe what a filler found as `facts` does."""
+    more = len(found.cells) - PACKED.size // 8
+    block = Struct(f"{PACKED.format}{more}q").pack(*found.cells)
+    return {**found._asdict(), "cells": block, "grids": [*found.grids]}
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward", "deterministic"])
@@ -71,7 +92,7 @@ def test_a_filled_plan_is_the_plan_of_the_call(
     options: frozenset[str], bounded: tuple[bool, bool], passes: str
 ) -> None:
     rng = Random(f"{sorted(options)} {bounded} {passes}")
-    known: dict[Any, tuple[Filler, tuple[str, ...]]] = {}
+    known: dict[Any, Filler] = {}
     filled = 0
     direction = "forward" if passes == "forward" else "backward"
     for device, dims, dtype in (
@@ -92,59 +113,72 @@ def test_a_filled_plan_is_the_plan_of_the_call(
             names = tuple(name for name, _ in layout.arrays)
             key = device, dtype, names, kind_key(problem, layout, device)
             if key not in known:
-                if can_fill(plan, names):
-                    known[key] = Filler(plan, names), names
+                if can_fill(plan, {*names}):
+                    known[key] = Filler(plan, names)
                 continue
-            arrays = [SimpleNamespace(shape=x.shape, strides=x.strides) for _, x in layout.arrays]
-            filler, places = known[key][0], (layout.kv_lengths, layout.q_offset)
-            found = filler.fill(problem, places, arrays)
+            found = known[key].fill(problem, places_of(layout), [x for _, x in layout.arrays])
             if found is not None:
                 filled += 1
-                assert found._asdict() == facts(plan)
+                assert packed(found) == facts(plan)
     assert filled > 20
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward", "deterministic"])
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (100, 0)], ids=str)
 @pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 64), ("bfloat16", 128), ("float32", 64)])
-def test_a_path_decides_as_the_plan_of_the_call(
+def test_straight_line_code_fills_as_the_filler(
     dtype: str, dim: int, window: Any, passes: str
 ) -> None:
-    """A path that was compiled for one problem takes another one on, or declines it."""
+    """The code that was compiled for one problem takes another one on, or declines it."""
     rng = Random(f"{dtype} {dim} {window} {passes}")
     device = H200 if dtype == "bfloat16" else A100
-    paths: list[tuple[Any, Filler, Path]] = []
     base = asked(dtype, D=dim, Dv=dim, window=window)
+    direction = "forward" if passes == "forward" else "backward"
+    known: dict[Any, Filler] = {}
+    compiled: list[Any] = []
     taken = 0
+
+    def problem_of(B: Any, heads: Any, N: Any) -> Problem:
+        return replace(base, B=B, Hq=heads, Hkv=heads, Nq=N, Nk=N)
+
+    def sizes_of(problem: Problem) -> tuple[Any, ...]:
+        return tuple(map(pinned, size_class(problem, device.tuning, device.sm_count)))
+
+    def filled(key: Any, B: Any, heads: Any, N: Any) -> tuple[Any, ...] | None:
+        problem = problem_of(B, heads, N)
+        if sizes_of(problem) != key:
+            return None
+        rows, of_rows = contiguous((B, heads, N, dim), dtype), contiguous((B, heads, N), "float32")
+        arrays = [of_rows if name == "lse" else rows for name in names]
+        found = known[key].fill(problem, [Place(N), Place(N - N)], arrays)
+        if found is None:
+            return None
+        starts, *ends = found.workspace
+        return *found.cells, *found.grids, *found.maps, *starts.values(), *ends
+
     for _ in range(120):
         N, heads = rng.choice((rng.randrange(1, 64), rng.randrange(1, 9000))), rng.choice((1, 12))
-        N = rng.choice((N, 64 * N))
-        problem = replace(base, B=rng.choice((1, 8)), Hq=heads, Hkv=heads, Nq=N, Nk=N)
-        direction = "forward" if passes == "forward" else "backward"
+        sizes = {"B": rng.choice((1, 8)), "heads": heads, "N": rng.choice((N, 64 * N))}
+        problem = problem_of(**sizes)
         layout = contiguous_inputs(problem).with_contiguous_results(problem, direction)
-        if direction == "forward":
-            plan = plan_forward(problem, layout, device, tables=False)
-        else:
-            plan = plan_backward(
-                problem, layout, device, deterministic=passes != direction, tables=False
-            )
-        names = [name for name, _ in layout.arrays]
-        places = layout.kv_lengths, layout.q_offset
-        arrays = [SimpleNamespace(shape=x.shape, strides=x.strides) for _, x in layout.arrays]
-        for key, filler, path in paths:
-            decided = path.decided(problem)
-            if decided is not None:
-                taken += 1
-                assert key == kind_key(problem, layout, device)
-                found = filler.fill(problem, places, arrays, decided)
-                assert found is not None
-                assert {**found._asdict(), "grids": [*found.grids]} == facts(plan)
-                break
-        else:
-            if can_fill(plan, names):
-                filler = Filler(plan, names)
-                made = filler.path(problem, places)
-                if made is not None:
-                    assert made.decided(problem) is not None
-                    paths.append((kind_key(problem, layout, device), filler, made))
+        names, key = [name for name, _ in layout.arrays], sizes_of(problem)
+        if key not in known:
+            if direction == "forward":
+                plan = plan_forward(problem, layout, device, tables=False)
+            else:
+                plan = plan_backward(
+                    problem, layout, device, deterministic=passes != direction, tables=False
+                )
+            if not can_fill(plan, {*names}):
+                continue
+            known[key] = Filler(plan, names)
+        expected = filled(key, **sizes)
+        results = [found for each in compiled if (found := each(*sizes.values())) is not None]
+        taken += bool(results)
+        assert results in ([], [expected])
+        if not results:
+            made = straight_line(partial(filled, key), sizes)
+            if made is not None:
+                assert made(*sizes.values()) == expected
+                compiled.append(made)
     assert taken > 50 or (passes == "deterministic" and window == (None, 0))

@@ -1,5 +1,6 @@
 """The block of parameters that every kernel takes by value: counterpart of ``src/params.cuh``."""
 
+import math
 from collections.abc import Mapping, Sequence
 from struct import Struct
 from typing import Any
@@ -86,20 +87,20 @@ SECTIONS: dict[str, list[tuple[str, Any]]] = {
 Every field has eight bytes, so that neither side needs padding.
 """
 
+_SCALARS = [name for name, _ in SECTIONS["scalars"]]
 PARAMS = np.dtype([field for section in SECTIONS.values() for field in section])
 
 # The first cell of each field, and the format of the cells in the module struct.
 CELLS = {name: field[1] // 8 for name, field in (PARAMS.fields or {}).items()}
 _COUNT = PARAMS.itemsize // 8
 _LETTERS = {np.float64: "d", np.int64: "q", np.uint64: "Q"}
-PACKED = Struct(
-    "<"
-    + "".join(
-        _LETTERS.get(kind) or "q" * len(kind.names)
-        for fields in SECTIONS.values()
-        for _, kind in fields
-    )
+_FORMAT = "".join(
+    _LETTERS.get(kind) or "q" * len(kind.names)
+    for fields in SECTIONS.values()
+    for _, kind in fields
 )
+PACKED = Struct("<" + _FORMAT)
+NUMBERS = Struct("<" + _FORMAT[len(POINTERS) :])  # all cells but the addresses
 
 # Lengths known only on the device: all keys exist, and the last query is aligned with the last key.
 ON_DEVICE = {"length": FAR, "offset": -(1 << 62)}
@@ -168,12 +169,7 @@ def number_fields(
         "entries": P.entries,
         "left": -1 if left is None else left,
         "right": -1 if right is None else right,
-        "scale": P.scale,
-        "softcap": softcap_field(P),
-        "softmax_scale": P.scale if folds_scale(P) else 1.0,
-        "dropout_scale": 1.0 / (1.0 - P.dropout_p),
-        "seed": P.seed,
-        "threshold": int(P.dropout_p * 2**32),
+        **dict(zip(_SCALARS, scalar_fields(P), strict=True)),
         **schedule,
     }
     for name, x in arrays.items():
@@ -227,9 +223,17 @@ def split_fields(
     return values
 
 
+def scalar_fields(P: Problem) -> tuple[float, ...]:
+    """Return the fields of the section ``scalars``."""
+    return (
+        *(P.scale, softcap_field(P), 1.0 / (1.0 - P.dropout_p)),
+        *(P.scale if folds_scale(P) else 1.0, P.seed, math.floor(P.dropout_p * 2**32)),
+    )
+
+
 def softcap_field(P: Problem) -> float:
     """Clamp the softcap to what kernels can divide by, beyond which no score changes."""
     if not P.softcap:
         return 0.0
-    farthest = 2.0 ** (np.finfo(P.accum_dtype).maxexp - 28)
+    farthest = 2.0 ** (int(np.finfo(P.accum_dtype).maxexp) - 28)
     return min(max(P.softcap, 1 / farthest), farthest)

@@ -5,56 +5,63 @@ runs them once on numbers that take note of each operation, and compiles these o
 function. A comparison becomes a guard: the function returns None for numbers with another outcome.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from operator import add, eq, floordiv, ge, gt, le, lshift, lt, mod, mul, ne, rshift, sub, truediv
+import math
+from collections.abc import Callable, Mapping, Sequence
+from operator import (
+    add,
+    and_,
+    eq,
+    floordiv,
+    ge,
+    gt,
+    le,
+    lshift,
+    lt,
+    mod,
+    mul,
+    ne,
+    or_,
+    rshift,
+    sub,
+    truediv,
+)
 from typing import Any
 
-from tileattn.call.problem import Problem
-
-ARGUMENTS = ("B", "Hq", "Hkv", "Nq", "Nk", "left", "right", "sequences", "scale")
-"""Parameters of the compiled functions. Absent sides of the window, and sequences, are None."""
-
-Compiled = Callable[..., tuple[int, ...] | None]
+Compiled = Callable[..., tuple[Any, ...] | None]
 
 
 def straight_line(
-    function: Callable[[Problem], Sequence[Any]], problem: Problem
+    function: Callable[..., Sequence[Any] | None], arguments: Mapping[str, Any]
 ) -> Compiled | None:
-    """Compile the path of a problem through a function that returns numbers.
+    """Compile the path that some numbers take through a function that returns numbers.
 
     Parameters
     ----------
     function : callable
-        Computes numbers from the fields of a problem that `ARGUMENTS` names.
-    problem : Problem
-        The other fields of all problems are as here.
+        Takes ``arguments`` by position; it returns None for numbers that it declines.
+    arguments : mapping of str to number
+        The numbers, by their names in the compiled code.
 
     Returns
     -------
     callable or None
-        Takes `ARGUMENTS`, and returns what the function returns, or None on another path. None if
-        the path needs more than arithmetic and comparisons.
+        Takes the arguments by position, and returns what the function returns, or None on another
+        path. None if the function declines the numbers, or needs more than arithmetic and
+        comparisons.
     """
     code = _Code()
-    sizes = {name: Noted(code, name, getattr(problem, name)) for name in ARGUMENTS[:5]}
-    scale = Noted(code, "scale", problem.scale)
-    left, right = (
-        None if side is None else Noted(code, name, side)
-        for name, side in zip(("left", "right"), problem.window, strict=True)
-    )
-    count = problem.sequences
-    sequences = None if count is None else Noted(code, "sequences", count)
-    given: Any = {**sizes, "scale": scale, "window": (left, right), "sequences": sequences}
     try:
-        result = ", ".join([_text(x) for x in function(replace(problem, **given))])
+        found = function(*(Noted(code, name, x) for name, x in arguments.items()))
+        result = None if found is None else [*map(_text, found)]
     except (TypeError, AttributeError):
         return None
-    body = "\n    ".join([*code.lines, f"return ({result},)"])
-    scope: dict[str, Any] = {}
-    exec(f"def compiled({', '.join(ARGUMENTS)}):\n    {body}", scope)
-    found: Compiled = scope["compiled"]
-    return found
+    if result is None:
+        return None
+    body = "\n    ".join([*code.lines, f"return ({', '.join(result)},)"])
+    scope: dict[str, Any] = {"floor": math.floor}
+    exec(f"def compiled({', '.join(arguments)}):\n    {body}", scope)
+    compiled: Compiled = scope["compiled"]
+    return compiled
 
 
 class _Code:
@@ -98,6 +105,9 @@ class Noted:
 
     def __round__(self) -> "Noted":
         return self._code.computed(f"round({self._name})", round(self.value))
+
+    def __floor__(self) -> "Noted":
+        return self._code.computed(f"floor({self._name})", math.floor(self.value))
 
     def __bool__(self) -> bool:
         return self._code.guarded(f"{self._name} != 0", self.value != 0)
@@ -145,7 +155,7 @@ def _comparison(symbol: str, function: Callable[[Any, Any], bool]) -> Any:
 _OPERATIONS = {
     **{"add": ("+", add), "sub": ("-", sub), "mul": ("*", mul), "truediv": ("/", truediv)},
     **{"floordiv": ("//", floordiv), "mod": ("%", mod)},
-    **{"lshift": ("<<", lshift), "rshift": (">>", rshift)},
+    **{"lshift": ("<<", lshift), "rshift": (">>", rshift), "and": ("&", and_), "or": ("|", or_)},
 }
 _COMPARISONS = {
     **{"lt": ("<", lt), "le": ("<=", le), "gt": (">", gt), "ge": (">=", ge)},

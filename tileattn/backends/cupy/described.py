@@ -1,0 +1,333 @@
+"""The numbers of a call: sizes, strides, addresses, scalars, and lengths that the host knows.
+
+`Numbers` lists them, and reads a call from such a list. So the path of a call through validation
+and planning can be compiled: see `tileattn.kernels.cuda.plan.straight_line`.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from itertools import accumulate
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tileattn.call.options import INTEGERS
+from tileattn.call.parse import CallKind, Scalars, at_scalars
+from tileattn.call.problem import Problem
+from tileattn.call.sequences import FAR, given_for
+from tileattn.kernels.cuda.plan.filler import PLACES, Place
+from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, CallLayout, contiguous
+from tileattn.kernels.cuda.plan.plan import MAX_CARRIED, WORD
+from tileattn.kernels.cuda.plan.straight_line import pinned
+from tileattn.kernels.cuda.plan.tensor_map import MAX_STRIDE
+from tileattn.results import Attention, Gradients
+
+# Kernels add positions, FAR of src/mask.cuh and the sizes of a tile in 32 bits.
+LONGEST = (1 << 30) - (1 << 16)
+
+_FORWARD, _BACKWARD = ("q", "k", "v"), ("q", "k", "v", "dout", "out", "lse")
+_OUT, _GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
+_SCALARS = "scale", "softcap", "left", "right", "dropout_p", "seed"
+
+
+class Described:
+    """An array as validation and planning see it; its numbers may take note of operations.
+
+    Parameters
+    ----------
+    shape, strides : tuple of int
+        Its sizes, and its strides in bytes.
+    dtype : numpy.dtype
+        The type of its elements.
+    address : int
+        Where it starts.
+    """
+
+    __slots__ = ("address", "dtype", "shape", "strides")
+
+    def __init__(
+        self,
+        shape: tuple[Any, ...],
+        strides: tuple[Any, ...],
+        dtype: np.dtype[Any],
+        address: Any = 0,
+    ) -> None:
+        self.shape, self.strides, self.dtype, self.address = shape, strides, dtype, address
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def reshape(self, shape: tuple[Any, ...]) -> "Described":
+        """Return the array with axes of length 1 before its own."""
+        lead = len(shape) - self.ndim
+        return Described(shape, (MAX_ALIGNMENT,) * lead + self.strides, self.dtype, self.address)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the array lies in C order without gaps."""
+        step = self.dtype.itemsize
+        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if n > 1 and stride != step:
+                return False
+            step = step * n
+        return True
+
+
+class HostIntegers(NamedTuple):
+    """An option that the host knows: one integer, or one for each sequence."""
+
+    low: Any
+    high: Any
+    count: Any  # of the sequences; None for one integer
+    values: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, x: Any) -> "HostIntegers | None":
+        """Describe an option; None if it is unusual, or wrong."""
+        if type(x) is np.ndarray and x.ndim == 1 and x.dtype.kind == "i":
+            x = x.tolist()
+        if type(x) is int:
+            return cls(x, x, None)
+        plain = (type(x) is list or type(x) is tuple) and x and {*map(type, x)} == {int}
+        return cls(min(x), max(x), len(x), x) if plain else None
+
+
+class Call(NamedTuple):
+    """A valid call whose rows kernels can read in place.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its problem.
+    places : sequence of Place or None
+        Its lengths and offsets, as for `tileattn.kernels.cuda.plan.filler.Filler.fill`.
+    arrays : dict of str to Described
+        The arrays that it brings, rows with four axes.
+    """
+
+    problem: Problem
+    places: Sequence[Place | None]
+    arrays: dict[str, Any]
+
+
+class Numbers:
+    """How the numbers of the calls of one kind are listed, for one direction.
+
+    Parameters
+    ----------
+    layout : CallLayout
+        The layout of one of the calls.
+    problem : Problem
+        Its problem.
+    is_forward : bool
+        True for the forward pass.
+    """
+
+    def __init__(self, layout: CallLayout, problem: Problem, *, is_forward: bool) -> None:
+        self._is_forward, self._rows = is_forward, _FORWARD if is_forward else _BACKWARD
+        self._dtype, self._accum_dtype = problem.dtype, problem.accum_dtype
+        known = dict(layout.arrays)
+        self.integers = [name for name in INTEGERS if name in known]
+        self.aux = [name for name in layout.aux_by_name if name in known]
+        axes = {name: problem.ndim - (name == "lse") for name in self._rows}
+        brought = *self._rows, *self.integers, *self.aux
+        self._arrays = [
+            (name, axes.get(name, len(known[name].shape)), np.dtype(known[name].dtype))
+            for name in brought
+        ]
+        self.order = *brought, *(_OUT if is_forward else _GRADIENTS)
+        ends = accumulate(2 * ndim + 1 for _, ndim, _ in self._arrays)
+        self.addresses: Callable[[Sequence[int]], tuple[int, ...]] = itemgetter(
+            *(end - 1 for end in ends)
+        )
+
+    def arrays(self, rows: Sequence[Any], options: Mapping[str, Any]) -> Sequence[Any]:
+        """Return the arrays of a call in the order in which their numbers are listed."""
+        if not (self.integers or self.aux):
+            return rows
+        return *rows, *(given_for(x, options) for x in self.integers), *options.get("aux", ())
+
+    def places(self, options: Mapping[str, Any]) -> dict[str, HostIntegers] | None:
+        """Return the lengths and offsets that the host knows; None if one is unusual."""
+        found = {}
+        for name in PLACES:
+            x = options.get(name)
+            if x is not None and name not in self.integers:
+                known = HostIntegers.of(x)
+                if known is None:
+                    return None
+                found[name] = known
+        return found
+
+    @staticmethod
+    def others(scalars: Scalars, places: Mapping[str, HostIntegers]) -> list[Any]:
+        """List the numbers that follow those of the arrays."""
+        found = [x for x in _listed(scalars) if x is not None]
+        for x in places.values():
+            found += x[:2] if x.count is None else x[:3]
+        return found
+
+    def names(self, scalars: Scalars, places: Mapping[str, HostIntegers]) -> list[str]:
+        """Name the numbers of a call, as variables of a program."""
+        found = []
+        for n, (_, ndim, _) in enumerate(self._arrays):
+            found += [f"n{n}_{axis}" for axis in range(ndim)]
+            found += [f"s{n}_{axis}" for axis in range(ndim)] + [f"at{n}"]
+        found += [name for name, x in zip(_SCALARS, _listed(scalars), strict=True) if x is not None]
+        for name, known in places.items():
+            found += [f"{name}_low", f"{name}_high"]
+            found += [f"{name}_count"] if known.count is not None else []
+        return found
+
+    def results(self, rows: Sequence[Any]) -> Sequence[tuple[Any, np.dtype[Any]]]:
+        """Return the shapes of the results, as the caller sees them, and their dtypes."""
+        q, k, v, *_ = rows
+        if self._is_forward:
+            shape = q.shape[:-1]
+            return ((*shape, v.shape[-1]), self._dtype), (shape, self._accum_dtype)
+        return (q.shape, self._dtype), (k.shape, self._dtype), (v.shape, self._dtype)
+
+    def returned(self, results: Sequence[Any]) -> Attention | Gradients:
+        """Return the results as a call returns them."""
+        if self._is_forward:
+            return Attention(*results)
+        dq, dk, dv = results
+        return Gradients(dq, dk, dv, None, None, daux=(None,) * len(self.aux) or None)
+
+    @staticmethod
+    def carried(places: Mapping[str, HostIntegers], rows: Sequence[Any]) -> dict[str, bytes]:
+        """Return the lengths and offsets that differ, as 64-bit integers."""
+        differing = {name: x.values for name, x in places.items() if x.low != x.high}
+        if "kv_lengths" in differing and "q_offset" not in places:
+            queries = rows[0].shape[-2]
+            differing["q_offset"] = [n - queries for n in differing["kv_lengths"]]
+        return {name: array("q", x).tobytes() for name, x in differing.items()}
+
+    def read(
+        self,
+        kind: CallKind,
+        options: Mapping[str, Any],
+        scalars: Scalars,
+        places: Mapping[str, HostIntegers],
+        in_bytes: bool,
+        numbers: Sequence[Any],
+    ) -> Call | None:
+        """Validate the call that some numbers list; None if no program can run it.
+
+        ``options``, ``scalars`` and ``places`` say which numbers there are. Strides are listed in
+        bytes or in elements.
+        """
+        rest = iter(numbers)
+        arrays: dict[str, Any] = {}
+        for name, ndim, dtype in self._arrays:
+            shape = tuple([next(rest) for _ in range(ndim)])
+            if name in "qkv":  # head dimensions decide about kernels
+                shape = *shape[:-1], pinned(shape[-1])
+            unit = 1 if in_bytes else dtype.itemsize
+            strides = tuple([next(rest) * unit if unit > 1 else next(rest) for _ in range(ndim)])
+            arrays[name] = Described(shape, strides, dtype, next(rest))
+        values: list[Any] = [x if x is None else next(rest) for x in _listed(scalars)]
+        scale, softcap, left, right, dropout_p, seed = values
+        given = {
+            name: HostIntegers(next(rest), next(rest), known.count and next(rest))
+            for name, known in places.items()
+        }
+        q, k, v = (arrays[name] for name in "qkv")
+        stand_ins = {
+            name: Described((q.shape[0] if x.count is None else x.count,), (WORD,), np.dtype("i8"))
+            for name, x in given.items()
+        }
+        on_device = {name: arrays[name] for name in self.integers if name in options}
+        aux = {"aux": tuple([arrays[name] for name in self.aux])} if self.aux else {}
+        P, x = at_scalars(
+            *(kind, q, k, v, {**options, **on_device, **stand_ins, **aux}),
+            Scalars(scale, softcap, (left, right), dropout_p, seed),
+        )
+        arrays |= {"q": x.q, "k": x.k, "v": x.v}
+        if not self._fits(P, arrays):
+            return None
+        found = _places(P, self.integers, given)
+        return None if found is None else Call(P, found, arrays)
+
+    def _fits(self, P: Problem, arrays: dict[str, Described]) -> bool:
+        """Return True if kernels can read the arrays in place; view rows with all four axes."""
+        shape = P.B, P.Hq, P.Nq, P.Dv
+        lead = (1,) * (4 - P.ndim)
+        for name in self._rows[3:]:
+            x = arrays[name]
+            arrays[name] = x = x.reshape(lead + x.shape)
+            if x.shape != (shape[:-1] if name == "lse" else shape):
+                return False
+        if "lse" in arrays and not arrays["lse"].is_contiguous:
+            return False
+        if not all(arrays[name].is_contiguous for name in self.integers):
+            return False
+        is_regular = P.Nq <= LONGEST and P.Nk <= LONGEST and P.B * P.Hq * P.Nq * P.Nk > 0
+        return is_regular and _are_regular(P, [arrays[name] for name in self._rows[:5]])
+
+
+def _listed(scalars: Scalars) -> tuple[Any, ...]:
+    """Return the scalars in the order in which they are listed; those that are None are not."""
+    scale, softcap, (left, right), dropout_p, seed = scalars
+    return scale, softcap, left, right, dropout_p, seed
+
+
+def _places(
+    P: Problem, integers: Sequence[str], given: Mapping[str, HostIntegers]
+) -> list[Place | None] | None:
+    """Return lengths and offsets as a `Filler` takes them; None if they need more checks."""
+    if P.is_packed:
+        return None if given else [None, None]
+    lengths: Place | None = Place(P.Nk)
+    if "kv_lengths" in given:
+        low, high, count, _ = given["kv_lengths"]
+        if low < 0 or high > P.Nk:
+            return None
+        lengths = _place(low, high, count)
+    elif "kv_lengths" in integers:
+        lengths = None
+    offsets: Place | None = None
+    if "q_offset" in given:
+        low, high, count, _ = given["q_offset"]
+        if low < -FAR or high > FAR:
+            return None
+        offsets = _place(low, high, count)
+    elif lengths is not None and "q_offset" not in integers:
+        offsets = Place(lengths.value - P.Nq, lengths.differing)
+    if any(x and x.differing * WORD > MAX_CARRIED for x in (lengths, offsets)):
+        return None
+    return [lengths, offsets]
+
+
+def _place(low: Any, high: Any, count: Any) -> Place:
+    return Place(low) if low == high else Place(low, count)
+
+
+def _are_regular(P: Problem, rows: Sequence[Described]) -> bool:
+    """Return True if any kernel can read q, k and v, and in the backward pass dout and out.
+
+    Other rows are unaligned, broadcast or reversed, not contiguous, or v is in k.
+    """
+    itemsize = P.dtype.itemsize
+    strides = (P.D | P.Dv) * itemsize  # of results
+    for x in rows:
+        b, h, n, one = x.strides
+        if one != itemsize or b <= 0 or h <= 0 or n <= 0:
+            return False
+        strides = strides | b | h | n
+    is_aligned = not reduce(or_, [x.address for x in rows], strides) & (MAX_ALIGNMENT - 1)
+    return is_aligned and strides < MAX_STRIDE and rows[1].address != rows[2].address
+
+
+def results_of(P: Problem, *, is_forward: bool) -> dict[str, Any]:
+    """Describe the results of a pass, contiguous, by name."""
+    dtype, out = P.dtype.name, (P.B, P.Hq, P.Nq, P.Dv)
+    if is_forward:
+        of_rows = contiguous(out[:-1], P.accum_dtype.name)
+        return dict(zip(_OUT, (contiguous(out, dtype), of_rows), strict=True))
+    shapes = (P.B, P.Hq, P.Nq, P.D), (P.B, P.Hkv, P.Nk, P.D), (P.B, P.Hkv, P.Nk, P.Dv)
+    return {name: contiguous(x, dtype) for name, x in zip(_GRADIENTS, shapes, strict=True)}
