@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends import threads
-from tileattn.cli.commands import processor
+from tileattn.cli.info import processor
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -10,7 +10,8 @@ import pytest
 
 import tileattn
 from benchmarks import cpu, report
-from tileattn.cli.commands import BENCHMARKS, main
+from tileattn.cli.bench import BENCHMARKS
+from tileattn.cli.commands import main
 
 ROOT = Path(__file__).parents[2]
 

@@ -38,6 +38,18 @@ def get(name: str) -> Backend:
     return _loaded[name]
 
 
+def load(path: str) -> Backend:
+    """Import and register a backend, given as ``"module:attribute"``: an instance or its class."""
+    module, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except AttributeError:
+        raise ImportError(f"module {module} has no attribute {attribute!r}") from None
+    backend: Backend = found() if isinstance(found, type) else found
+    register_backend(backend)
+    return backend
+
+
 def check_name(name: Any) -> None:
     """Raise TypeError or ValueError if a call cannot ask for a backend by this name."""
     if not isinstance(name, str):
@@ -111,7 +123,7 @@ def candidates(name: str, arrays: dict[str, Any]) -> list[Backend]:
     are passed over.
     """
     check_name(name)
-    name = _asked_for(name)
+    name = asked_for(name)
     given = {key: x for key, x in arrays.items() if x is not None}
     owners = _owners(_preferred() if name == "auto" else [get(name)], given.values())
     if not owners:
@@ -139,7 +151,7 @@ def supporting(able: Sequence[Backend], problem: Problem) -> Backend:
 
 def why(name: str, chosen: Backend, problem: Problem, q: Any) -> list[str]:
     """Say who asked for the backend of a call, or why those that are preferred do not run it."""
-    asked = _asked_for(name)
+    asked = asked_for(name)
     if asked != "auto":
         return [f"{'backend' if name == asked else 'TILEATTN_BACKEND'}={asked!r} asks for it"]
     before = takewhile(lambda backend: backend is not chosen, _owners(_preferred(), [q]))
@@ -169,9 +181,12 @@ def ensure_one_owner(arrays: dict[str, Any], integers: dict[str, Any]) -> Backen
     return backend
 
 
-def _asked_for(name: str) -> str:
-    """Look up ``TILEATTN_BACKEND`` where a call leaves the choice."""
-    return (os.environ.get("TILEATTN_BACKEND") or name) if name == "auto" else name
+def asked_for(name: str) -> str:
+    """Look up ``TILEATTN_BACKEND`` where a call leaves the choice; raise ValueError if unknown."""
+    chosen = os.environ.get("TILEATTN_BACKEND") if name == "auto" else None
+    if chosen and chosen not in (known := ("auto", *names())):
+        raise ValueError(f"TILEATTN_BACKEND must be one of {', '.join(known)}; got {chosen!r}")
+    return chosen or name
 
 
 def _preferred() -> list[Backend]:

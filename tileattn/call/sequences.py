@@ -207,7 +207,7 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
             f"{called('cu_seqlens_k')} must have as many entries as {called('cu_seqlens_q')}, "
             f"{queries}; got {keys}"
         )
-    both = f" ({called(name)} alone holds for {called('q')} and {called('k')})"
+    both = f" (without {called(_BOTH[name])} it holds for {called('q')} and {called('k')})"
     return _checked_ends(packed, (name, [*given][-1]), (Nq, Nk), "" if len(given) == 2 else both)
 
 

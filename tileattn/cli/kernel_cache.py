@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from tileattn.kernels import disk_cache as cache
 
@@ -11,6 +12,26 @@ _KINDS = {"cuda": "CUDA", "llvm": "llvm", "": "other"}
 """What the command calls each kind of entry; others are of older versions, or not complete."""
 
 _MIB = 1 << 20
+
+
+def add_to(commands: Any) -> None:
+    """Add the command."""
+    about = "show the disk cache of kernels: its folder, its limit, and what is in it"
+    parser = commands.add_parser(
+        "cache",
+        help=about,
+        description=f"{about}. TILEATTN_CACHE_DIR sets the folder, TILEATTN_CACHE_BYTES the limit "
+        "(default 1 GiB). A kernel that is added removes those that were not used for longest.",
+    )
+    parser.add_argument("--clear", action="store_true", help="remove all kernels")
+    parser.set_defaults(run=run)
+
+
+def facts() -> dict[str, Any]:
+    """Return the folder, its limit and what it holds; raise OSError or ValueError if none."""
+    place, most, found = cache.folder(), cache.limit(), cache.entries()
+    size = sum(entry.nbytes for entry in found)
+    return {"folder": str(place), "limit_bytes": most, "files": len(found), "bytes": size}
 
 
 def summary() -> str:

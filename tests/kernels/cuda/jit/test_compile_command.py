@@ -88,7 +88,7 @@ def test_the_command_needs_an_arch_or_a_gpu(
     def none(_: int) -> str:
         raise BackendUnavailableError("the GPU cannot be used")
 
-    monkeypatch.setattr("tileattn.cli.commands.arch_of", none)
+    monkeypatch.setattr("tileattn.cli.compile.arch_of", none)
     assert main(["compile"]) == 2
     assert "--arch sm_90a" in capsys.readouterr().err
 

@@ -21,7 +21,7 @@ class Device:
 # By compute capability times ten: a GPU, its SMs, KiB of shared memory per thread block, MiB of L2.
 # CUDA reports the figures of the H200. SMs and L2 of the others are published figures that no run
 # has confirmed; they only decide what is said about a GPU that is not there.
-_GPUS = {
+GPUS = {
     75: ("T4", 40, 64, 4),
     80: ("A100", 108, 163, 40),
     86: ("RTX 3090", 82, 99, 6),
@@ -41,9 +41,9 @@ def device_of_arch(arch: str) -> Device:
     older than the kernels support.
     """
     found = re.fullmatch(r"(?:sm|compute)_(\d+)[a-z]?", arch)
-    known = [number for number in _GPUS if found and number <= int(found[1])]
+    known = [number for number in GPUS if found and number <= int(found[1])]
     if not known:
-        names = ", ".join(f"sm_{number}" for number in _GPUS)
+        names = ", ".join(f"sm_{number}" for number in GPUS)
         raise ValueError(f"arch must be one of {names}, or newer; got {arch!r}")
-    name, sm_count, shared, l2 = _GPUS[max(known)]
+    name, sm_count, shared, l2 = GPUS[max(known)]
     return Device(name, arch, sm_count, shared * 1024, l2 << 20, tuning_of(arch))
