@@ -12,6 +12,7 @@ from tests.arrays import Array, Given, normal
 from tileattn import Attention
 from tileattn.algorithm import spec
 from tileattn.call.parse import parse
+from tileattn.messages import shown
 from tileattn.traffic import ALGORITHMS, KINDS, counted
 
 on_the_cpu = pytest.mark.usefixtures("cpu_backend")
@@ -43,7 +44,7 @@ def strided(count: int, strides: tuple[int, ...]) -> Array:
     return np.lib.stride_tricks.as_strided(np.full(count, 9, np.float32), OUT, strides)
 
 
-LIST = "is list, which backend {backend!r} does not take; numpy.asarray makes an array of it"
+LIST = "must be a NumPy array; got {found} (numpy.asarray({name}) makes one)"
 OVERLAP = "must not overlap itself; some elements share memory"
 
 
@@ -60,11 +61,10 @@ OVERLAP = "must not overlap itself; some elements share memory"
         (strided(B * HQ * NQ + DV, (4,) * 4), ValueError, OVERLAP),
     ],
 )
-def test_out_refused_and_left_alone(
-    cpu_backend: str, out: Any, error: type[Exception], message: str
-) -> None:
+@pytest.mark.usefixtures("cpu_backend")
+def test_out_refused_and_left_alone(out: Any, error: type[Exception], message: str) -> None:
     q, k, v, _ = arrays()
-    said = message.format(backend=cpu_backend, shape=OUT)
+    said = message.format(shape=OUT, name="out", found=shown(out))
     with pytest.raises(error, match=f"^{re.escape('out ' + said)}$"):
         tileattn.forward(q, k, v, out=out)
     assert np.all(np.asarray(out) == 9)
@@ -153,24 +153,22 @@ def test_out_may_lie_between_the_inputs() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda x: x.tolist(), TypeError, "{} " + LIST),
-        (lambda x: x.astype("f8"), TypeError, "{} must have dtype float32; got float64"),
-        (lambda x: x[:, :2], ValueError, "{} must have shape {}; got {}"),
-        (lambda x: x[0], ValueError, "{} must have shape {}; got {}"),
+        (lambda x: x.tolist(), TypeError, "{name} " + LIST),
+        (lambda x: x.astype("f8"), TypeError, "{name} must have dtype float32; got float64"),
+        (lambda x: x[:, :2], ValueError, "{name} must have shape {}; got {}"),
+        (lambda x: x[0], ValueError, "{name} must have shape {}; got {}"),
     ],
 )
+@pytest.mark.usefixtures("cpu_backend")
 def test_backward_refuses(
-    cpu_backend: str,
-    name: str,
-    change: Callable[[Array], Any],
-    error: type[Exception],
-    message: str,
+    name: str, change: Callable[[Array], Any], error: type[Exception], message: str
 ) -> None:
     (dout, q, k, v), (out, lse) = saved()
     given: dict[str, Any] = {"dout": dout, "out": out, "lse": lse, "dlse": np.ones_like(lse)}
     right = given[name]
     given[name] = wrong = change(right)
-    expected = message.format(name, right.shape, np.shape(wrong), backend=cpu_backend)
+    shapes = right.shape, np.shape(wrong)
+    expected = message.format(*shapes, name=name, found=shown(wrong))
     with pytest.raises(error, match=f"^{re.escape(expected)}$"):
         tileattn.backward(q=q, k=k, v=v, **given)
 

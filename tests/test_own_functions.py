@@ -54,7 +54,7 @@ def both(**options: Any) -> tuple[tileattn.Attention, Gradients]:
     ("changed", "error", "message"),
     [
         ({"aux": TABLE}, TypeError, "aux must be a tuple of arrays; got numpy.ndarray"),
-        ({"aux": ([1, 2], DOCUMENT)}, TypeError, "aux[0] is list, which backend 'numpy' does not"),
+        ({"aux": ([1, 2], DOCUMENT)}, TypeError, "aux[0] must be a NumPy array; got [1, 2]"),
         ({"aux": (TABLE, None)}, TypeError, "aux[1] must be a NumPy or CuPy array; got None"),
         (
             {"aux": (TABLE.astype(complex), DOCUMENT)},
@@ -64,7 +64,11 @@ def both(**options: Any) -> tuple[tileattn.Attention, Gradients]:
         ),
         ({"aux": (TABLE, DOCUMENT.astype(np.uint64))}, TypeError, "aux[1] must hold booleans, "),
         ({"aux": (TABLE.astype(">f8"), DOCUMENT)}, TypeError, "aux[0] must hold booleans, "),
-        ({"aux": (np.ma.array(TABLE), DOCUMENT)}, TypeError, "aux[0] is numpy.ma.MaskedArray"),
+        (
+            {"aux": (np.ma.array(TABLE), DOCUMENT)},
+            TypeError,
+            "aux[0] must be a NumPy array; got numpy.ma",
+        ),
         ({"aux": (TABLE,)}, TypeError, "score_mod has the parameters (s: Any, b: Any,"),
         ({"score_mod": None, "mask_mod": None}, ValueError, "aux must be empty without score_mod"),
         ({"score_mod": 3}, TypeError, "score_mod must be a function; got 3"),

@@ -157,9 +157,9 @@ def test_nothing_waits_for_a_device(
 
 def test_arrays_of_two_libraries_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
     owned(monkeypatch)
-    with pytest.raises(TypeError, match=r"^positions is .*DeviceArray, which backend 'numpy' does"):
+    with pytest.raises(TypeError, match=r"^positions must be a NumPy array; got .*DeviceArray"):
         tileattn.rope(X, COS, SIN, positions=DeviceArray(np.arange(N)))
-    with pytest.raises(TypeError, match=r"^sin is numpy\.ndarray, which backend 'device' does not"):
+    with pytest.raises(TypeError, match=r"^sin must be an array of backend 'device'; got numpy"):
         tileattn.rope(DeviceArray(X), DeviceArray(COS), SIN)
 
 
@@ -195,7 +195,7 @@ def test_no_row_at_all() -> None:
         (
             {"x": X[0, 0].view(np.matrix)},
             TypeError,
-            "x must be an array of numpy or cupy; got numpy.matrix",
+            "x must be a NumPy or CuPy array; got numpy.matrix",
         ),
         ({"sin": SIN.tolist()}, TypeError, "sin must be a NumPy or CuPy array; got ["),
         ({"cos": np.ma.array(COS)}, TypeError, "cos is numpy.ma.MaskedArray, whose mask would"),

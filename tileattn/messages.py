@@ -51,5 +51,6 @@ def shown(x: Any) -> str:
         return f"the class {named}"
     nested = getattr(x, "is_nested", False)  # PyTorch's nested tensors have no shape
     if hasattr(x, "dtype") and not nested and hasattr(x, "shape"):
-        return f"{named} of dtype {x.dtype} and shape {x.shape}"
+        shape = tuple(x.shape) if isinstance(x.shape, tuple) else x.shape  # also of PyTorch
+        return f"{named} of dtype {x.dtype} and shape {shape}"
     return f"an object of type {named}"

@@ -21,7 +21,7 @@ from tileattn.expressions.captures import with_parameters
 from tileattn.expressions.functions import read_functions
 from tileattn.oracle.dense import evaluate_backward, evaluate_forward
 from tileattn.results import Attention, Gradients
-from tileattn.validation import check_flags, require_numpy
+from tileattn.validation import check_flags, on_host, require_numpy
 
 __all__ = ["backward", "forward"]
 
@@ -35,7 +35,8 @@ def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
     ----------
     q : array, shape (B, Hq, Nq, D)
         Queries. ``(Hq, Nq, D)`` and ``(Nq, D)`` are allowed. With ``cu_seqlens_q`` or
-        ``cu_seqlens_k``, B is 1 and Nq and Nk count the tokens of all sequences.
+        ``cu_seqlens_k``, B is 1 and Nq and Nk count the tokens of all sequences. Arrays are
+        NumPy's; arrays and tensors of PyTorch, CuPy and JAX are copied.
     k : array, shape (B, Hkv, Nk, D)
         Keys.
     v : array, shape (B, Hkv, Nk, Dv)
@@ -46,12 +47,12 @@ def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
     Returns
     -------
     Attention
-        ``out`` and ``lse``, both float64.
+        ``out`` and ``lse``, both NumPy arrays of float64.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError
-        As ``tileattn.forward``; and TypeError for an array that is not NumPy's.
+        As ``tileattn.forward``.
 
     Notes
     -----
@@ -69,7 +70,8 @@ def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
     array([[2.],
            [2.]])
     """
-    options = check_call(q, k, v, options)
+    q, k, v = on_host((q, k, v))
+    options = check_call(q, k, v, _on_host(options))
     out, lse = evaluate_forward(q, k, v, np.float64, options).results
     lead = (0,) * (4 - q.ndim)
     return Attention(out[lead], lse[lead])
@@ -107,13 +109,13 @@ def backward(
     Returns
     -------
     Gradients
-        All float64; ``dbias`` and ``dsinks`` are None without ``bias`` and ``sinks``, ``daux``
-        without ``aux``.
+        All NumPy arrays of float64; ``dbias`` and ``dsinks`` are None without ``bias`` and
+        ``sinks``, ``daux`` without ``aux``.
 
     Raises
     ------
     TypeError, ValueError, UnsupportedError
-        As ``tileattn.backward``; and TypeError for an array that is not NumPy's.
+        As ``tileattn.backward``.
 
     Notes
     -----
@@ -125,12 +127,19 @@ def backward(
     Dao et al., "FlashAttention", arXiv:2205.14135, appendix B.2.
     """
     refuse_pages("backward", options)
+    dout, q, k, v, out, lse, dlse = on_host((dout, q, k, v, out, lse, dlse))
+    options = _on_host(options)
     options = check_call(q, k, v, options, dout=dout, out=out, lse=lse, dlse=dlse)
     check_flags(deterministic=deterministic)
     dense = evaluate_forward(q, k, v, np.float64, options)
     grads = evaluate_backward(dense, dout, dlse).grads
     lead = (0,) * (4 - q.ndim)
     return grads._replace(dq=grads.dq[lead], dk=grads.dk[lead], dv=grads.dv[lead])
+
+
+def _on_host(options: dict[str, Any]) -> dict[str, Any]:
+    """Copy the arrays of options to NumPy."""
+    return {name: on_host(x) for name, x in options.items()}
 
 
 def check_call(q: Any, k: Any, v: Any, options: dict[str, Any], **rows: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,7 @@ from tileattn.messages import called, must_be
 def require_array(name: str, x: Any) -> None:
     """Raise TypeError if an argument is not an array, or is a masked array."""
     if isinstance(x, type) or not hasattr(x, "dtype") or not hasattr(x, "strides"):
-        raise TypeError(
-            must_be(name, "a NumPy or CuPy array", x, f"numpy.asarray({called(name)}) makes one")
-        )
+        raise TypeError(must_be(name, "a NumPy or CuPy array", x, conversion(name, x)))
     refuse_masked(name, x)
 
 
@@ -23,9 +22,49 @@ def require_numpy(name: str, x: Any) -> None:
     """Raise TypeError if an argument is not a NumPy array, or is a matrix or a masked array."""
     refuse_masked(name, x)
     if not isinstance(x, np.ndarray) or isinstance(x, np.matrix):
-        raise TypeError(
-            must_be(name, "a NumPy array", x, f"numpy.asarray({called(name)}) makes one")
-        )
+        tensor = is_of("torch", x)
+        remedy = f"{called(name)}.numpy(force=True) makes one" if tensor else conversion(name, x)
+        raise TypeError(must_be(name, "a NumPy array", x, remedy))
+
+
+def on_host(x: Any) -> Any:
+    """Copy an array of PyTorch, CuPy or JAX, or a tuple of them, to NumPy; return others as is."""
+    if type(x) is tuple:
+        return tuple(map(on_host, x))
+    if is_of("torch", x) and hasattr(x, "detach"):
+        narrow = str(x.dtype) == "torch.bfloat16"  # which NumPy does not have
+        found = x.detach().view(sys.modules["torch"].int16) if narrow else x
+        found = found.numpy(force=True)
+        return found.view(BFLOAT16) if narrow else found
+    if is_of("cupy", x):
+        return x.get()
+    if (is_of("jax", x) or is_of("jaxlib", x)) and hasattr(x, "__array__"):
+        return np.asarray(x)
+    return x
+
+
+def is_of(library: str, x: Any) -> bool:
+    """Return True if the class of an object is of a library, which is not imported."""
+    return type(x).__module__.split(".")[0] == library
+
+
+def conversion(name: str, x: Any) -> str:
+    """Say how to make an array of an argument, or what takes it as it is."""
+    own = called(name)
+    if is_of("torch", x):
+        return "tileattn.torch takes tensors"
+    if is_of("jax", x) or is_of("jaxlib", x):
+        traced = "a tracer of jax.jit, jax.grad or the like" if "Tracer" in type(x).__name__ else ""
+        return f"{traced or 'an array of JAX'}: tileattn.jax.attention takes it"
+    if is_of("cupy", x):
+        return f"cupy.asnumpy({own}) makes one"
+    if isinstance(x, np.ma.MaskedArray):
+        return f"{own}.filled() makes one"
+    if isinstance(x, np.ndarray) and not isinstance(x, np.matrix):
+        return f"cupy.asarray({own}) makes one"
+    if hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray):
+        return f"numpy.from_dlpack({own}) makes one of memory of the CPU"
+    return f"numpy.asarray({own}) makes one"
 
 
 def refuse_masked(name: str, x: Any) -> None:

@@ -52,51 +52,65 @@ def refused(error: type[Exception], message: str, *arrays: Any, **options: Any) 
 # --- arrays of several libraries ----------------------------------------------------------------
 
 
-TO_NUMPY = "cupy.asnumpy makes a NumPy array of it"
-TO_CUPY = "cupy.asarray makes a CuPy array of it"
-OPTIONS = ("out", "bias", "mask", "alibi_slopes", "sinks")
+OPTIONS = {
+    "out": "",
+    "bias": " that broadcasts to (B, Hq, Nq, Nk)",
+    "mask": " that broadcasts to (B, Hq, Nq, Nk)",
+    "alibi_slopes": " of shape (B, Hq) or (Hq,)",
+    "sinks": " of shape (Hq,)",
+}
 
 
 def test_arrays_are_of_one_library_and_never_converted(cupy: FakeArray) -> None:
-    to_numpy = f"is cupy.ndarray, which backend 'numpy' does not take; {TO_NUMPY}"
-    to_cupy = f"is numpy.ndarray, which backend 'cupy' does not take; {TO_CUPY}"
-    refused(TypeError, f"k {to_numpy}", Q, cupy, K)
-    refused(TypeError, f"v {to_numpy}", Q, K, cupy)
-    refused(TypeError, f"k {to_cupy}", cupy, K, K)
-    refused(TypeError, f"q {to_cupy}", Q, K, K, backend="cupy")
-    refused(TypeError, f"q {to_numpy}", cupy, cupy, cupy, backend="numpy")
-    for name in OPTIONS:
-        refused(TypeError, f"{name} {to_numpy}", Q, K, K, **{name: cupy})
+    q, k = (f"of dtype {x.dtype} and shape {x.shape}" for x in (Q, K))
+    to_numpy = "must be a NumPy array{}; got cupy.ndarray " + q + " (cupy.asnumpy({}) makes one)"
+    to_cupy = "must be a CuPy array; got numpy.ndarray {} (cupy.asarray({}) makes one)"
+    refused(TypeError, f"k {to_numpy.format('', 'k')}", Q, cupy, K)
+    refused(TypeError, f"v {to_numpy.format('', 'v')}", Q, K, cupy)
+    refused(TypeError, f"k {to_cupy.format(k, 'k')}", cupy, K, K)
+    refused(TypeError, f"q {to_cupy.format(q, 'q')}", Q, K, K, backend="cupy")
+    refused(TypeError, f"q {to_numpy.format('', 'q')}", cupy, cupy, cupy, backend="numpy")
+    for name, shape in OPTIONS.items():
+        refused(TypeError, f"{name} {to_numpy.format(shape, name)}", Q, K, K, **{name: cupy})
 
 
 def test_arguments_of_backward_are_of_the_library_of_q(cupy: FakeArray) -> None:
     out, lse = tileattn.forward(Q, K, K)
     for name in ("dout", "out", "lse", "dlse"):
         given: dict[str, Any] = {"dout": out, "out": out, "lse": lse, name: cupy}
-        with pytest.raises(TypeError, match=rf"^{name} is cupy\.ndarray, which backend 'numpy'"):
+        with pytest.raises(TypeError, match=rf"^{name} must be a NumPy array; got cupy"):
             tileattn.backward(q=Q, k=K, v=K, **given)
 
 
 def test_an_array_whose_library_was_never_imported_is_nobodys() -> None:
-    message = f"q must be an array of numpy or cupy; got cupy.ndarray ({TO_NUMPY})"
-    refused(TypeError, message, FakeArray(), K, K)
+    found = f"cupy.ndarray of dtype {Q.dtype} and shape {Q.shape} (cupy.asnumpy(q) makes one)"
+    refused(TypeError, f"q must be a NumPy or CuPy array; got {found}", FakeArray(), K, K)
 
 
 @pytest.mark.parametrize(
-    ("q", "kind", "remedy"),
+    ("q", "found", "remedy"),
     [
-        ([[1.0]], "list", "numpy.asarray makes an array of it"),
-        (np.float32(1), "numpy.float32", "numpy.asarray makes an array of it"),
-        (np.ma.array(Q), "numpy.ma.MaskedArray", "its filled() makes a plain array of it"),
-        (Q[0, 0].view(np.matrix), "numpy.matrix", "numpy.asarray makes an array of it"),
+        ([[1.0]], "[[1.0]]", "numpy.asarray({}) makes one"),
+        (np.float32(1), "np.float32(1.0)", "numpy.asarray({}) makes one"),
+        (np.ma.array(Q), "numpy.ma.MaskedArray", "{}.filled() makes one"),
+        (Q[0, 0].view(np.matrix), "numpy.matrix", "numpy.asarray({}) makes one"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-def test_what_is_no_array_of_any_backend(q: Any, kind: str, remedy: str) -> None:
-    message = f"q must be an array of numpy or cupy; got {kind} ({remedy})"
+def test_what_is_no_array_of_any_backend(q: Any, found: str, remedy: str) -> None:
+    if hasattr(q, "mask") or isinstance(q, np.matrix):
+        found += f" of dtype {q.dtype} and shape {q.shape}"
+    message = f"q must be a NumPy or CuPy array; got {found} ({remedy.format('q')})"
     refused(TypeError, message, q, K, K)
-    message = f"bias is {kind}, which backend 'numpy' does not take; {remedy}"
+    shape = OPTIONS["bias"]
+    message = f"bias must be a NumPy array{shape}; got {found} ({remedy.format('bias')})"
     refused(TypeError, message, Q, K, K, bias=q)
+
+
+def test_one_number_for_all_heads_is_told_how_to_be_an_array() -> None:
+    remedy = "numpy.full(Hq, 0.5) has it for every head"
+    message = f"alibi_slopes must be a NumPy array of shape (B, Hq) or (Hq,); got 0.5 ({remedy})"
+    refused(TypeError, message, Q, K, K, alibi_slopes=0.5)
 
 
 def test_subclasses_that_behave_as_arrays_are_taken(tmp_path: Any) -> None:
@@ -192,12 +206,11 @@ def test_unknown_backend() -> None:
 
 def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEATTN_BACKEND", "cuda")
-    refused(ValueError, "backend must be one of auto, numpy, llvm, cupy; got 'cuda'", Q, K, K)
+    message = "TILEATTN_BACKEND must be one of auto, numpy, llvm, cupy; got 'cuda'"
+    refused(ValueError, message, Q, K, K)
     assert tileattn.forward(Q, K, K, backend="numpy").out.shape == Q.shape
     monkeypatch.setenv("TILEATTN_BACKEND", "cupy")
-    with pytest.raises(
-        TypeError, match=r"^q is numpy\.ndarray, which backend 'cupy' does not take"
-    ):
+    with pytest.raises(TypeError, match=r"^q must be a CuPy array; got numpy\.ndarray"):
         tileattn.forward(Q, K, K)
     for value in ("numpy", "auto", ""):
         monkeypatch.setenv("TILEATTN_BACKEND", value)
@@ -306,10 +319,10 @@ class Exchanged:
 
 def test_arrays_of_other_libraries_get_the_remedy_of_their_kind() -> None:
     x = Exchanged(Q)
-    with pytest.raises(TypeError, match=r"numpy\.from_dlpack makes a NumPy array of it"):
+    with pytest.raises(TypeError, match=r"numpy\.from_dlpack\(q\) makes one"):
         tileattn.forward(x, x, x)
     np.testing.assert_array_equal(np.from_dlpack(x), Q)
     torch = pytest.importorskip("torch")
     tensor = torch.zeros(Q.shape)
-    with pytest.raises(TypeError, match=r"tileattn\.torch\.attention takes it"):
+    with pytest.raises(TypeError, match=r"tileattn\.torch takes tensors"):
         tileattn.forward(tensor, tensor, tensor)

@@ -60,9 +60,9 @@ def read_only() -> Array:
         (
             1000,
             TypeError,
-            "is int, which backend 'numpy' does not take; numpy.asarray makes an array of it",
+            "must be a NumPy array; got 1000 (numpy.asarray(workspace) makes one)",
         ),
-        (bytearray(64), TypeError, "is bytearray, which backend 'numpy' does not take"),
+        (bytearray(64), TypeError, "must be a NumPy array; got an object of type bytearray"),
         (np.zeros(64), TypeError, "must have dtype uint8; got float64"),
         (aligned(64).view(np.int8), TypeError, "must have dtype uint8; got int8"),
         (aligned(64).reshape(8, 8), ValueError, "must have one axis; got shape (8, 8)"),

@@ -87,8 +87,8 @@ def test_no_sequence_at_all() -> None:
         (
             {"cu_seqlens_k": None},
             ValueError,
-            "cu_seqlens_q must end at the number of tokens of k, 11; got 7 (cu_seqlens_q alone "
-            "holds for q and k)",
+            "cu_seqlens_q must end at the number of tokens of k, 11; got 7 (without "
+            "cu_seqlens_k it holds for q and k)",
         ),
         (
             {"kv_lengths": [5, 2, 5]},

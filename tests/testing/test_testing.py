@@ -162,9 +162,13 @@ def test_a_result_without_a_bound_fails() -> None:
 
 
 def test_the_type_of_the_result_counts() -> None:
-    result, (expected, _, bounds) = plain(np.float32)[0], oracle(np.float32)
-    with pytest.raises(AssertionError, match="the result is tuple, expected Attention"):
-        assert_attention_close(tuple(result), expected, bounds)  # type: ignore[arg-type]  # the mistake
+    (result, grads), (expected, _, bounds) = plain(np.float32), oracle(np.float32)
+    with pytest.raises(AssertionError, match="the result is Gradients, expected Attention"):
+        assert_attention_close(grads, expected, bounds)
+    with pytest.raises(AssertionError, match="the result has dq, dk, dv, dbias, dsinks, expected"):
+        assert_attention_close(tuple(grads), expected, bounds)
+    with pytest.raises(AssertionError, match="the result has 6 arrays, expected at most 5"):
+        assert_attention_close((*grads, result.out), expected, bounds)
 
 
 class OnDevice:

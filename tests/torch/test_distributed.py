@@ -47,6 +47,17 @@ def both(call: Callable[..., Any], given: dict[str, Any], dlse: Any, **more: Any
     return [out.detach(), lse.detach(), *grads]
 
 
+def test_a_layout_takes_and_joins_tensors() -> None:
+    layout, x = Layout.zigzag(N, 3), drawn(torch.bfloat16)["q"].requires_grad_()
+    parts = [layout.take(x, rank) for rank in range(3)]
+    expected = [layout.take(x.detach().float().numpy(), rank) for rank in range(3)]
+    for ours, theirs in zip(parts, expected, strict=True):
+        np.testing.assert_array_equal(ours.detach().float(), theirs)
+    whole = layout.join(parts)
+    assert torch.equal(whole, x)
+    assert torch.equal(torch.autograd.grad(whole.sum(), x)[0], torch.ones_like(x))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("ranks", "schedule"), [(1, "ring"), (2, "heads"), (3, "ring")])
 def test_results_and_gradients_are_those_of_the_oracle(

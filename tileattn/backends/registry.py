@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.protocol import Backend
+from tileattn.call.options import shapes_of
 from tileattn.call.prepared import CALLS
 from tileattn.call.problem import Problem
 from tileattn.errors import BackendUnavailableError, UnsupportedError
-from tileattn.messages import called, must_be
+from tileattn.messages import must_be
+from tileattn.validation import conversion
 
 _BUILT_IN = {
     "numpy": "tileattn.backends.numpy.backend:NumpyBackend",
@@ -161,10 +163,8 @@ def why(name: str, chosen: Backend, problem: Problem, q: Any) -> list[str]:
 def ensure_owned(backend: Backend, key: str, x: Any) -> None:
     """Raise TypeError if an argument is no array of a backend."""
     if not backend.owns(x):
-        raise TypeError(
-            f"{called(key)} is {_kind(x)}, which backend {backend.name!r} does not take; "
-            f"{_remedy(x)}"
-        )
+        what = _array_of(backend.name) + shapes_of(key)
+        raise TypeError(must_be(key, what, x, _remedy(key, x)))
 
 
 def ensure_one_owner(arrays: dict[str, Any], integers: dict[str, Any]) -> Backend:
@@ -216,28 +216,19 @@ def _owner(arrays: dict[str, Any]) -> Backend:
     for name in names():
         if get(name).owns(x):
             return get(name)
-    libraries = " or ".join(name for name in names() if name != _FASTER)
-    raise TypeError(f"{called(key)} must be an array of {libraries}; got {_kind(x)} ({_remedy(x)})")
+    others = (n for n in names() if n not in _BUILT_IN)
+    what = "a NumPy or CuPy array" + "".join(f", or {_array_of(name)}" for name in others)
+    raise TypeError(must_be(key, what, x, conversion(key, x)))
 
 
-def _kind(x: Any) -> str:
-    kind = type(x)
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+def _array_of(name: str) -> str:
+    """Describe the arrays of a backend."""
+    library = {"numpy": "NumPy", "llvm": "NumPy", "cupy": "CuPy"}.get(name)
+    return f"an array of backend {name!r}" if library is None else f"a {library} array"
 
 
-def _remedy(x: Any) -> str:
-    library = type(x).__module__.split(".")[0]
-    if library == "cupy":
-        return "cupy.asnumpy makes a NumPy array of it"
-    if library in ("jax", "jaxlib"):
-        traced = "a tracer of jax.jit, jax.grad or the like" if "Tracer" in type(x).__name__ else ""
-        return f"{traced or 'an array of JAX'}: tileattn.jax.attention takes it"
-    if library == "torch":
-        return "tileattn.torch.attention takes it"
-    if isinstance(x, np.ma.MaskedArray):
-        return "its filled() makes a plain array of it"
-    if isinstance(x, np.ndarray) and not isinstance(x, np.matrix):
-        return "cupy.asarray makes a CuPy array of it"
-    if hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray):
-        return "numpy.from_dlpack makes a NumPy array of it, of memory of the CPU"
-    return "numpy.asarray makes an array of it"
+def _remedy(key: str, x: Any) -> str:
+    """Say how to make an array; a number stands for one of each head where heads have numbers."""
+    if isinstance(x, int | float) and "(Hq,)" in shapes_of(key):
+        return f"numpy.full(Hq, {x!r}) has it for every head"
+    return conversion(key, x)

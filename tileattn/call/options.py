@@ -130,6 +130,20 @@ def options_with(**facts: Any) -> tuple[str, ...]:
     )
 
 
+_AXES = {"b": "B", "h": "Hq", "i": "Nq", "j": "Nk"}
+
+
+def shapes_of(name: str) -> str:
+    """Say which shapes the array of an option may have; empty for other arguments."""
+    option = OPTIONS.get(name)
+    if option is None or option.value != "array" or "." in option.axes:
+        return ""
+    shape = f"({', '.join(_AXES[axis] for axis in option.axes)}{',' * (len(option.axes) == 1)})"
+    if option.broadcasts:
+        return f" that broadcasts to {shape}"
+    return f" of shape {shape}" + (" or (Hq,)" if option.axes == "bh" else "")
+
+
 ROWS = ("q", "k", "v")
 DIFFERENTIABLE = (*ROWS, *options_with(gradient=True))
 """Names of the inputs that have a gradient."""

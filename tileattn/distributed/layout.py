@@ -170,7 +170,7 @@ class Layout:
 
         Parameters
         ----------
-        x : array
+        x : array or torch.Tensor
             Array with all tokens along an axis.
         rank : int
             The rank.
@@ -179,7 +179,7 @@ class Layout:
 
         Returns
         -------
-        array
+        array or torch.Tensor
             A copy.
         """
         found = _empty_like(x, axis, self.length_of(rank))
@@ -192,14 +192,14 @@ class Layout:
 
         Parameters
         ----------
-        parts : sequence of array
+        parts : sequence of array or of torch.Tensor
             The parts of all ranks, in rank order.
         axis : int
             The axis of the tokens.
 
         Returns
         -------
-        array
+        array or torch.Tensor
             All tokens in their order.
         """
         found = _empty_like(parts[0], axis, self.length)
@@ -221,6 +221,8 @@ def count(name: str, x: Any, least: int) -> int:
 def _empty_like(x: Any, axis: int, length: int) -> Any:
     shape = list(x.shape)
     shape[axis] = length
+    if hasattr(x, "new_empty"):  # a tensor
+        return x.new_empty(shape)
     return library(x).empty(shape, x.dtype)
 
 

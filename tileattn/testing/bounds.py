@@ -23,6 +23,7 @@ from tileattn.testing.rounding import (
     storing,
     summing,
 )
+from tileattn.validation import on_host
 
 Array = NDArray[Any]
 
@@ -59,7 +60,8 @@ def error_bound(
     Parameters
     ----------
     q, k, v : array
-        NumPy arrays, as in ``tileattn.forward``, also packed.
+        As in ``tileattn.forward``, also packed: NumPy arrays, or arrays and tensors of PyTorch,
+        CuPy and JAX, which are copied.
     dout : array, shape (B, Hq, Nq, Dv), optional
         Upstream gradient of ``out``. Without it, only ``out`` and ``lse`` are bounded.
     dlse : array, shape (B, Hq, Nq), optional
@@ -105,6 +107,8 @@ def error_bound(
     order that scales q first can. So the larger of two measurements counts; the second multiplies q
     by a number that is not short.
     """
+    q, k, v, dout, dlse = on_host((q, k, v, dout, dlse))
+    options = {name: on_host(x) for name, x in options.items()}
     if dout is not None:
         refuse_pages("backward", options)
     upstream = {"dlse": dlse} if dout is None else {"dlse": dlse, "dout": dout}

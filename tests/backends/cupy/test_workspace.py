@@ -302,7 +302,7 @@ def test_too_few_bytes_are_told_with_the_number_needed(gpu: Machine, name: str) 
 def test_a_workspace_of_another_device_or_library(gpu: Machine) -> None:
     given = inputs(gpu)
     elsewhere = gpu.array((1 << 22,), np.uint8, device=3)
-    told = "workspace is numpy.ndarray, which backend 'cupy' does not take; cupy.asarray makes"
+    told = r"workspace must be a CuPy array; got .* \(cupy.asarray\(workspace\) makes one"
     for workspace, error, message in (
         (elsewhere, ValueError, "workspace must be on .*current device, 0; .* device 3"),
         (np.empty(1 << 22, np.uint8), TypeError, told),
