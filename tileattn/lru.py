@@ -49,8 +49,9 @@ class Lru(dict[Any, Any]):
         if key is None:
             return
         self._add(key, value)
-        with suppress(KeyError):
-            self._dropped.popitem()
+        if self._dropped:
+            with suppress(KeyError):  # another thread may take the last one
+                self._dropped.popitem()
 
     def clear(self) -> None:
         """Drop all entries."""

@@ -95,6 +95,7 @@ class LaunchBlock:
         self._start, self._memset = _driver_function(), runtime.memsetAsync
         self._cells: Any = (ctypes.c_uint64 * (nbytes // 8))()
         self._at = ctypes.addressof(self._cells)
+        self._bytes = memoryview(self._cells).cast("B")
         self._stream = 0
         self.zeros = 0, 0
         self._configs: list[_Config] = []
@@ -145,7 +146,7 @@ class LaunchBlock:
         ``zeros`` is memory to set to zero before the kernels run: its address and size, which may
         be 0. ``values`` are at most `VALUES` words each, and the addresses where they are stored.
         """
-        ctypes.memmove(self._at, template, len(template))
+        self._bytes[: len(template)] = template
         cells = self._cells
         for slot, address in pointers:
             cells[slot] = address

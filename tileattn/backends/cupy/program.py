@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,10 +23,10 @@ from tileattn.kernels.cuda.plan.filler import Filler, can_fill
 from tileattn.kernels.cuda.plan.layout import CallLayout
 from tileattn.kernels.cuda.plan.params import NUMBERS, PACKED, POINTERS, slots, template
 from tileattn.kernels.cuda.plan.plan import WORD, LaunchPlan
-from tileattn.kernels.cuda.plan.straight_line import Compiled, pinned, straight_line
+from tileattn.kernels.cuda.plan.straight_line import Paths, pinned
 from tileattn.lru import Lru
 
-MAX_ROUTES = 16  # compiled for one direction of a kind; a miss costs about a microsecond
+MAX_PATHS = 32  # compiled for one direction of a kind
 MAX_PROGRAMS = 96  # of a kind: by sizes, heads, directions and GPUs
 _SLOTS = {name: slot for slot, name in enumerate(POINTERS)}
 _COUNT = PACKED.size // WORD  # cells before those of functions
@@ -70,31 +70,13 @@ class OwnMemory:
         return cupy.cuda.get_current_stream()
 
 
-class Route(NamedTuple):
-    """The path that some calls take through validation and planning, as one function.
-
-    Parameters
-    ----------
-    compiled : callable
-        Takes the numbers of a call. It returns what `Program.flat` returns, or None for a call that
-        takes another path.
-    program : Program
-        What runs these calls.
-    parts : tuple of str
-        The parts of the workspace.
-    """
-
-    compiled: Compiled
-    program: "Program"
-    parts: tuple[str, ...]
-
-
 class Programs:
     """The programs of calls of one kind, by what their numbers decide about kernels."""
 
     def __init__(self) -> None:
         self._known = Lru(MAX_PROGRAMS)
-        self._routes: dict[tuple[bool | None, int], tuple[Numbers, list[Route]]] = {}
+        # By direction, device, and units of strides.
+        self._paths: dict[tuple[bool | None, int, bool], tuple[Numbers, Paths]] = {}
 
     def keep(
         self,
@@ -110,7 +92,8 @@ class Programs:
             return
         numbers = Numbers(layout, P, is_forward=deterministic is None)
         if set(numbers.order) == names:
-            self._routes.setdefault((deterministic, device), (numbers, []))
+            for in_bytes in (False, True):
+                self._paths.setdefault((deterministic, device, in_bytes), (numbers, Paths()))
             key = deterministic, device, _facts(P, plan.kind.device)
             self._known.keep(key, Program(plan, numbers.order, kernels))
 
@@ -127,31 +110,23 @@ class Programs:
         ``rows`` are q, k and v, and in the backward pass dout, out and lse.
         """
         device = memory.device()
-        known = self._routes.get((deterministic, device))
+        known = self._paths.get((deterministic, device, memory.in_bytes))
         if known is None:
             return None
-        described, routes = known
+        described, paths = known
         scalars, places = Scalars.of(options), described.places(options)
-        arrays = described.arrays(rows, options)
-        numbers = None if places is None else memory.numbers(device, arrays)
+        numbers = memory.numbers(device, described.arrays(rows, options))
         if numbers is None or places is None:
             return None
         at = described.addresses(numbers)
         numbers += described.others(scalars, places)
-        found = None
-        for n, route in enumerate(routes):
-            found = route.compiled(*numbers)
-            if found is not None:
-                _, program, parts = route
-                if n:  # routes that are taken often come first
-                    routes[n - 1], routes[n] = route, routes[n - 1]
-                break
-        if found is None:
+        found = paths.find(*numbers)
+        if found is not None:
+            program, parts = paths.ends[found[-1]]
+        else:
             read = partial(described.read, kind, options, scalars, places, memory.in_bytes)
-            names = described.names(scalars, places)
-            planned = self._planned(
-                read, dict(zip(names, numbers, strict=True)), deterministic, device, routes
-            )
+            given = dict(zip(described.names(scalars, places), numbers, strict=True))
+            planned = self._planned(read, given, deterministic, device, paths)
             if planned is None:
                 return None
             found, program, parts = planned
@@ -170,9 +145,9 @@ class Programs:
         numbers: Mapping[str, Any],
         deterministic: bool | None,
         device: int,
-        routes: list[Route],
+        paths: Paths,
     ) -> tuple[tuple[Any, ...], "Program", tuple[str, ...]] | None:
-        """Find the program of a call and what it decides; compile its route, if there are few."""
+        """Find the program of a call and what it decides; compile its path, if there are few."""
         gpu = describe.device_of(device)
         try:
             call = read([*numbers.values()])
@@ -182,26 +157,20 @@ class Programs:
             return None
         facts = _facts(call.problem, gpu)
         program: Program | None = self._known.get((deterministic, device, facts))
-        if program is None:
+        found = None if program is None else program.decided(call)
+        if program is None or found is None:
             return None
-        found = program.flat(call)
-        if found is None:
-            return None
-        values, parts = found
-        if len(routes) < MAX_ROUTES and program.has_routes:
+        if len(paths.ends) < MAX_PATHS and program.has_paths:
 
             def decided(*noted: Any) -> tuple[Any, ...] | None:
                 call = read(noted)
                 if call is None or tuple(map(pinned, _facts(call.problem, gpu))) != facts:
                     return None
-                found = program.flat(call)
+                found = program.decided(call)
                 return found and found[0]
 
-            compiled = straight_line(decided, numbers)
-            program.has_routes = compiled is not None
-            if compiled is not None:
-                routes.append(Route(compiled, program, parts))
-        return values, program, parts
+            program.has_paths = paths.add(decided, numbers, (program, found[1]))
+        return found[0], program, found[1]
 
 
 def _facts(P: Problem, gpu: Device) -> tuple[Any, ...]:
@@ -224,7 +193,7 @@ class Program:
         The loaded kernels of the plan.
     """
 
-    has_routes = True  # False: planning needs more than arithmetic
+    has_paths = True  # False: planning needs more than arithmetic
 
     def __init__(self, plan: LaunchPlan, names: Sequence[str], kernels: KindKernels) -> None:
         self._filler, self._names = Filler(plan, names), names
@@ -235,12 +204,13 @@ class Program:
         block = template(plan.fields, plan.aux, plan.cells)
         self._nbytes, count = len(block), len(block) // WORD
         self._pack = Struct(NUMBERS.format + "q" * (count - _COUNT)).pack
-        self._cells = len(POINTERS) - count  # from the end of what `flat` returns
-        self._maps = 2 + len(plan.launches)
-        self._starts = self._maps + MAP_NUMBERS * sum(map(len, plan.tensor_maps))
+        maps = 2 + len(plan.launches)  # where they begin among the numbers of `decided`
+        cells = maps + MAP_NUMBERS * sum(map(len, plan.tensor_maps))
+        starts = cells + count - len(POINTERS)
+        self._parts = slice(2, maps), slice(maps, cells), slice(cells, starts), starts
         self._spare = kernels.spare(self._nbytes, plan.launches, 0)
 
-    def flat(self, call: Call) -> tuple[tuple[Any, ...], tuple[str, ...]] | None:
+    def decided(self, call: Call) -> tuple[tuple[Any, ...], tuple[str, ...]] | None:
         """Return all numbers that `start` needs, and the names of the parts of the workspace.
 
         None if the call runs other kernels.
@@ -253,7 +223,7 @@ class Program:
             return None
         starts, first_zero, nbytes = filled.workspace
         cells = filled.cells[len(POINTERS) :]
-        numbers = nbytes, first_zero, *filled.grids, *filled.maps, *starts.values(), *cells
+        numbers = nbytes, first_zero, *filled.grids, *filled.maps, *cells, *starts.values()
         return numbers, tuple(starts)
 
     def start(
@@ -267,30 +237,32 @@ class Program:
     ) -> None:
         """Start the kernels on the current stream.
 
-        ``numbers`` and ``parts`` are as from `flat`. ``carried`` are lengths and offsets that the
-        call writes to its workspace.
+        ``numbers`` and ``parts`` are as from `decided`. ``carried`` are lengths and offsets that
+        the call writes to its workspace.
         """
         nbytes, first_zero = numbers[:2]
+        grids, maps, cells, starts = self._parts
         held = memory.allocate(nbytes) if nbytes else None  # until all kernels are started
         at: int = 0 if held is None else held.ptr
-        starts = dict(zip(parts, numbers[self._starts : self._cells], strict=True))
-        cells = [*zip(self._slots, addresses, strict=True)]
-        cells += [(_SLOTS[name], at + start) for name, start in starts.items()]
+        own = dict(zip(parts, [at + start for start in numbers[starts:]], strict=False))
+        pointers = [*zip(self._slots, addresses, strict=True)]
+        pointers += [(_SLOTS[name], address) for name, address in own.items()]
         if constants:
-            cells += zip(self.constants, constants, strict=True)
+            pointers += zip(self.constants, constants, strict=True)
         spare, values = self._spare, []
         if carried:
             for name, words in carried.items():
-                values += KindKernels.parts(at + starts[name], words)
+                values += KindKernels.parts(own[name], words)
             spare = self._kernels.spare(self._nbytes, self._launches, len(values))
         try:
             block = spare.pop()
         except IndexError:
             self._kernels.load(self._launches, len(values))
             block = self._kernels.block(self._nbytes, self._launches, len(values))
-        block.fill(
-            _NULL + self._pack(*numbers[self._cells :]), numbers[2 : self._maps], cells,
-            numbers[self._maps : self._starts], (at + first_zero, nbytes - first_zero), values,
-        )  # fmt: skip
+        template, zeros = (
+            _NULL + self._pack(*numbers[cells]),
+            (at + first_zero, nbytes - first_zero),
+        )
+        block.fill(template, numbers[grids], pointers, numbers[maps], zeros, values)
         block.launch(memory.stream().ptr)
         spare.append(block)

@@ -20,7 +20,7 @@ from tileattn.kernels.cuda.plan.kind_plan import kind_key
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, contiguous, contiguous_inputs
 from tileattn.kernels.cuda.plan.params import PACKED, template
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forward
-from tileattn.kernels.cuda.plan.straight_line import pinned, straight_line
+from tileattn.kernels.cuda.plan.straight_line import Paths, pinned
 
 OPTIONS = (
     *(frozenset[str](), frozenset({"kv_lengths"}), frozenset({"softcap", "dropout_p"})),
@@ -135,7 +135,7 @@ def test_straight_line_code_fills_as_the_filler(
     base = asked(dtype, D=dim, Dv=dim, window=window)
     direction = "forward" if passes == "forward" else "backward"
     known: dict[Any, Filler] = {}
-    compiled: list[Any] = []
+    paths = Paths()
     taken = 0
 
     def problem_of(B: Any, heads: Any, N: Any) -> Problem:
@@ -173,12 +173,12 @@ def test_straight_line_code_fills_as_the_filler(
                 continue
             known[key] = Filler(plan, names)
         expected = filled(key, **sizes)
-        results = [found for each in compiled if (found := each(*sizes.values())) is not None]
-        taken += bool(results)
-        assert results in ([], [expected])
-        if not results:
-            made = straight_line(partial(filled, key), sizes)
-            if made is not None:
-                assert made(*sizes.values()) == expected
-                compiled.append(made)
+        found = paths.find(*sizes.values())
+        if found is not None:
+            taken += 1
+        elif paths.add(partial(filled, key), sizes, key):
+            found = paths.find(*sizes.values())
+        if found is not None:
+            assert found[:-1] == expected
+            assert paths.ends[found[-1]] == key
     assert taken > 50 or (passes == "deterministic" and window == (None, 0))

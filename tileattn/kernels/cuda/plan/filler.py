@@ -128,7 +128,9 @@ class Filler:
         layout = CallLayout((), lengths, offsets)
         if kind.classifying:
             mask = mask_tiles(kind, P, layout, tables=False)
-        carried = {n: x.differing * WORD for n, x in zip(PLACES, places, strict=True) if x and x.differing}
+        carried = {
+            n: x.differing * WORD for n, x in zip(PLACES, places, strict=True) if x and x.differing
+        }
         decided = self._decided(P, layout, mask, carried)
         if decided is None:
             return None
