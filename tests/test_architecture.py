@@ -166,6 +166,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_cache": FACTS | {"backends", "rotary"},
     "rotary": FACTS | {"backends"},
     "testing": FACTS | {"oracle", "reference"},
+    "testing.template": FACTS | {"backends"},
+    "testing.test_contract": FACTS | {"", "backends", "reference", "testing", "testing.selfcheck"},
     "testing.selfcheck": FACTS | KERNELS | {"backends", "reference", "testing"},
     "": FACTS
     | {"algorithm", "api", "backends", "differentiation", "kv_cache", "merging", "reference"}

@@ -110,6 +110,9 @@ class Backend(Protocol):
     Methods ``append_kv`` and ``rope`` are optional. They get validated arguments; without them
     array expressions run. For an example see ``tileattn.backends.cupy.token_rows``.
 
+    An optional method ``asarray`` copies a NumPy array to one of the backend, if it does not own
+    NumPy arrays: ``tileattn.testing`` checks such a backend by it.
+
     An optional mapping ``external_memory`` has, for each kind of device such as ``"cuda"``, a class
     or function that returns a `tileattn.backends.external_memory.ExternalMemory`. Bridges to other
     libraries need it.
