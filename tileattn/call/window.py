@@ -13,7 +13,8 @@ Window = tuple[int | None, int | None]
 
 def window_of(window: Any, causal: Any) -> Window:
     """Return both sides of the window; causal is a right side of 0."""
-    check_flags(causal=causal)
+    if type(causal) is not bool:
+        check_flags(causal=causal)
     left: int | None = None
     right: int | None = None
     if window is not None:

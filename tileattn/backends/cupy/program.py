@@ -146,7 +146,7 @@ class Programs:
         deterministic: bool | None,
         device: int,
         paths: Paths,
-    ) -> tuple[tuple[Any, ...], "Program", tuple[str, ...]] | None:
+    ) -> tuple[tuple[Any, ...], "Program", Mapping[str, int]] | None:
         """Find the program of a call and what it decides; compile its path, if there are few."""
         gpu = describe.device_of(device)
         try:
@@ -210,8 +210,8 @@ class Program:
         self._parts = slice(2, maps), slice(maps, cells), slice(cells, starts), starts
         self._spare = kernels.spare(self._nbytes, plan.launches, 0)
 
-    def decided(self, call: Call) -> tuple[tuple[Any, ...], tuple[str, ...]] | None:
-        """Return all numbers that `start` needs, and the names of the parts of the workspace.
+    def decided(self, call: Call) -> tuple[tuple[Any, ...], Mapping[str, int]] | None:
+        """Return all numbers that `start` needs, and the cells of the parts of the workspace.
 
         None if the call runs other kernels.
         """
@@ -224,12 +224,12 @@ class Program:
         starts, first_zero, nbytes = filled.workspace
         cells = filled.cells[len(POINTERS) :]
         numbers = nbytes, first_zero, *filled.grids, *filled.maps, *cells, *starts.values()
-        return numbers, tuple(starts)
+        return numbers, {name: _SLOTS[name] for name in starts}
 
     def start(
         self,
         numbers: Sequence[Any],
-        parts: Sequence[str],
+        parts: Mapping[str, int],
         addresses: Sequence[int],
         constants: Sequence[int],
         carried: Mapping[str, bytes],
@@ -244,15 +244,16 @@ class Program:
         grids, maps, cells, starts = self._parts
         held = memory.allocate(nbytes) if nbytes else None  # until all kernels are started
         at: int = 0 if held is None else held.ptr
-        own = dict(zip(parts, [at + start for start in numbers[starts:]], strict=False))
-        pointers = [*zip(self._slots, addresses, strict=True)]
-        pointers += [(_SLOTS[name], address) for name, address in own.items()]
+        own = [at + start for start in numbers[starts : starts + len(parts)]]
+        slots, pointers = [*self._slots, *parts.values()], [*addresses, *own]
         if constants:
-            pointers += zip(self.constants, constants, strict=True)
+            slots += self.constants
+            pointers += constants
         spare, values = self._spare, []
         if carried:
+            places = dict(zip(parts, own, strict=True))
             for name, words in carried.items():
-                values += KindKernels.parts(own[name], words)
+                values += KindKernels.parts(places[name], words)
             spare = self._kernels.spare(self._nbytes, self._launches, len(values))
         try:
             block = spare.pop()
@@ -263,6 +264,13 @@ class Program:
             _NULL + self._pack(*numbers[cells]),
             (at + first_zero, nbytes - first_zero),
         )
-        block.fill(template, numbers[grids], pointers, numbers[maps], zeros, values)
+        block.fill(
+            template,
+            numbers[grids],
+            zip(slots, pointers, strict=True),
+            numbers[maps],
+            zeros,
+            values,
+        )
         block.launch(memory.stream().ptr)
         spare.append(block)
