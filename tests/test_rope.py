@@ -198,7 +198,7 @@ def test_no_row_at_all() -> None:
             "x must be a NumPy or CuPy array; got numpy.matrix",
         ),
         ({"sin": SIN.tolist()}, TypeError, "sin must be a NumPy or CuPy array; got ["),
-        ({"cos": np.ma.array(COS)}, TypeError, "cos is numpy.ma.MaskedArray, whose mask would"),
+        ({"cos": np.ma.array(COS)}, TypeError, "cos must be an array without a mask; got"),
         ({"inverse": None}, TypeError, "inverse must be True or False; got None"),
         ({"positions": 1.0}, TypeError, "positions must be an integer, or integers of shape (7,)"),
         ({"interleaved": 1}, TypeError, "interleaved must be True or False; got 1"),

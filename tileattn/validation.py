@@ -48,6 +48,9 @@ def is_of(library: str, x: Any) -> bool:
     return type(x).__module__.split(".")[0] == library
 
 
+UNMASKED = "the mask would be lost; {}.filled() makes a plain array"
+
+
 def conversion(name: str, x: Any) -> str:
     """Say how to make an array of an argument, or what takes it as it is."""
     own = called(name)
@@ -59,7 +62,7 @@ def conversion(name: str, x: Any) -> str:
     if is_of("cupy", x):
         return f"cupy.asnumpy({own}) makes one"
     if isinstance(x, np.ma.MaskedArray):
-        return f"{own}.filled() makes one"
+        return UNMASKED.format(own)
     if isinstance(x, np.ndarray) and not isinstance(x, np.matrix):
         return f"cupy.asarray({own}) makes one"
     if hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray):
@@ -70,10 +73,8 @@ def conversion(name: str, x: Any) -> str:
 def refuse_masked(name: str, x: Any) -> None:
     """Raise TypeError for a masked array, whose mask would be lost."""
     if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(
-            f"{called(name)} is numpy.ma.MaskedArray, whose mask would be lost; its filled() makes "
-            "a plain array of it"
-        )
+        remedy = UNMASKED.format(called(name))
+        raise TypeError(must_be(name, "an array without a mask", x, remedy))
 
 
 def check_flags(**flags: Any) -> None:

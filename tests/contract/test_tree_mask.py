@@ -180,7 +180,7 @@ def test_keys_that_no_query_sees_may_hold_anything(runner: Runner, wrong: float)
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"tree_mask": [[[True]]]}, TypeError, "tree_mask is list"),
+        ({"tree_mask": [[[True]]]}, TypeError, "tree_mask must be a NumPy array; got [[[True]]]"),
         ({"tree_mask": np.ones((1, 2, 2))}, TypeError, "tree_mask must have dtype bool; got"),
         (
             {"tree_mask": np.ones((2, 2), bool)},
