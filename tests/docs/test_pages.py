@@ -3,31 +3,43 @@
 import doctest
 import json
 import re
+import shlex
 from pathlib import Path
 from statistics import geometric_mean
+from textwrap import dedent
 
 import numpy as np
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from benchmarks import gpu
 from tileattn.call import hints
+from tileattn.cli.commands import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # A block marked `py` is shown in the same colours and not run (it needs a GPU, or is a fragment).
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-EXAMPLE = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(r"^( *)```pycon\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^```console\n\$ tileattn (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 # What pages need that no extra for development brings.
 LIBRARIES = {"transformers": "transformers"}
 # Pages whose code loads a framework and compiles with it: tens of seconds.
-FRAMEWORKS = {"jax", "pytorch", "transformers"}
+FRAMEWORKS = {"index", "jax", "pytorch", "second-derivatives", "transformers"}
 WITH_EXAMPLES = [name for name, text in TEXTS.items() if EXAMPLE.search(text)]
 
 
-def code_of(page: Path) -> str:
+def parameters(names: list[str]) -> list[ParameterSet]:
+    """Return pages as parameters of a test; those with a framework are slow."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (Path(name).stem in FRAMEWORKS))
+        for name in names
+    ]
+
+
+def code_of(text: str) -> str:
     """Blocks of one page as one program, each on the line where it stands in the page."""
-    text = page.read_text(encoding="utf-8")
     lines = [""] * text.count("\n")
     for block in BLOCK.finditer(text):
         start = text.count("\n", 0, block.start(1))
@@ -37,38 +49,45 @@ def code_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] * (page.stem in FRAMEWORKS))
-        for page in PAGES
-        if BLOCK.search(page.read_text("utf-8"))
-    ],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
+    "name", parameters([name for name, text in TEXTS.items() if BLOCK.search(text)])
 )
 @pytest.mark.filterwarnings("error")
 def test_the_code_of_a_page_runs(
-    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if page.stem in LIBRARIES:
-        pytest.importorskip(LIBRARIES[page.stem])
+    if (stem := Path(name).stem) in LIBRARIES:
+        pytest.importorskip(LIBRARIES[stem])
     monkeypatch.chdir(tmp_path)
-    exec(compile(code_of(page), page, "exec"), {"__name__": "__page__"})
+    exec(compile(code_of(TEXTS[name]), name, "exec"), {"__name__": "__page__"})
 
 
 def failures_of(name: str, text: str) -> str:
     """Run the examples of a page, one after another with the same names; report what differs."""
-    source = "\n".join(EXAMPLE.findall(text))
+    source = "\n".join(dedent(example) for _, example in EXAMPLE.findall(text))
     example = doctest.DocTestParser().get_doctest(source, {}, name, name, 0)
     report: list[str] = []
     with np.printoptions():  # a page may set its own
-        doctest.DocTestRunner(verbose=False).run(example, out=report.append)
+        doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(
+            example, out=report.append
+        )
     return "".join(report)
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", WITH_EXAMPLES)
+@pytest.mark.parametrize("name", parameters(WITH_EXAMPLES))
 def test_the_examples_of_a_page_print_what_it_says(name: str) -> None:
     assert failures_of(name, TEXTS[name]) == ""
+
+
+def test_commands_print_what_the_page_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = COMMAND.findall(TEXTS["docs/reference/command-line.md"])
+    assert len(shown) > 1
+    for command, printed in shown:
+        assert main(shlex.split(command)) == 0
+        assert capsys.readouterr().out == printed
 
 
 def test_no_example_is_missed() -> None:
@@ -99,6 +118,6 @@ def test_the_speeds_are_those_of_the_results(name: str) -> None:
 
 
 def test_every_name_that_messages_know_is_explained() -> None:
-    there = re.findall(r"^\| (.*?) \|", TEXTS["docs/api.md"], re.MULTILINE)
+    there = re.findall(r"^\| (.*?) \|", TEXTS["docs/migration.md"], re.MULTILINE)
     named = set(re.findall(r"\w+", " ".join(there)))
     assert set(hints.ALIASES) <= named
