@@ -1,4 +1,4 @@
-"""Token by token with a cache of keys and values."""
+"""Decoding, token by token, with a cache of keys and values."""
 
 import numpy as np
 
@@ -14,8 +14,9 @@ lengths = np.zeros(B, np.int64)
 whole = tileattn.forward(q, k, v, causal=True).out
 for n in range(N):
     new = slice(n, n + 1)
-    # In place; the lengths say where each sequence ends.
+    # This writes to the caches, and returns where each sequence now ends.
     lengths = tileattn.append_kv(k_cache, v_cache, k[:, :, new], v[:, :, new], kv_lengths=lengths)
     step = tileattn.forward(q[:, :, new], k_cache, v_cache, kv_lengths=lengths, causal=True)
     # Another kernel with sums in another order: the results differ by roundings of float32.
     np.testing.assert_allclose(step.out, whole[:, :, new], atol=1e-5)
+print("lengths", lengths, "last row:", step.out[0, 0, 0, :4].round(3))

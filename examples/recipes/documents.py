@@ -1,4 +1,4 @@
-"""Documents in one long row of tokens: attention stays within each, by a mask of one line."""
+"""Documents in one sequence: a mask function keeps attention within each of them."""
 
 import numpy as np
 
@@ -13,9 +13,12 @@ def same_document(b, h, i, j, document):
     return (document[b, i] == document[b, j]) & (i >= j)
 
 
-# Tiles between documents are skipped. Where each is a sequence of its own, cu_seqlens_q and
-# cu_seqlens_k say the same without a number for each token.
+# Tiles between documents are skipped. cu_seqlens_q can say the same, without a number per token.
 out, lse = tileattn.forward(q, k, v, mask_mod=same_document, aux=(document,))
 first = [x[:, :, :200] for x in (q, k, v)]
 # Other tiles: the results differ by roundings of float32.
 np.testing.assert_allclose(out[:, :, :200], tileattn.forward(*first, causal=True).out, atol=1e-6)
+
+zeros = np.zeros((1, 1, 500, 1))  # all scores are 0: lse is the logarithm of the number of keys
+count = tileattn.forward(zeros, zeros, zeros, mask_mod=same_document, aux=(document,)).lse
+print("keys of tokens 199, 200, 201, 499:", np.exp(count[0, 0, [199, 200, 201, 499]]).round())

@@ -1,4 +1,4 @@
-"""How many digits a result has: the same call in float64."""
+"""The error of a float32 result, by the same call in float64."""
 
 import numpy as np
 
@@ -10,7 +10,8 @@ exact = tileattn.forward(q, k, v, softcap=20.0, window=(100, 0)).out
 single = tileattn.forward(*(x.astype(np.float32) for x in (q, k, v)), softcap=20.0, window=(100, 0))
 
 error = np.abs(single.out - exact).max()
-print(f"float32 is within {error:.1e} of float64")
 assert exact.dtype == np.float64
 # float32 has 7 digits, and rounding errors add up over 100 keys.
 assert error < 1e-5
+print(f"{exact[0, 0, 200, 0]:.10f} in float64")
+print(f"{single.out[0, 0, 200, 0]:.6f}     in float32")

@@ -1,4 +1,4 @@
-"""A table of biases by distance, and its gradient."""
+"""A learned bias for each distance, and its gradient."""
 
 import numpy as np
 
@@ -13,14 +13,16 @@ def relative(s, b, h, i, j, table):
     return s + table[h, np.clip(i - j, -32, 32) + 32]
 
 
-# No bias of N x N is ever made.
+# No array of N x N numbers is made.
 options = {"score_mod": relative, "aux": (table,), "causal": True}
 attention, pullback = tileattn.vjp(q, k, v, **options)
 gradient = pullback(dout).daux[0]
 
-# The same by differences, for one number of the table.
+# A finite difference confirms the gradient of one number of the table.
 moved = table.copy()
 moved[2, 35] += 0.05
 change = tileattn.forward(q, k, v, **options | {"aux": (moved,)}).out - attention.out
 # A difference over 0.05 is the derivative to about 5 %.
-np.testing.assert_allclose((change * dout).sum() / 0.05, gradient[2, 35], rtol=0.05)
+difference = (change * dout).sum() / 0.05
+np.testing.assert_allclose(difference, gradient[2, 35], rtol=0.05)
+print(f"gradient {gradient[2, 35]:.3f}, difference {difference:.3f}")

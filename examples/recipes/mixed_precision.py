@@ -1,4 +1,4 @@
-"""float16 with a scaled loss, in PyTorch: gradients that would be rounded to zero survive."""
+"""Training in float16 with a scaled loss, in PyTorch: small gradients are not rounded to zero."""
 
 import torch
 
@@ -15,10 +15,11 @@ for _ in range(20):
     optimiser.zero_grad()
     (scale * loss).backward()
     weight.grad /= scale
-    # A step whose gradients are not finite is left out, with a smaller scale from then on.
+    # Skip a step whose gradients overflow, and lower the scale.
     if weight.grad.isfinite().all():
         optimiser.step()
     else:
         scale /= 2
     losses.append(loss.item())
 assert losses[-1] < losses[0]
+print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last")

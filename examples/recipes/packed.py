@@ -17,3 +17,4 @@ grads = tileattn.backward(dout, q, k, v, *attention, **packed)
 for start, end in itertools.pairwise(offsets):
     one = [x[:, start:end] for x in (q, k, v)]
     assert np.array_equal(attention.out[:, start:end], tileattn.forward(*one, causal=True).out)
+    print(f"tokens {start} to {end}: norm of dk {np.linalg.norm(grads.dk[:, start:end]):.2f}")

@@ -1,4 +1,4 @@
-"""One prefix for many queries: attend to it once, and merge with what each has of its own."""
+"""A prefix that samples share: attend to it in one call, and merge with each sample's own keys."""
 
 import numpy as np
 
@@ -23,3 +23,5 @@ k, v = (
 )
 # The results differ by roundings of float32.
 np.testing.assert_allclose(merged.out, tileattn.forward(q, k, v).out, atol=1e-5)
+share = np.exp(prefix.lse - merged.lse)[:, 0, 0]
+print("probability that head 0 gives to the prefix:", share.round(3))

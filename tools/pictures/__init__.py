@@ -17,6 +17,7 @@ from tools.pages import ROOT
 from tools.pictures import (
     blocks,
     density,
+    masks,
     memory,
     ranks,
     roofline,
@@ -27,7 +28,7 @@ from tools.pictures import (
 
 MAKERS: dict[str, Callable[[Path], Picture]] = {
     module.__name__.rpartition(".")[2]: module.picture
-    for module in (speed, memory, traffic, blocks, density, roofline, schedules, ranks)
+    for module in (speed, memory, traffic, blocks, density, roofline, schedules, ranks, masks)
 }
 PLACE = re.compile(r"(<!-- picture: (\w+) -->\n).*?(<!-- end of picture -->)", re.DOTALL)
 
