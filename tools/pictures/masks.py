@@ -37,7 +37,8 @@ def visible(queries: int, options: dict[str, Any]) -> list[list[int]]:
     """Return 1 where a query attends to a key: the values are unit vectors."""
     q, k = np.zeros((queries, 1)), np.zeros((N, 1))
     out = tileattn.forward(q, k, np.eye(N), backend="numpy", **options).out
-    return (out > 0).astype(int).tolist()
+    pairs: list[list[int]] = (out > 0).astype(int).tolist()
+    return pairs
 
 
 def picture(results: Path) -> Picture:  # noqa: ARG001  # nothing here is measured
