@@ -13,7 +13,7 @@ pytest.importorskip("mkdocs", reason="it builds the pages: pip install mkdocs-ma
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
-PAGES = {page: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = {page: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").rglob("*.md"))}
 INCLUDED = [(page.stem, path) for page, text in PAGES.items() for path in INCLUDE.findall(text)]
 SOURCES = [
     ROOT / "README.md",

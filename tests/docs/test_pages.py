@@ -26,7 +26,7 @@ TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for
 # What pages need that no extra for development brings.
 LIBRARIES = {"transformers": "transformers"}
 # Pages whose code loads a framework and compiles with it: tens of seconds.
-FRAMEWORKS = {"index", "jax", "pytorch", "second-derivatives", "transformers"}
+FRAMEWORKS = {"README", "index", "jax", "pytorch", "second-derivatives", "transformers"}
 WITH_EXAMPLES = [name for name, text in TEXTS.items() if EXAMPLE.search(text)]
 
 
