@@ -1,5 +1,6 @@
 """Every test, doctests included, leaves the process as it found it."""
 
+import gc
 import hashlib
 import tracemalloc
 from collections.abc import Iterator
@@ -36,7 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fill memory from the first test on: all modules that allocate are loaded by now."""
+    """Spare what is loaded by now from garbage collections; fill memory from the first test on.
+
+    A collection of a million objects, of PyTorch, JAX and 12,000 tests, takes half a second.
+    """
+    gc.freeze()
     if session.config.getoption("poison"):
         from tests import poison
 
