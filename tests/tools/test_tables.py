@@ -25,7 +25,9 @@ def results(tmp_path: Path) -> Path:
     return shutil.copytree(RESULTS, tmp_path / "results")
 
 
-@pytest.mark.parametrize("tool", ["performance_tables", "traffic_table", "support_table"])
+@pytest.mark.parametrize(
+    "tool", ["performance_tables", "slower_table", "traffic_table", "support_table"]
+)
 def test_the_pages_are_fresh(tool: str) -> None:
     """In a process of its own, which knows the built-in backends only."""
     command = [sys.executable, "-m", f"tools.{tool}", "--check"]
