@@ -65,7 +65,9 @@ def _array(name: str, x: Any) -> jax.Array:
 def _converted(name: str, x: Any, what: str) -> jax.Array:
     """Make a JAX array; JAX cuts 64-bit integers to 32 bits by default, so they must fit."""
     try:
-        found = jax.numpy.asarray(x)
+        # For NumPy arrays, jax.numpy.asarray compiles a program for each shape. device_put compiles
+        # none, but may use the memory of its argument, which callers may overwrite.
+        found = jax.device_put(np.array(x)) if isinstance(x, _NUMPY) else jax.numpy.asarray(x)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(must_be(name, what, x)) from None
     if not isinstance(found.dtype, np.dtype):  # JAX's keys of random numbers
