@@ -257,6 +257,18 @@ def test_long_sequences_do_not_wait_for_one_another() -> None:
     assert all(jnp.isfinite(step(q + n)).all() for n in range(3))
 
 
+def test_new_numbers_on_sharded_arrays() -> None:
+    """Outside of jit; each device gets the numbers, and computes a part."""
+    q, k, v, _ = normal(SIZES)
+    batch = NamedSharding(mesh_of(2), PartitionSpec("x"))
+    arrays = [jax.device_put(x, batch) for x in (q, k, v)]
+    for scale in (0.25, 0.5):
+        out = attention(*arrays, scale=scale, backend="numpy")
+        assert out.sharding.is_equivalent_to(batch, out.ndim)
+        expected = tileattn.forward(q, k, v, scale=scale, backend="numpy")
+        np.testing.assert_array_equal(out, expected.out)
+
+
 def test_empty_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = normal((1, 2, 2, 16, 16, 8, 8))[:3]
     computed, forward = [], tileattn.forward

@@ -1,7 +1,7 @@
 """The static part of a call: it is checked while JAX traces, and compiled into the program."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from tileattn.call.parse import check_names, parse
 from tileattn.call.problem import Problem
 from tileattn.call.window import window_of
 from tileattn.expressions.functions import read_functions
+from tileattn.jax import numbers
 from tileattn.jax.arrays import TRACED, holds_arrays_of_jax
 
 
@@ -28,6 +29,15 @@ class Call:
     options: tuple[tuple[str, Any], ...]
     out: tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
     lse: tuple[tuple[int, ...], np.dtype[Any]]
+
+    def split(self) -> tuple["Call", bytes]:
+        """Return the kind of this call, which is a call with other numbers, and its numbers."""
+        options, given = numbers.split(self.options)
+        return replace(self, options=options), given
+
+    def at(self, given: bytes) -> "Call":
+        """Return the call of this kind with the given numbers."""
+        return replace(self, options=numbers.joined(self.options, given))
 
 
 def call_of(arrays: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> Call:

@@ -1,8 +1,8 @@
 """Both passes of a call, as callbacks from a compiled program to the library."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from tileattn.call.options import DIFFERENTIABLE, SEEDS
 from tileattn.jax.arrays import Arrays
 from tileattn.jax.call import Call
 from tileattn.jax.host_call import call_host
+from tileattn.jax.numbers import NUMBERS, bytes_of
 
 _ALLOCATED = sorted(DIFFERENTIABLE, key=lambda name: name != "aux")
 """Names of the gradients in the order in which the library allocates them: aux comes first."""
@@ -44,23 +45,39 @@ class Callbacks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Forward:
+class _Pass:
+    """A pass on arrays of the library; they may contain the numbers of the call."""
+
     call: Call
 
+    def split(self) -> tuple[Self, bytes]:
+        """Return a pass that gets the numbers of its call among its arrays, and these numbers."""
+        call, numbers = self.call.split()
+        return replace(self, call=call), numbers
+
+    def arguments(self, given: Arrays) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """Return q, k, v and the options; a seed on a GPU is read, which waits for it."""
+        others = dict(given)
+        q, k, v = (others.pop(name) for name in "qkv")
+        call = self.call.at(bytes_of(others.pop(NUMBERS))) if NUMBERS in others else self.call
+        seeds = {name: others[name].item() for name in SEEDS if name in others}
+        return q, k, v, dict(call.options, backend=call.backend) | others | seeds
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward(_Pass):
     @property
     def results(self) -> tuple[str, ...]:
         """Names of the results."""
         return "out", "lse"
 
     def __call__(self, given: Any) -> Any:
-        q, k, v, others = _rows(given)
-        options = dict(self.call.options) | others
-        return tuple(tileattn.forward(q, k, v, backend=self.call.backend, **options))
+        q, k, v, options = self.arguments(given)
+        return tuple(tileattn.forward(q, k, v, **options))
 
 
 @dataclass(frozen=True, slots=True)
-class _Backward:
-    call: Call
+class _Backward(_Pass):
     names: tuple[str, ...]
 
     @property
@@ -69,23 +86,11 @@ class _Backward:
         return self.names
 
     def __call__(self, given: Any, *rest: Any) -> Any:
-        q, k, v, others = _rows(given)
+        q, k, v, options = self.arguments(given)
         out, lse, dout, *dlse = rest
-        more: dict[str, Any] = {
-            "dlse": dlse[0] if dlse else None,
-            "wrt": self.names,
-            "backend": self.call.backend,
-        }
-        options = more | dict(self.call.options) | others
+        options |= {"dlse": dlse[0] if dlse else None, "wrt": self.names}
         grads = tileattn.backward(dout, q, k, v, out, lse, **options)
         return [_whole(given[name], getattr(grads, f"d{name}")) for name in self.names]
-
-
-def _rows(given: Arrays) -> tuple[Any, Any, Any, Arrays]:
-    """Split the arrays into q, k, v and options; a seed on a GPU is read, which waits for it."""
-    others = dict(given)
-    q, k, v = (others.pop(name) for name in "qkv")
-    return q, k, v, others | {name: others[name].item() for name in SEEDS if name in others}
 
 
 def _whole(x: Any, found: Any) -> Any:

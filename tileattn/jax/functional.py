@@ -39,9 +39,9 @@ def attention(
         As for ``tileattn.forward``.
     **options
         The options of ``tileattn.forward``. Arrays are JAX or NumPy arrays. Arrays, lengths and
-        offsets may be traced; other options are compiled into the program. So is a seed that is a
-        number. A seed that is a JAX array may be traced: a new one needs no new program, but on a
-        GPU the host waits for its value.
+        offsets may be traced, and so may numbers and arrays that functions capture. Other options
+        are part of the program. Outside of ``jax.jit``, new numbers need no new program. A seed
+        that is a JAX array may be traced; on a GPU the host waits for its value.
 
     Returns
     -------

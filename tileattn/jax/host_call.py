@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from tileattn.errors import UnsupportedError
 from tileattn.jax.handler import PLATFORMS, Call, number_of, target
 from tileattn.jax.manual_axes import axes_of, varying
+from tileattn.jax.numbers import NUMBERS, array_of
 from tileattn.jax.partition import partition_of, partitioned, typed
 
 _KNOWN = " or ".join(map(repr, PLATFORMS))
@@ -28,7 +29,7 @@ _KNOWN = " or ".join(map(repr, PLATFORMS))
 def call_host(on_host: Callable[..., Any], shapes: Any, *given: Any) -> Any:
     """Call a function on trees of arrays; ``shapes`` is the tree of its results.
 
-    Outside of ``jax.jit`` calls of equal functions share a compiled program.
+    Outside of ``jax.jit`` calls of functions that differ in numbers only share a compiled program.
     """
     arrays, tree = jax.tree.flatten(given)
     results, tree_of_results = jax.tree.flatten(shapes)
@@ -58,13 +59,50 @@ def _shapes(*avals: Any, on_arrays: Any, shapes: Any) -> Any:
     return typed(partition_of(on_arrays, avals, shapes), avals, shapes)
 
 
-def _eager(*arrays: Any, **more: Any) -> Any:
-    return _compiled(**more)(*arrays)
+def _eager(*arrays: Any, on_arrays: _OnArrays, shapes: Any) -> Any:
+    axes = (None,) * len(arrays)
+    return _mapped(arrays, axes, on_arrays, shapes)
+
+
+def _mapped(
+    arrays: Sequence[Any], axes: Sequence[int | None], on_arrays: _OnArrays, shapes: Any
+) -> Any:
+    """Call a function on arrays, or on their elements along axes, in a compiled program.
+
+    The program gets numbers as an array, unless it becomes part of another program.
+    """
+    split = getattr(on_arrays.on_host, "split", None)
+    if split is not None and not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        on_host, numbers = split()
+        tree, order = _with_numbers(on_arrays.tree)
+        on_arrays = _OnArrays(on_host, tree)
+        arrays, axes = (*arrays, array_of(numbers)), (*axes, None)
+        arrays, axes = ([x[n] for n in order] for x in (arrays, axes))
+    return _compiled(tuple(axes), on_arrays, shapes)(*arrays)
 
 
 @lru_cache(maxsize=256)
-def _compiled(**more: Any) -> Any:
-    return jax.jit(partial(host_call.bind, **more))
+def _with_numbers(tree: Any) -> tuple[Any, tuple[int, ...]]:
+    """Add numbers to the arrays of a call; also return the order of the arrays, numbers last."""
+    given, *rows = jax.tree.unflatten(tree, range(tree.num_leaves))
+    order, found = jax.tree.flatten((given | {NUMBERS: tree.num_leaves}, *rows))
+    return found, tuple(order)
+
+
+@lru_cache(maxsize=256)
+def _compiled(axes: tuple[int | None, ...], on_arrays: _OnArrays, shapes: Any) -> Any:
+    """Compile the call of a function; with axes one for each element, one after another."""
+    one = partial(host_call.bind, on_arrays=on_arrays, shapes=shapes)
+
+    def every(*arrays: Any) -> Any:
+        mapped = {
+            n: jax.numpy.moveaxis(x, axis, 0)
+            for n, (x, axis) in enumerate(zip(arrays, axes, strict=True))
+            if axis is not None
+        }
+        return jax.lax.map(lambda own: one(*(own.get(n, x) for n, x in enumerate(arrays))), mapped)
+
+    return jax.jit(one if all(axis is None for axis in axes) else every)
 
 
 def _lowered(context: Any, *arrays: Any, on_arrays: Callable[..., Any], shapes: Any) -> Any:
@@ -116,17 +154,7 @@ def _spec(aval: Any) -> Any:
 
 
 def _batched(arrays: Any, axes: Any, **more: Any) -> Any:
-    """Call the function for each element of a batch, one after another."""
-    mapped = {
-        n: jax.numpy.moveaxis(x, axis, 0)
-        for n, (x, axis) in enumerate(zip(arrays, axes, strict=True))
-        if axis is not None
-    }
-
-    def one(elements: Any) -> Any:
-        return host_call.bind(*(elements.get(n, x) for n, x in enumerate(arrays)), **more)
-
-    found = jax.lax.map(one, mapped)
+    found = _mapped(arrays, axes, **more)
     return found, [0] * len(found)
 
 

@@ -21,6 +21,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tileattn.call.options import OPTIONS
+from tileattn.jax.numbers import NUMBERS
 
 Roles = tuple[str | None, ...]
 """Roles of the axes of an array: ``"b"``, batch; ``"h"`` and ``"g"``, heads of q and of k."""
@@ -41,6 +42,7 @@ _ROLES: dict[str, Roles] = {
     "v": ("b", "g", None, None),
     "out": ("b", "h", None, None),
     "lse": ("b", "h", None),
+    NUMBERS: (None,),
     **{
         name: tuple(axis if axis in "bh" else None for axis in x.axes)
         for name, x in OPTIONS.items()
