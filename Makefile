@@ -30,7 +30,8 @@ demo: $(VENV)/demo.stamp  ## train a small GPT on the standard library's source 
 	$(BIN)/python examples/beside_plain.py
 	$(BIN)/python examples/char_gpt.py $(ARGS)
 
-PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8
+# Neighbouring tests need the same kernels and fixtures: a process takes a run of them.
+PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 test: setup  ## run the quick tests, with a third of the random examples (options: ARGS="...")
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not gpu and not slow" $(ARGS)
 test-all: setup  ## run every test that needs no GPU, as continuous integration does

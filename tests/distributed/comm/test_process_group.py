@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,21 +90,41 @@ def tensors(group: Any) -> list[Any]:
 def work(rank: int, size: int, store: str, run: Callable[[Any], Any]) -> Any:
     import torch.distributed
 
+    if torch.distributed.is_initialized():  # by an earlier test
+        torch.distributed.destroy_process_group()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
     return run(torch.distributed.group.WORLD)
 
 
-def on_ranks(size: int, run: Callable[[Any], Any], store: Path) -> list[Any]:
-    """Run a function on every rank, each a process; return the results."""
-    with multiprocessing.get_context("spawn").Pool(size) as pool:
-        given = [(rank, size, str(store), run) for rank in range(size)]
-        return pool.starmap_async(work, given, chunksize=1).get(SECONDS)
+OnRanks = Callable[[int, Callable[[Any], Any]], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Any]:
+    """Start processes for the ranks of all tests: each loads PyTorch, which takes seconds."""
+    with multiprocessing.get_context("spawn").Pool(4) as made:
+        yield made
+
+
+@pytest.fixture
+def on_ranks(pool: Any, tmp_path: Path) -> OnRanks:
+    """Return a function that runs another one on every rank and returns the results.
+
+    Ranks wait for one another to join their group, so each runs in a process of its own.
+    """
+
+    def run_on(size: int, run: Callable[[Any], Any]) -> list[Any]:
+        given = [(rank, size, str(tmp_path / "store"), run) for rank in range(size)]
+        found: list[Any] = pool.starmap_async(work, given, chunksize=1).get(SECONDS)
+        return found
+
+    return run_on
 
 
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
-def test_results_are_those_of_one_call(ranks: int, tmp_path: Path) -> None:
-    found = on_ranks(ranks, results, tmp_path / "store")
+def test_results_are_those_of_one_call(ranks: int, on_ranks: OnRanks) -> None:
+    found = on_ranks(ranks, results)
     layout = Layout.zigzag(N, ranks)
     for (dtype, _), parts in zip(CASES, zip(*found, strict=True), strict=True):
         out, lse, *grads = zip(*parts, strict=True)
@@ -113,8 +133,8 @@ def test_results_are_those_of_one_call(ranks: int, tmp_path: Path) -> None:
         hold(dtype, attention, Gradients(dq, dk, dv, None, None, None))
 
 
-def test_tensors(tmp_path: Path) -> None:
-    ranks = on_ranks(2, tensors, tmp_path / "store")
+def test_tensors(on_ranks: OnRanks) -> None:
+    ranks = on_ranks(2, tensors)
     dq, dk, dv = (sum(parts) for parts in zip(*ranks, strict=True))  # each has rows of its own
     hold(np.float32, None, Gradients(dq, dk, dv, None, None, None))
 
@@ -129,8 +149,8 @@ def hold(dtype: Any, attention: Attention | None, grads: Gradients) -> None:
         assert_attention_close(attention, reference.forward(q, k, v, causal=True), bounds)
 
 
-def test_ranks_that_disagree_and_one_that_does_not_answer(tmp_path: Path) -> None:
-    first, second = on_ranks(2, failures, tmp_path / "store")
+def test_ranks_that_disagree_and_one_that_does_not_answer(on_ranks: OnRanks) -> None:
+    first, second = on_ranks(2, failures)
     message = "dtype must be the same on all ranks; got float16 on rank 1, and float32 on rank 0"
     assert [first[0], *second] == [f"ValueError: {message}"] * 2
     assert first[1].startswith("TimeoutError: waited 0.2 s for rank 1 to send; it has failed, or")
