@@ -1,12 +1,15 @@
 """Generated parts of the docs, between two markers of a page."""
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+
+_NUMBER = re.compile(r"([-+]?[\d,.]+( %)?)?")
 
 Stale = Iterable[tuple[Path, Callable[[], str]]]
 """Stale files, each with a function that returns its new text."""
@@ -34,11 +37,17 @@ def paragraphs(*texts: str) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> Iterator[str]:
-    """Yield the lines of a table, and an empty line; None is an empty cell."""
+    """Yield the lines of a table, and an empty line; None is an empty cell.
+
+    Columns of numbers are aligned at the right.
+    """
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    numeric = (all(map(_NUMBER.fullmatch, column)) for column in zip(*cells, strict=True))
+    marks = [" ---: |" if right else " --- |" for right in numeric] or [" --- |"] * len(head)
     yield f"| {' | '.join(head)} |"
-    yield "|" + " --- |" * len(head)
-    for row in rows:
-        yield f"| {' | '.join('' if cell is None else str(cell) for cell in row)} |"
+    yield "|" + "".join(marks)
+    for row in cells:
+        yield f"| {' | '.join(row)} |"
     yield ""
 
 

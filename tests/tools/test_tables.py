@@ -64,7 +64,8 @@ def test_a_new_result_makes_pages_stale_and_writing_repairs_them(
     origin = "Measured by `python -m something`: A CPU, 2 threads, NumPy 2, LLVM 20,"
     assert f"## A CPU, 2 threads\n\n{origin}" in tables
     assert "| f32 | forward | 256 | 2 | 4 |" in tables
-    assert "| causal | llvm | PyTorch |\n| --- | --- | --- |\n| no | 1288 | 644 |" in tables
+    # Columns of numbers are aligned at the right.
+    assert "| causal | llvm | PyTorch |\n| --- | ---: | ---: |\n| no | 1288 | 644 |" in tables
     assert "| yes | 8.12 | 1.02 |" in tables
     assert "| options | mask | 3 | 1.5 |" in tables
 
