@@ -49,8 +49,8 @@ def picture(results: Path) -> Picture:  # noqa: ARG001  # nothing here is measur
         alt="Eight small grids, queries downwards and keys to the right, in which the visible "
         "pairs are filled: causal, sliding window, prefix, padding, documents, five queries "
         "aligned with the last and with the first keys, and a tree of drafts.",
-        caption="Filled: the query (downwards) attends to the key (to the right). The pairs are "
-        "those of `tileattn.forward` with the options in the titles.",
+        caption="Filled: the query (downwards) attends to the key (to the right). Computed "
+        "by `tileattn.forward` with the options in the titles.",
     )
 
 

@@ -49,8 +49,8 @@ def picture(results: Path) -> Picture:  # noqa: ARG001  # nothing here is measur
         "full tiles of a causal and of a block-sparse mask. Numbers show one row of tiles visited "
         "from left to right and one column from the top down.",
         caption="Solid frame: the tiles of one query block, the inner loop of FlashAttention-2. "
-        "Dashed frame: those of one key block, the inner loop of FlashAttention. The tiles are "
-        "those that `tileattn.algorithm.mask.schedule` yields.",
+        "Dashed frame: the tiles of one key block, the inner loop of FlashAttention. Computed by "
+        "`tileattn.algorithm.mask.schedule`.",
     )
 
 
