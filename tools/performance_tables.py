@@ -76,6 +76,7 @@ COLUMNS = {
     "bounds": "pass dtype D causal compute_ms exp_ms memory_ms ms percent file",
     "comparison": "case D N causal tflops deterministic percent best",
 }
+WIDE = 0.1  # an interquartile range over a median, from which a speedup is uncertain
 BOUNDS_AT = 8192  # keys, in all grids of the GPU
 
 
@@ -83,10 +84,18 @@ def summary_lines() -> Iterator[str]:
     ceilings = load(RESULTS, "gpu_ceilings")
     head = ["", "baseline", "cases", "speedup, mean", "least", "most", "TFLOP/s", "% of roofline"]
     yield from table(head, (line for name in COMPARISONS for line in _summary(name, ceilings)))
-    gpus = {title: load(RESULTS, name)["machine"]["gpu"] for name, title in COMPARISONS.items()}
+    found = {title: load(RESULTS, name) for name, title in COMPARISONS.items()}
     one = ceilings["machine"]["gpu"]
+    gpus = {title: result["machine"]["gpu"] for title, result in found.items()}
     others = (f"; {title} on an {gpu}" for title, gpu in gpus.items() if gpu != one)
-    yield from paragraphs(f"Measured on an {one}{''.join(others)}.")
+    dates = sorted(result["machine"]["date"] for result in found.values())
+    yield from paragraphs(f"Measured on an {one}{''.join(others)}; {dates[0]} to {dates[-1]}.")
+    rows = [row for result in found.values() for row in result["rows"]]
+    wide = sum(max(row["spread"].values(), default=0) > WIDE for row in rows)
+    yield from paragraphs(
+        f"In {wide} of {len(rows)} configurations the interquartile range of an implementation's "
+        "times exceeds a tenth of their median: their speedups are uncertain."
+    )
     if results := _cpu_results():
         head = ["", "baseline", "cases", "speedup, mean", "least", "most", "GFLOP/s"]
         yield from table(head, (line for result in results for line in _cpu_summary(result)))
