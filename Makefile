@@ -19,14 +19,18 @@ EXTRAS_bench = bench$(CUDA)
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
-# One stamp per set of extras; venv is repeated so that a half-made environment is repaired.
+TOO_OLD = tileattn needs Python 3.11 or later; name one, as in: make $(MAKECMDGOALS) PYTHON=python3.12
+
+# One stamp per set of extras; venv is repeated so that a half-made environment is repaired, and one
+# of another Python is made again.
 $(VENV)/%.stamp: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(TOO_OLD)" or 0)'
+	$(PYTHON) -m venv $$([ "$$($(BIN)/python -V 2>&1)" = "$$($(PYTHON) -V)" ] || echo --clear) $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --editable ".[$(EXTRAS_$*)]"
 	@touch $@
 
 setup: $(VENV)/dev.stamp  ## make .venv with everything that the targets below need
-demo: $(VENV)/demo.stamp  ## train a small GPT on the standard library's source (options: ARGS="...")
+demo: $(VENV)/demo.stamp  ## compare with the plain formula, and train a small GPT (options: ARGS="...")
 	$(BIN)/python examples/beside_plain.py
 	$(BIN)/python examples/char_gpt.py $(ARGS)
 

@@ -4,7 +4,7 @@ The model reads bytes and predicts the next one. All of it is here, in array cod
 hand. Only attention is not: that is `tileattn.vjp`, which never holds the N x N probabilities.
 Nothing is downloaded: the text is that of the running Python.
 
-    python examples/char_gpt.py                  train, about two minutes on two cores
+    python examples/char_gpt.py                  train for 40 seconds
     python examples/char_gpt.py --quick          train for 15 seconds
     python examples/char_gpt.py --check          tileattn and plain attention train alike
     python examples/char_gpt.py --backend cupy   the same on an NVIDIA GPU
@@ -407,7 +407,7 @@ def arguments() -> argparse.Namespace:
     add("--context", default=128, help="bytes that the model sees at once")
     add("--batch", default=8, help="pieces of text in a training step")
     add("--steps", help="default: 1500, with --quick 300, with --check 30")
-    add("--seconds", default=120, type=float, help="stop training after so long")
+    add("--seconds", default=40, type=float, help="stop training after so long")
     add("--rate", default=3e-3, type=float, help="largest learning rate")
     add("--seed", default=0)
     add("--out", default="char_gpt_output", metavar="FOLDER", type=Path)

@@ -142,7 +142,7 @@ def test_the_gradient_of_the_whole_model(char_gpt: ModuleType, core: str) -> Non
             assert abs(numeric - analytic) <= 1e-7 * (1 + abs(analytic)), name
 
 
-def test_beside_the_textbook_formula() -> None:
+def test_beside_the_plain_formula() -> None:
     program = CHAR_GPT.with_name("beside_plain.py")
     done = subprocess.run(
         [sys.executable, program, "--tokens=700"], capture_output=True, text=True, check=True
