@@ -1,44 +1,79 @@
-"""Install each archive into an environment of its own, and let the package check itself there."""
+"""Install each archive into an environment of its own, and let the package check itself there.
 
+python tools/check_install.py dist/*                                  on this Python
+python tools/check_install.py dist/* --python python3.11 python3.13   on each of these
+python tools/check_install.py dist/* --oldest                         with the oldest libraries
+"""
+
+import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
-import venv
+import tomllib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count, product
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
+_AT_LEAST = re.compile(r"([\w.-]+)(?:\[.*\])?>=([\w.]+)")
 
-def checked(archive: Path, folder: Path) -> int:
+
+def oldest(requirements: Iterable[str]) -> list[str]:
+    """Return a pin to the oldest version that each requirement accepts."""
+    found = map(_AT_LEAST.match, requirements)
+    return [f"{x[1]}=={x[2]}" for x in found if x]
+
+
+def oldest_libraries() -> list[str]:
+    """Return the pins of what the extra ``cpu`` installs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    return oldest([*project["dependencies"], *project["optional-dependencies"]["cpu"]])
+
+
+def checked(archive: Path, base: str, pins: list[str], folder: Path) -> int:
     """Install an archive in a folder; the exit status is that of the first step that fails."""
-    venv.create(folder)
     python = str(folder / ("Scripts" if os.name == "nt" else "bin") / "python")
     # Neither the checkout nor another environment may stand in for what was installed.
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTHON")}
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    install, check = [*pip, "install", "--quiet", *pins], [python, "-m", "tileattn", "check"]
     steps = (
-        [*pip, "install", "--quiet", str(archive.resolve())],
+        [base, "-m", "venv", "--without-pip", str(folder)],
+        [*install, str(archive.resolve())],
         [python, "-m", "tileattn", "info"],
-        [python, "-m", "tileattn", "check", "--problems", "20"],
+        [*check, "--problems", "20", "--backend", "numpy"],
+        [*install, f"{archive.resolve()}[cpu]"],
+        [*check, "--problems", "5", "--backend", "llvm"],
     )
     for step in steps:
-        status = subprocess.run(step, cwd=folder, env=environment, check=False)
-        if status.returncode:
-            print(f"{archive}: `{' '.join(step)}` ended with status {status.returncode}")
-            return status.returncode
-    print(f"{archive}: installs, and agrees with the oracle")
+        status = subprocess.run(step, cwd=folder.parent, env=environment, check=False).returncode
+        if status:
+            print(f"{archive}: `{' '.join(step)}` ended with status {status}")
+            return status
+    print(f"{archive}: installs on {base}, and agrees with the oracle")
     return 0
 
 
-def main(paths: list[str]) -> int:
-    """Check each archive; the exit status is 1 where one has a fault."""
-    if not paths:
-        print("usage: check_install.py ARCHIVE...")
-        return 2
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
-        folders = (Path(folder, str(n)) for n in range(len(paths)))
-        return int(any(list(pool.map(checked, map(Path, paths), folders))))
+def main() -> int:
+    """Check each archive on each Python; the exit status is 1 if one has a fault."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("archives", nargs="+", type=Path, metavar="ARCHIVE", help="wheels and source archives")
+    add("--python", nargs="+", default=[sys.executable], help="interpreters (default: this one)")
+    add("--oldest", action="store_true", help="with the oldest versions of the libraries")
+    arguments = parser.parse_args()
+    pins = oldest_libraries() if arguments.oldest else []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = product(arguments.archives, arguments.python)
+        done = [
+            pool.submit(checked, archive, python, pins, Path(folder, str(n)))
+            for n, (archive, python) in zip(count(), jobs)
+        ]
+        return int(any(job.result() for job in done))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
