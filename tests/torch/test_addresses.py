@@ -328,6 +328,31 @@ def test_new_numbers_need_no_arrays(gpu: Machine, monkeypatch: pytest.MonkeyPatc
     assert names == ["forward", "backward"] * len(LENGTHS)
 
 
+def test_new_numbers_of_options_that_are_tensors_need_no_arrays(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of a bias start from zeros, and have its shape; others are not computed."""
+    names = on_arrays(monkeypatch)
+    for needed in (("bias", "sinks"), ("sinks",), ()):
+        names.clear()
+        for n in (40, 38, 52, 46):  # rows of the bias are equally aligned
+            q, k, v, dout = numbered(n)[0]
+            options = {"bias": torch.rand(4, n, n + 1), "sinks": torch.rand(4)}
+            options = {name: on_gpu(x) for name, x in options.items()}
+            asked = [options[name].requires_grad_() for name in needed]
+            gpu.launches.clear()
+            out = attention(q, k, v, causal=True, **options)
+            *grads, dv = torch.autograd.grad(out, (*asked, v), dout)
+            assert [x.shape for x in (*grads, dv)] == [x.shape for x in (*asked, v)]
+            fields: dict[str, int] = {}
+            for *_, params in gpu.launches:
+                fields |= {x: int(params[x]) for x in ("dv", "dsinks", "dbias") if params[x]}
+            there = {f"d{x}": grad.data_ptr() for x, grad in zip(needed, grads, strict=True)}
+            assert fields == there | {"dv": dv.data_ptr()}
+            assert not any(x.any() for x in grads if x.ndim == 3)
+        assert names == ["forward"] * (len(needed) == 2) + ["backward"]
+
+
 def test_new_offsets_need_no_arrays(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     names = on_arrays(monkeypatch)
     for tokens in (90, 70, 80):

@@ -210,7 +210,9 @@ def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, An
         bias=None if bias is None else four_axes(bias),
         mask=None if mask is None else four_axes(mask),
         block_mask=get("block_mask"),
-        alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
+        alibi_slopes=slopes
+        if slopes is None or slopes.ndim == 2
+        else slopes.reshape((1, *slopes.shape)),
         sinks=get("sinks"),
         aux=aux_of(options, places, q.shape[-2]),
         packing=places.packing,

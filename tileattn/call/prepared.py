@@ -67,6 +67,9 @@ class DeviceMemory(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, int]:
         """Return an uninitialised contiguous array, and its address."""
 
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, int]:
+        """Return a contiguous array of zeros, and its address."""
+
     def allocate(self, nbytes: int) -> Any:
         """Return memory with the address ``ptr``, which is freed in stream order."""
 
@@ -121,12 +124,14 @@ class PreparedCall:
         _options: Mapping[str, Any],
         _deterministic: bool | None,
         _memory: DeviceMemory | None = None,
+        _gradients: tuple[str, ...] | None = None,
         /,
     ) -> Any:
         """Run a pass of a call whose numbers were not seen before, by arithmetic alone.
 
         ``rows`` are q, k and v, and in the backward pass dout, out and lse; ``deterministic`` is
         None for the forward pass. Results are in ``memory``, or in memory of the backend's library.
+        The backward pass also computes ``gradients`` of options, by name; None stands for all.
         Return None if `at_numbers` and a plan are needed. The instance is the call that others of
         the kind are made like.
         """

@@ -100,6 +100,10 @@ class TensorMemory:
         x = torch.empty(shape, dtype=_tensor_dtype(dtype), device=self._device)
         return x, x.data_ptr()
 
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[torch.Tensor, int]:
+        x = torch.zeros(shape, dtype=_tensor_dtype(dtype), device=self._device)
+        return x, x.data_ptr()
+
     def allocate(self, nbytes: int) -> _Bytes:
         return _Bytes(self._bytes(nbytes))
 
@@ -113,11 +117,13 @@ def first_run(
     tensors: Sequence[torch.Tensor],
     values: Mapping[str, Any],
     deterministic: bool | None,
+    gradients: tuple[str, ...],
 ) -> Any:
     """Run a pass of a known kind for numbers that were not seen before; None if it must be planned.
 
     ``names`` are the names of the first tensors: q, k, v and options. Then follow dout, out and lse
-    in the backward pass, for which ``deterministic`` is not None.
+    in the backward pass, for which ``deterministic`` is not None; it also computes ``gradients`` of
+    options.
     """
     if known.call is None:
         return None
@@ -126,7 +132,7 @@ def first_run(
         rows = *tensors[:3], *tensors[count:]
         options = {**values, **dict(zip(names[3:], tensors[3:count], strict=True))}
     memory = tensor_memory(tensors[0].device)
-    return known.call.first(known.kind, rows, options, deterministic, memory)
+    return known.call.first(known.kind, rows, options, deterministic, memory, gradients)
 
 
 class TensorPass:

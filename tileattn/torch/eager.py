@@ -289,9 +289,11 @@ class Call:
         known = self._kinds.get(direction)
         if known is None or key is None or (run is not None and run.count >= SEEN_OFTEN):
             return None
-        if any(needs[3:]) or len(tensors) not in (len(self._given), len(self._given) + 3):
-            return None  # a gradient of an option, or of the logsumexp
-        found = first_run(known, self._given, tensors, values, direction)
+        names = self._given
+        if len(tensors) not in (len(names), len(names) + 3):
+            return None  # the logsumexp has a gradient
+        gradients = tuple([name for name, need in zip(names[3:], needs[3:], strict=False) if need])
+        found = first_run(known, names, tensors, values, direction, gradients)
         if found is None:
             return None
         if run is None:
@@ -300,7 +302,7 @@ class Call:
             run.count += 1
         if direction is None:
             return tuple(found)
-        grads = [*found[:3], *[None] * (len(needs) - 3)]
+        grads = [getattr(found, f"d{name}", None) for name in names]
         return [x if need else None for x, need in zip(grads, needs, strict=True)]
 
     def _plan(self, arrays: Sequence[Any], options: Mapping[str, Any], run: _Run | None) -> None:

@@ -36,6 +36,14 @@ def offsets(rng: Random, end: int, count: int) -> list[int]:
     return [0, *sorted(rng.choices(range(end + 1), k=count - 1)), end]
 
 
+def pairs(rng: Random, gpu: Machine, n: dict[str, int], dtype: Any) -> Any:
+    """Make a view of an array of pairs, which broadcasts along some axes."""
+    shape = [rng.choice((1, n[axis])) for axis in ("B", "Hq", "Nq", "Nk")]
+    *lead, columns = shape
+    more = rng.choice((0, 1, 8))  # elements between rows
+    return gpu.array((*lead, columns + more), dtype)[..., :columns]
+
+
 KINDS: dict[str, Options] = {
     "plain": lambda _rng, _gpu, _n: {},
     "causal": lambda rng, _gpu, _n: {"causal": True, "scale": rng.random()},
@@ -44,7 +52,16 @@ KINDS: dict[str, Options] = {
     "lengths": lambda rng, _gpu, n: {"kv_lengths": lengths(rng, n), "softcap": rng.uniform(1, 9)},
     "on the GPU": lambda _rng, gpu, n: {"kv_lengths": gpu.array((n["B"],), np.int32)},
     "sinks": lambda _rng, gpu, n: {"sinks": gpu.array((n["Hq"],)), "causal": True},
-    "bias": lambda _rng, gpu, n: {"bias": gpu.array((n["Hq"], n["Nq"], n["Nk"]), np.float16)},
+    "alibi": lambda _rng, gpu, n: {"alibi_slopes": gpu.array((n["Hq"],))},
+    "alibi of sequences": lambda _rng, gpu, n: {"alibi_slopes": gpu.array((n["B"], n["Hq"]))},
+    "bias": lambda rng, gpu, n: {"bias": pairs(rng, gpu, n, np.float16)},
+    "wide bias": lambda rng, gpu, n: {"bias": pairs(rng, gpu, n, np.float32), "causal": True},
+    "mask": lambda rng, gpu, n: {"mask": pairs(rng, gpu, n, np.bool_)},
+    "bias and mask": lambda rng, gpu, n: {
+        "bias": gpu.array((n["Nk"],), np.float16),
+        "mask": pairs(rng, gpu, n, np.bool_),
+        "sinks": gpu.array((n["Hq"],)),
+    },
     "mask_mod": lambda _rng, _gpu, _n: {"mask_mod": near},
     "packed": lambda rng, _gpu, n: {
         "cu_seqlens_q": offsets(rng, n["Nq"], 5),

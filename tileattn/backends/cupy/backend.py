@@ -13,7 +13,7 @@ import numpy as np
 from tileattn.backends.cupy import describe, token_rows
 from tileattn.backends.cupy.cached_passes import ArrayPass, Pass
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
-from tileattn.backends.cupy.described import LONGEST
+from tileattn.backends.cupy.described import LONGEST, Direction
 from tileattn.backends.cupy.executable import Executable, KindKernels
 from tileattn.backends.cupy.external_memory import CupyMemory
 from tileattn.backends.cupy.improvement import Improvement
@@ -44,6 +44,7 @@ _REMEDY = (
 _READ = {
     *("causal", "window", "scale", "softcap", "dropout_p", "seed", "score_mod", "mask_mod", "aux"),
     *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"),
+    *("alibi_slopes", "sinks", "bias", "mask"),
 }
 _OWN = OwnMemory()
 
@@ -121,6 +122,7 @@ class CupyCall(PreparedCall):
         options: Mapping[str, Any],
         deterministic: bool | None,
         memory: DeviceMemory | None = None,
+        gradients: tuple[str, ...] | None = None,
         /,
     ) -> Any:
         """Run a pass by the program of its kind; None if there is none yet."""
@@ -131,7 +133,10 @@ class CupyCall(PreparedCall):
         host = any(type(x) is np.ndarray for x in aux)
         if host or (deterministic is not None and any(x.dtype.kind not in "biu" for x in aux)):
             return None
-        return self._programs.run(kind, rows, options, deterministic, memory or _OWN)
+        if gradients is None:
+            gradients = tuple([name for name, x in options.items() if x is not None])
+        direction = Direction.of(deterministic, gradients)
+        return self._programs.run(kind, rows, options, direction, memory or _OWN)
 
     def address_pass(self, deterministic: bool | None, results: Sequence[str]) -> Pass | None:
         known = self.passes.get((deterministic, *results))
@@ -248,7 +253,9 @@ class CupyCall(PreparedCall):
         if plan.block_mask:
             names += _OF_MASK[: 2 if plan.tile_lists is None else 3]
         executable = Executable(plan, names, kernels)
-        self._programs.keep(name[0], device, layout, plan, kernels)
+        self._programs.keep(
+            Direction.of(name[0], [x[1:] for x in name[1:]]), device, layout, plan, kernels
+        )
         if plan.is_provisional:
             executable.improvement = Improvement(
                 partial(_plan_with_tables, kind, problem, *_released(layout)),

@@ -5,7 +5,7 @@ and planning can be compiled: see `tileattn.kernels.cuda.plan.straight_line`.
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import reduce
 from itertools import accumulate
 from operator import itemgetter, or_
@@ -13,12 +13,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tileattn.call.options import INTEGERS
+from tileattn.call.options import INTEGERS, options_with
 from tileattn.call.parse import CallKind, Scalars, at_scalars
-from tileattn.call.problem import Problem
+from tileattn.call.prepared import DeviceMemory
+from tileattn.call.problem import ARRAY_OPTIONS, Problem
 from tileattn.call.sequences import FAR, given_for
-from tileattn.kernels.cuda.plan.filler import PLACES, Place
-from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, CallLayout, contiguous
+from tileattn.kernels.cuda.plan.filler import PAIRS, PLACES, Place
+from tileattn.kernels.cuda.plan.layout import (
+    MAX_ALIGNMENT,
+    ArrayLayout,
+    CallLayout,
+    array_layout,
+    contiguous,
+)
 from tileattn.kernels.cuda.plan.plan import MAX_CARRIED, WORD
 from tileattn.kernels.cuda.plan.straight_line import pinned
 from tileattn.kernels.cuda.plan.tensor_map import MAX_STRIDE
@@ -28,7 +35,11 @@ from tileattn.results import Attention, Gradients
 LONGEST = (1 << 30) - (1 << 16)
 
 _FORWARD, _BACKWARD = ("q", "k", "v"), ("q", "k", "v", "dout", "out", "lse")
+LEARNED = options_with(value="array", gradient=True)
+"""Options of which a pass may compute the gradient."""
+
 _OUT, _GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
+_DENSE = frozenset({"lse", "alibi_slopes", "sinks", *INTEGERS})  # read without strides
 _SCALARS = "scale", "softcap", "left", "right", "dropout_p", "seed"
 
 
@@ -113,6 +124,51 @@ class Call(NamedTuple):
     places: Sequence[Place | None]
     arrays: dict[str, Any]
 
+    @property
+    def layouts(self) -> dict[str, ArrayLayout]:
+        """The layouts of the arrays of pairs, of which kernels depend on alignments."""
+        pairs = ((name, self.arrays[name]) for name in PAIRS if name in self.arrays)
+        return {name: array_layout(x, x.address) for name, x in pairs}
+
+
+class Direction(NamedTuple):
+    """Which pass runs: forward if ``deterministic`` is None.
+
+    The backward pass computes the gradients of q, k and v, and of the options ``gradients``.
+    """
+
+    deterministic: bool | None
+    gradients: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, deterministic: bool | None, wanted: Container[str]) -> "Direction":
+        """Return the direction of a pass that computes the gradients of some arrays, by name."""
+        backward = deterministic is not None
+        return cls(deterministic, tuple([x for x in LEARNED if backward and x in wanted]))
+
+    @property
+    def is_forward(self) -> bool:
+        return self.deterministic is None
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Names of the rows that the pass reads."""
+        return _FORWARD if self.is_forward else _BACKWARD
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of the results."""
+        if self.is_forward:
+            return _OUT
+        return *_GRADIENTS, *[f"d{name}" for name in self.gradients]
+
+
+def brought(layout: CallLayout, direction: Direction) -> tuple[str, ...]:
+    """Name the arrays that each call of a kind brings: rows, options, arrays of functions."""
+    known = {name for name, _ in layout.arrays}
+    named = (*ARRAY_OPTIONS, *INTEGERS, *layout.aux_by_name)
+    return *direction.rows, *(name for name in named if name in known)
+
 
 class Numbers:
     """How the numbers of the calls of one kind are listed, for one direction.
@@ -123,23 +179,33 @@ class Numbers:
         The layout of one of the calls.
     problem : Problem
         Its problem.
-    is_forward : bool
-        True for the forward pass.
+    direction : Direction
+        Which pass.
+    options : Mapping
+        The options of one of the calls.
     """
 
-    def __init__(self, layout: CallLayout, problem: Problem, *, is_forward: bool) -> None:
-        self._is_forward, self._rows = is_forward, _FORWARD if is_forward else _BACKWARD
+    def __init__(
+        self,
+        layout: CallLayout,
+        problem: Problem,
+        direction: Direction,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._gradients, self._rows = direction.gradients, direction.rows
+        self._is_forward = direction.is_forward
         self._dtype, self._accum_dtype = problem.dtype, problem.accum_dtype
-        known = dict(layout.arrays)
-        self.integers = [name for name in INTEGERS if name in known]
-        self.aux = [name for name in layout.aux_by_name if name in known]
+        known, names = dict(layout.arrays), brought(layout, direction)
+        self._options = [name for name in names if name in ARRAY_OPTIONS]
+        self.integers = [name for name in names if name in INTEGERS]
+        self.aux = [name for name in names if name in layout.aux_by_name]
         axes = {name: problem.ndim - (name == "lse") for name in self._rows}
-        brought = *self._rows, *self.integers, *self.aux
+        axes |= {name: options[name].ndim for name in self._options}
         self._arrays = [
             (name, axes.get(name, len(known[name].shape)), np.dtype(known[name].dtype))
-            for name in brought
+            for name in names
         ]
-        self.order = *brought, *(_OUT if is_forward else _GRADIENTS)
+        self._dtypes = {name: dtype for name, _, dtype in self._arrays}
         ends = accumulate(2 * ndim + 1 for _, ndim, _ in self._arrays)
         self.addresses: Callable[[Sequence[int]], tuple[int, ...]] = itemgetter(
             *(end - 1 for end in ends)
@@ -147,9 +213,10 @@ class Numbers:
 
     def arrays(self, rows: Sequence[Any], options: Mapping[str, Any]) -> Sequence[Any]:
         """Return the arrays of a call in the order in which their numbers are listed."""
-        if not (self.integers or self.aux):
+        if not (self._options or self.integers or self.aux):
             return rows
-        return *rows, *(given_for(x, options) for x in self.integers), *options.get("aux", ())
+        own = [given_for(name, options) for name in (*self._options, *self.integers)]
+        return *rows, *own, *options.get("aux", ())
 
     def places(self, options: Mapping[str, Any]) -> dict[str, HostIntegers] | None:
         """Return the lengths and offsets that the host knows; None if one is unusual."""
@@ -183,20 +250,29 @@ class Numbers:
             found += [f"{name}_count"] if known.count is not None else []
         return found
 
-    def results(self, rows: Sequence[Any]) -> Sequence[tuple[Any, np.dtype[Any]]]:
-        """Return the shapes of the results, as the caller sees them, and their dtypes."""
-        q, k, v, *_ = rows
+    def results(
+        self, rows: Sequence[Any], options: Mapping[str, Any], memory: DeviceMemory
+    ) -> list[tuple[Any, int]]:
+        """Allocate the results, as the caller sees them; also return their addresses."""
+        (q, k, v, *_), dtype = rows, self._dtype
         if self._is_forward:
             shape = q.shape[:-1]
-            return ((*shape, v.shape[-1]), self._dtype), (shape, self._accum_dtype)
-        return (q.shape, self._dtype), (k.shape, self._dtype), (v.shape, self._dtype)
+            out = memory.empty((*shape, v.shape[-1]), dtype)
+            return [out, memory.empty(shape, self._accum_dtype)]
+        found = [memory.empty(x.shape, dtype) for x in (q, k, v)]
+        for name in self._gradients:
+            # Kernels do not write the empty tiles of dbias.
+            new = memory.zeros if name == "bias" else memory.empty
+            found.append(new(options[name].shape, self._dtypes[name]))
+        return found
 
     def returned(self, results: Sequence[Any]) -> Attention | Gradients:
         """Return the results as a call returns them."""
         if self._is_forward:
             return Attention(*results)
-        dq, dk, dv = results
-        return Gradients(dq, dk, dv, None, None, daux=(None,) * len(self.aux) or None)
+        (dq, dk, dv), learned = results[:3], dict(zip(self._gradients, results[3:], strict=True))
+        daux = (None,) * len(self.aux) or None
+        return Gradients(dq, dk, dv, learned.get("bias"), learned.get("sinks"), daux)
 
     @staticmethod
     def carried(places: Mapping[str, HostIntegers], rows: Sequence[Any]) -> dict[str, bytes]:
@@ -241,13 +317,14 @@ class Numbers:
             name: Described((q.shape[0] if x.count is None else x.count,), (WORD,), np.dtype("i8"))
             for name, x in given.items()
         }
-        on_device = {name: arrays[name] for name in self.integers if name in options}
+        own = (*self._options, *self.integers)
+        on_device = {name: arrays[name] for name in own if name in options}
         aux = {"aux": tuple([arrays[name] for name in self.aux])} if self.aux else {}
         P, x = at_scalars(
             *(kind, q, k, v, {**options, **on_device, **stand_ins, **aux}),
             Scalars(scale, softcap, (left, right), dropout_p, seed),
         )
-        arrays |= {"q": x.q, "k": x.k, "v": x.v}
+        arrays |= {name: getattr(x, name) for name in (*"qkv", *self._options)}
         if not self._fits(P, arrays):
             return None
         found = _places(P, self.integers, given)
@@ -262,9 +339,7 @@ class Numbers:
             arrays[name] = x = x.reshape(lead + x.shape)
             if x.shape != (shape[:-1] if name == "lse" else shape):
                 return False
-        if "lse" in arrays and not arrays["lse"].is_contiguous:
-            return False
-        if not all(arrays[name].is_contiguous for name in self.integers):
+        if not all(x.is_contiguous for name, x in arrays.items() if name in _DENSE):
             return False
         is_regular = P.Nq <= LONGEST and P.Nk <= LONGEST and P.B * P.Hq * P.Nq * P.Nk > 0
         return is_regular and _are_regular(P, [arrays[name] for name in self._rows[:5]])
@@ -323,11 +398,17 @@ def _are_regular(P: Problem, rows: Sequence[Described]) -> bool:
     return is_aligned and strides < MAX_STRIDE and rows[1].address != rows[2].address
 
 
-def results_of(P: Problem, *, is_forward: bool) -> dict[str, Any]:
+def results_of(
+    P: Problem, direction: Direction, arrays: Mapping[str, Described]
+) -> dict[str, ArrayLayout]:
     """Describe the results of a pass, contiguous, by name."""
     dtype, out = P.dtype.name, (P.B, P.Hq, P.Nq, P.Dv)
-    if is_forward:
+    if direction.is_forward:
         of_rows = contiguous(out[:-1], P.accum_dtype.name)
-        return dict(zip(_OUT, (contiguous(out, dtype), of_rows), strict=True))
-    shapes = (P.B, P.Hq, P.Nq, P.D), (P.B, P.Hkv, P.Nk, P.D), (P.B, P.Hkv, P.Nk, P.Dv)
-    return {name: contiguous(x, dtype) for name, x in zip(_GRADIENTS, shapes, strict=True)}
+        described = [contiguous(out, dtype), of_rows]
+    else:
+        shapes = (P.B, P.Hq, P.Nq, P.D), (P.B, P.Hkv, P.Nk, P.D), (P.B, P.Hkv, P.Nk, P.Dv)
+        described = [contiguous(shape, dtype) for shape in shapes]
+        learned = (arrays[name] for name in direction.gradients)
+        described += [contiguous(x.shape, x.dtype.name) for x in learned]
+    return dict(zip(direction.results, described, strict=True))

@@ -9,7 +9,7 @@ import numpy as np
 
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.cached_passes import empty
-from tileattn.backends.cupy.described import Call, Numbers, results_of
+from tileattn.backends.cupy.described import Call, Direction, Numbers, brought, results_of
 from tileattn.backends.cupy.executable import KindKernels
 from tileattn.backends.cupy.tensor_maps import MAP_NUMBERS
 from tileattn.call.parse import CallKind, Scalars, constants_of
@@ -20,7 +20,8 @@ from tileattn.expressions.parameters import kernel_cells
 from tileattn.kernels.cuda.families.size_class import size_class
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.filler import Filler, can_fill
-from tileattn.kernels.cuda.plan.layout import CallLayout
+from tileattn.kernels.cuda.plan.kind_plan import pair_facts
+from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout
 from tileattn.kernels.cuda.plan.params import NUMBERS, PACKED, POINTERS, slots, template
 from tileattn.kernels.cuda.plan.plan import WORD, LaunchPlan
 from tileattn.kernels.cuda.plan.straight_line import Paths, pinned
@@ -59,6 +60,12 @@ class OwnMemory:
         x = empty(shape, dtype)
         return x, x.data.ptr
 
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[Any, int]:
+        import cupy
+
+        x = cupy.zeros(shape, dtype)
+        return x, x.data.ptr
+
     def allocate(self, nbytes: int) -> Any:
         import cupy
 
@@ -75,34 +82,34 @@ class Programs:
 
     def __init__(self) -> None:
         self._known = Lru(MAX_PROGRAMS)
+        # By direction and device: the layout and the problem of one of the calls.
+        self._examples: dict[tuple[Direction, int], tuple[CallLayout, Problem]] = {}
         # By direction, device, and units of strides.
-        self._paths: dict[tuple[bool | None, int, bool], tuple[Numbers, Paths]] = {}
+        self._paths: dict[tuple[Direction, int, bool], tuple[Numbers, Paths]] = {}
 
     def keep(
         self,
-        deterministic: bool | None,
+        direction: Direction,
         device: int,
         layout: CallLayout,
         plan: LaunchPlan,
         kernels: KindKernels,
     ) -> None:
         """Keep the program of a plan without tables, if there is one."""
-        P, names = plan.problem, {name for name, _ in layout.arrays}
-        if layout.v_is_k or not can_fill(plan, names):
+        P, arrays = plan.problem, dict(layout.arrays)
+        names = *brought(layout, direction), *direction.results
+        if layout.v_is_k or {*names} != arrays.keys() or not can_fill(plan, {*names}):
             return
-        numbers = Numbers(layout, P, is_forward=deterministic is None)
-        if set(numbers.order) == names:
-            for in_bytes in (False, True):
-                self._paths.setdefault((deterministic, device, in_bytes), (numbers, Paths()))
-            key = deterministic, device, _facts(P, plan.kind.device)
-            self._known.keep(key, Program(plan, numbers.order, kernels))
+        self._examples.setdefault((direction, device), (layout, P))
+        key = direction, device, _facts(P, plan.kind.device, arrays)
+        self._known.keep(key, Program(plan, direction, names, kernels))
 
     def run(
         self,
         kind: CallKind,
         rows: Sequence[Any],
         options: Mapping[str, Any],
-        deterministic: bool | None,
+        direction: Direction,
         memory: DeviceMemory,
     ) -> Any:
         """Run a pass by its program; return None if there is none, or an array is elsewhere.
@@ -110,9 +117,13 @@ class Programs:
         ``rows`` are q, k and v, and in the backward pass dout, out and lse.
         """
         device = memory.device()
-        known = self._paths.get((deterministic, device, memory.in_bytes))
+        known = self._paths.get((direction, device, memory.in_bytes))
         if known is None:
-            return None
+            example = self._examples.get((direction, device))
+            if example is None:
+                return None
+            known = Numbers(*example, direction, options), Paths()
+            self._paths[direction, device, memory.in_bytes] = known
         described, paths = known
         scalars, places = Scalars.of(options), described.places(options)
         numbers = memory.numbers(device, described.arrays(rows, options))
@@ -126,11 +137,11 @@ class Programs:
         else:
             read = partial(described.read, kind, options, scalars, places, memory.in_bytes)
             given = dict(zip(described.names(scalars, places), numbers, strict=True))
-            planned = self._planned(read, given, deterministic, device, paths)
+            planned = self._planned(read, given, direction, device, paths)
             if planned is None:
                 return None
             found, program, parts = planned
-        results = [memory.empty(*x) for x in described.results(rows)]
+        results = described.results(rows, options, memory)
         own: Sequence[int] = ()
         if program.constants:
             own = kernel_cells(kind.score_mod, kind.mask_mod).cells(constants_of(options))
@@ -143,7 +154,7 @@ class Programs:
         self,
         read: Callable[[Sequence[Any]], Call | None],
         numbers: Mapping[str, Any],
-        deterministic: bool | None,
+        direction: Direction,
         device: int,
         paths: Paths,
     ) -> tuple[tuple[Any, ...], "Program", Mapping[str, int]] | None:
@@ -155,8 +166,8 @@ class Programs:
             return None  # full validation raises it
         if call is None:
             return None
-        facts = _facts(call.problem, gpu)
-        program: Program | None = self._known.get((deterministic, device, facts))
+        facts = _facts(call.problem, gpu, call.layouts)
+        program: Program | None = self._known.get((direction, device, facts))
         found = None if program is None else program.decided(call)
         if program is None or found is None:
             return None
@@ -164,7 +175,7 @@ class Programs:
 
             def decided(*noted: Any) -> tuple[Any, ...] | None:
                 call = read(noted)
-                if call is None or tuple(map(pinned, _facts(call.problem, gpu))) != facts:
+                if call is None or _facts(call.problem, gpu, call.layouts) != facts:
                     return None
                 found = program.decided(call)
                 return found and found[0]
@@ -173,11 +184,13 @@ class Programs:
         return found[0], program, found[1]
 
 
-def _facts(P: Problem, gpu: Device) -> tuple[Any, ...]:
-    """Return what the numbers of a problem decide about kernels, as in `kind_key`."""
+def _facts(P: Problem, gpu: Device, arrays: Mapping[str, ArrayLayout]) -> tuple[Any, ...]:
+    """Return what the numbers of a call decide about kernels, as in `kind_key`."""
     left, right = P.window
     sizes = size_class(P, gpu.tuning, gpu.sm_count)
-    return P.D, P.Dv, pinned(P.group), left is None, right is None, *sizes
+    pairs = {name: x for name, x in arrays.items() if name != "dbias"}  # as the direction says
+    decided = P.D, P.Dv, P.group, left is None, right is None, *sizes
+    return tuple(map(pinned, (*decided, *pair_facts(P, pairs).values())))
 
 
 class Program:
@@ -187,16 +200,24 @@ class Program:
     ----------
     plan : LaunchPlan
         The plan of an earlier call, without tables.
+    direction : Direction
+        Which pass.
     names : sequence of str
-        The arrays that each call brings, by their names in the parameter block.
+        The arrays that each call brings, then the results, by their names in the parameter block.
     kernels : KindKernels
         The loaded kernels of the plan.
     """
 
     has_paths = True  # False: planning needs more than arithmetic
 
-    def __init__(self, plan: LaunchPlan, names: Sequence[str], kernels: KindKernels) -> None:
-        self._filler, self._names = Filler(plan, names), names
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        direction: Direction,
+        names: Sequence[str],
+        kernels: KindKernels,
+    ) -> None:
+        self._filler, self._direction, self._names = Filler(plan, names), direction, names
         self._kernels, self._launches = kernels, plan.launches
         places = slots(plan.aux, len(plan.cells))
         self._slots = [places[name] for name in names]
@@ -216,8 +237,7 @@ class Program:
         None if the call runs other kernels.
         """
         P, places, arrays = call
-        results = results_of(P, is_forward="dout" not in arrays)
-        arrays = arrays | results
+        arrays = arrays | results_of(P, self._direction, arrays)
         filled = self._filler.fill(P, places, [arrays[name] for name in self._names])
         if filled is None:
             return None

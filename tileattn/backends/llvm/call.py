@@ -23,7 +23,7 @@ from tileattn.backends.llvm.plain import PlainBackward, PlainForward, is_plain
 from tileattn.backends.llvm.tasks import divide
 from tileattn.backends.numpy.backend import numbers_of
 from tileattn.call.parse import CallKind, four_axes
-from tileattn.call.prepared import PreparedCall
+from tileattn.call.prepared import DeviceMemory, PreparedCall
 from tileattn.call.problem import Operands, Problem
 from tileattn.kernels.llvm.params import BIAS_DTYPES, put, put_strides
 from tileattn.kernels.llvm.sizes import ROWS, SECTION, padded
@@ -49,7 +49,8 @@ class LlvmCall(PreparedCall):
         rows: Sequence[Any],
         options: Mapping[str, Any],
         deterministic: bool | None,
-        memory: Any = None,  # noqa: ARG002 - results are NumPy arrays
+        _memory: DeviceMemory | None = None,  # results are NumPy arrays
+        _gradients: tuple[str, ...] | None = None,
         /,
     ) -> Any:
         """Run a plain pass of the kind with other numbers; None if it needs validation."""

@@ -15,7 +15,7 @@ from tileattn.backends.numpy.blas import single_threaded
 from tileattn.backends.numpy.memory import TileMemory, borrowed_scratch
 from tileattn.backends.protocol import Explanation, takes_workspace
 from tileattn.call.parse import ONE_NUMBER, CallKind, at_numbers, scalar_problem
-from tileattn.call.prepared import PreparedCall
+from tileattn.call.prepared import DeviceMemory, PreparedCall
 from tileattn.call.problem import Operands, Problem
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
@@ -107,7 +107,8 @@ class NumpyCall(PreparedCall):
         rows: Sequence[Any],
         options: Mapping[str, Any],
         deterministic: bool | None,
-        memory: Any = None,  # noqa: ARG002 - results are NumPy arrays
+        _memory: DeviceMemory | None = None,  # results are NumPy arrays
+        _gradients: tuple[str, ...] | None = None,
         /,
     ) -> Any:
         """Run a pass with other numbers, without validating its kind."""

@@ -12,6 +12,7 @@ import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200, asked
 from tests.kernels.cuda.plan.test_kind_plan import DIMS, WINDOWS, cases
+from tileattn.call.options import OPTIONS
 from tileattn.call.problem import Problem
 from tileattn.expressions.functions import mask_expression
 from tileattn.kernels.cuda.families.size_class import size_class
@@ -22,11 +23,12 @@ from tileattn.kernels.cuda.plan.params import PACKED, template
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forward
 from tileattn.kernels.cuda.plan.straight_line import Paths, pinned
 
-OPTIONS = (
+COMBINED = (
     *(frozenset[str](), frozenset({"kv_lengths"}), frozenset({"softcap", "dropout_p"})),
     *(frozenset({"cu_seqlens_q"}), frozenset({"mask_mod"}), frozenset({"score_mod"})),
     *(frozenset({"mask_mod", "score_mod"}), frozenset({"mask_mod", "cu_seqlens_q"})),
-    frozenset({"aux", "mask_mod", "score_mod"}),
+    *(frozenset({"aux", "mask_mod", "score_mod"}), frozenset({"sinks", "alibi_slopes"})),
+    *(frozenset({"bias"}), frozenset({"mask"})),
 )
 
 
@@ -49,6 +51,15 @@ def varied(rng: Random, layout: CallLayout, B: int, options: frozenset[str]) -> 
     if "aux" in options:
         sizes = B, rng.randrange(1, 9000)
         arrays["aux[0]"] = contiguous(sizes, "int32")._replace(strides=(4, 4 * B))
+    _, H, Nq, _ = arrays["q"].shape
+    length = {"b": B, "h": H, "i": Nq, "j": arrays["k"].shape[2]}
+    for name in sorted(options & {"sinks", "alibi_slopes", "bias", "mask"}):
+        shape = tuple(length[axis] for axis in OPTIONS[name].axes)
+        if OPTIONS[name].broadcasts:
+            shape = tuple(rng.choice((1, n)) for n in shape)
+        arrays[name] = contiguous(shape, "bool" if name == "mask" else "float32")
+        if len(shape) == 4:
+            arrays[name] = wider(arrays[name])
     layout = layout._replace(arrays=tuple(arrays.items()))
     if "kv_lengths" not in options:
         return layout
@@ -87,7 +98,7 @@ def packed(found: Filled) -> dict[str, Any]:
 
 @pytest.mark.parametrize("passes", ["forward", "backward", "deterministic"])
 @pytest.mark.parametrize("bounded", WINDOWS, ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: "+".join(sorted(x)) or "plain")
+@pytest.mark.parametrize("options", COMBINED, ids=lambda x: "+".join(sorted(x)) or "plain")
 def test_a_filled_plan_is_the_plan_of_the_call(
     options: frozenset[str], bounded: tuple[bool, bool], passes: str
 ) -> None:

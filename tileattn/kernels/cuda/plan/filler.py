@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.families.grid import GridSizes, padded_rows
-from tileattn.kernels.cuda.plan.layout import ROWS, CallLayout
+from tileattn.kernels.cuda.plan.layout import ITEMSIZES, ROWS, CallLayout
 from tileattn.kernels.cuda.plan.params import CELLS, ON_DEVICE, PACKED, SECTIONS, scalar_fields
 from tileattn.kernels.cuda.plan.plan import WORD, LaunchPlan, MaskTiles, mask_tiles
 from tileattn.kernels.cuda.plan.scheduler import Schedule, schedule_of
@@ -21,17 +21,21 @@ from tileattn.kernels.cuda.plan.workspace import Workspace, workspace_of
 
 # First cells of sections, and of fields that are next to each other.
 _SIZES, _SCHEDULE, _WINDOW = CELLS["B"], CELLS["single_heads"], CELLS["length"]
-_SPLITS, _SCALARS = CELLS["splits"], CELLS["scale"]
+_SPLITS, _SCALARS, _BIAS = CELLS["splits"], CELLS["scale"], CELLS["bias_B"]
 _schedule_cells = attrgetter(*(name for name, _ in SECTIONS["schedule"]))
-_SHIFTS = {2: 1, 4: 2, 8: 3}  # to divide by the size of an element
+_SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3}  # to divide by the size of an element
 
 PLACES = {"kv_lengths": "length", "q_offset": "offset"}
 """The cells of lengths and offsets that all sequences share."""
 
 _ALIKE, _DIFFERENT = (0,), (0, 1)  # stand for lengths and offsets in a layout
 
-# Arrays that a filler describes: rows, and contiguous arrays, of which kernels read no strides.
-FILLED = ROWS | {"lse", *PLACES, "cu_seqlens_q", "cu_seqlens_k"}
+PAIRS = frozenset({"bias", "dbias", "mask"})
+"""Arrays of pairs of a query and a key."""
+
+# Arrays that a filler describes; of those that are contiguous kernels read no strides.
+_CONTIGUOUS = {"lse", *PLACES, "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks", "dsinks"}
+FILLED = ROWS | PAIRS | _CONTIGUOUS
 
 
 class Place(NamedTuple):
@@ -111,7 +115,17 @@ class Filler:
         self._fixed = tuple(base[_SIZES + 5 : _SIZES + 8])  # D, Dv and group
         self._itemsize = plan.problem.dtype.itemsize
         self._shift = _SHIFTS[self._itemsize]
-        self._rows = [(n, CELLS[f"{name}_at"]) for n, name in enumerate(names) if name in ROWS]
+        shifts = dict.fromkeys(ROWS, self._shift) | {"mask": 0}
+        if kind.context.bias:
+            shifts |= dict.fromkeys(("bias", "dbias"), _SHIFTS[ITEMSIZES[kind.context.bias]])
+        self._strides = [
+            (n, CELLS[f"{name}_at"], 4 if name in PAIRS else 3, shifts[name])
+            for n, name in enumerate(names)
+            if name in shifts
+        ]
+        self._slopes, self._bias = (
+            names.index(name) if name in names else None for name in ("alibi_slopes", "bias")
+        )
         self._mapped = [names.index(name) for boxes in plan.tensor_maps for name, _ in boxes]
         self._aux, self._constants = [names.index(name) for name in plan.aux], len(plan.cells)
 
@@ -131,13 +145,19 @@ class Filler:
         carried = {
             n: x.differing * WORD for n, x in zip(PLACES, places, strict=True) if x and x.differing
         }
-        decided = self._decided(P, layout, mask, carried)
+        bias = () if self._bias is None else arrays[self._bias].shape
+        decided = self._decided(P, layout, mask, carried, bias)
         if decided is None:
             return None
         grids, schedule, workspace = decided
         cells, size = self._base.copy(), self._itemsize
-        for n, at in self._rows:
-            cells[at : at + 3] = _elements(arrays[n], self._shift)
+        for n, at, axes, shift in self._strides:
+            cells[at : at + axes] = _elements(arrays[n], shift, axes)
+        if bias:
+            cells[_BIAS : _BIAS + 4] = bias
+        if self._slopes is not None:
+            (sequences, heads), at = arrays[self._slopes].shape, CELLS["alibi_slopes_b"]
+            cells[at] = heads if sequences > 1 else 0
         if mask is not None:
             for name, x in mask.arrays.items():
                 at = CELLS[f"{name}_at"]
@@ -171,14 +191,19 @@ class Filler:
         return 0 if place.differing else place.value
 
     def _decided(
-        self, P: Problem, layout: CallLayout, mask: MaskTiles | None, carried: Mapping[str, int]
+        self,
+        P: Problem,
+        layout: CallLayout,
+        mask: MaskTiles | None,
+        carried: Mapping[str, int],
+        bias: tuple[int, ...],
     ) -> tuple[Sequence[int], Schedule, Workspace] | None:
         """Return what follows from the problem; None if it runs other kernels than the plan."""
-        kind, sizes = self._kind, GridSizes(P)
+        kind, sizes = self._kind, GridSizes(P, bias)
         if mask is not None:
             if bool(mask.launches) is not self._classifies:
                 return None
-            sizes = GridSizes(P, mask_lines=mask.lines)
+            sizes = sizes._replace(mask_lines=mask.lines)
         grids = []
         for rule, runs in self._rules:
             grid = rule.thread_blocks(sizes)
@@ -193,7 +218,7 @@ class Filler:
         return grids, schedule, workspace
 
 
-def _elements(x: Any, shift: int) -> tuple[int, int, int]:
-    """Return the strides of rows in elements, as `ArrayLayout.elements`."""
-    (B, H, N, _), (b, h, n, _) = x.shape, x.strides
-    return b >> shift if B > 1 else 0, h >> shift if H > 1 else 0, n >> shift if N > 1 else 0
+def _elements(x: Any, shift: int, axes: int) -> list[int]:
+    """Return strides in elements, as `ArrayLayout.elements`."""
+    known = zip(x.shape[:axes], x.strides, strict=False)
+    return [stride >> shift if n > 1 else 0 for n, stride in known]

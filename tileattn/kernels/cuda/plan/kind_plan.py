@@ -1,6 +1,6 @@
 """What calls of one kind have in common: their kernels, with grids left open."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +28,7 @@ from tileattn.kernels.cuda.plan.layout import (
     INTEGERS,
     MIN_ALIGNMENT,
     ROWS,
+    ArrayLayout,
     CallLayout,
     copies,
 )
@@ -188,26 +189,30 @@ def array_facts(P: Problem, layout: CallLayout) -> ArrayFacts:
                     bits |= stride
             dqkv = dqkv or name in _DQKV
     mask = layout.block_mask
-    facts = ArrayFacts(
+    return ArrayFacts(
         bits & -bits,
         all(can_map(arrays[name]) for name in _MAPPED if name in arrays),
         dqkv,
         layout.v_is_k,
         mask.block_size[1] if mask is not None else 0,
+        **pair_facts(P, arrays),
     )
+
+
+def pair_facts(P: Problem, arrays: Mapping[str, ArrayLayout]) -> dict[str, Any]:
+    """Return what the ``mask`` and the ``bias`` of a call decide about kernels."""
+    facts: dict[str, Any] = {}
     if "mask" in arrays:
         width = arrays["mask"].row_alignment
-        width = 16 if width == 16 else 2 if width > 1 else 1
-        facts = facts._replace(mask_vector_width=width)
+        facts["mask_vector_width"] = 16 if width == 16 else 2 if width > 1 else 1
     if "bias" in arrays:
         bias = arrays["bias"]
-        staged = bias.row_alignment >= max(MIN_ALIGNMENT, bias.itemsize)
-        facts = facts._replace(
-            bias=bias.dtype,
-            full_bias=bias.shape == (P.B, P.Hq, P.Nq, P.Nk),
-            dbias="dbias" in arrays,
-            bias_alignment_bytes=bias.row_alignment if staged else 0,
-        )
+        width = bias.row_alignment
+        facts["bias"] = bias.dtype
+        facts["full_bias"] = bias.shape == (P.B, P.Hq, P.Nq, P.Nk)
+        facts["dbias"] = "dbias" in arrays
+        staged = width >= max(MIN_ALIGNMENT, bias.itemsize)
+        facts["bias_alignment_bytes"] = width if staged else 0
     return facts
 
 

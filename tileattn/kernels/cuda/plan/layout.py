@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +63,8 @@ class ArrayLayout(NamedTuple):
         """Alignment in bytes of both ends of every row; 0 if rows are not contiguous."""
         if self.shape[-1] < 2 or self.strides[-1] != self.itemsize:
             return 0
-        return math.gcd(self.alignment, self.shape[-1] * self.itemsize, *self.row_strides)
+        bits = reduce(or_, self.row_strides, self.alignment | self.shape[-1] * self.itemsize)
+        return bits & -bits
 
     @property
     def is_contiguous(self) -> bool:
