@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from _pytest.mark.structures import ParameterSet
 
+import tileattn
 from benchmarks import gpu
 from tileattn.call import hints
-from tileattn.cli.commands import main
+from tileattn.cli.commands import main, parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -121,3 +122,19 @@ def test_every_name_that_messages_know_is_explained() -> None:
     there = re.findall(r"^\| (.*?) \|", TEXTS["docs/migration.md"], re.MULTILINE)
     named = set(re.findall(r"\w+", " ".join(there)))
     assert set(hints.ALIASES) <= named
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    listed = set(re.findall(r"^::: tileattn\.(\w+)$", "\n".join(TEXTS.values()), re.MULTILINE))
+    assert set(tileattn.__all__) - {"__version__"} <= listed
+
+
+def test_every_command_and_environment_variable_is_listed() -> None:
+    page = TEXTS["docs/reference/command-line.md"]
+    sources = "\n".join(x.read_text("utf-8") for x in (ROOT / "tileattn").rglob("*.py"))
+    variables = set(re.findall(r'"(TILEATTN_[A-Z_]+)"', sources))
+    assert len(variables) > 3
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    commands = set(re.findall(r"^    (\w+) ", parser().format_help(), re.MULTILINE))
+    assert len(commands) > 3
+    assert variables | commands <= listed
