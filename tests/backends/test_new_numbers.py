@@ -2,6 +2,7 @@
 
 import tracemalloc
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import tileattn
 from tests.arrays import normal
-from tileattn.backends import registry
+from tileattn.backends import known_calls, registry
 from tileattn.backends.llvm import arrays as llvm_arrays
 from tileattn.call.prepared import CALLS
 
@@ -61,6 +62,65 @@ def test_new_numbers_give_the_bits_of_a_first_call(
     for (*sizes, options), first, second in zip(steps, found, again, strict=True):
         CALLS.clear()
         assert both(*sizes, **options) == first == second
+
+
+def offsets(rng: Random, end: int) -> list[int]:
+    return [0, *sorted(rng.choices(range(end + 1), k=3)), end]
+
+
+KINDS: dict[str, Callable[[Random, int, int, int], dict[str, Any]]] = {
+    "scale": lambda rng, *_: {"scale": rng.uniform(-1, 1)},
+    "softcap": lambda rng, *_: {"causal": True, "softcap": rng.uniform(1, 9)},
+    "window": lambda rng, *_: {"window": (rng.randrange(1, 90), rng.randrange(1, 9))},
+    "dropout": lambda rng, *_: {"dropout_p": rng.random(), "seed": rng.randrange(1 << 64)},
+    "lengths": lambda rng, B, _, Nk: {"kv_lengths": [rng.randrange(Nk + 1) for _ in range(B)]},
+    "one length": lambda rng, _, __, Nk: {"kv_lengths": rng.randrange(Nk + 1)},
+    "offsets": lambda rng, B, *_: {"q_offset": np.array(rng.choices(range(-9, 99), k=B))},
+    "mask_mod": lambda rng, *_: {"mask_mod": band(rng.randrange(90))},
+    "packed": lambda rng, _, Nq, Nk: {
+        "cu_seqlens_q": offsets(rng, Nq), "cu_seqlens_k": offsets(rng, Nk), "causal": True
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["numpy", "llvm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_any_size_give_the_bits_of_a_first_call(
+    backend: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One query and many, one key and several splits; most calls need no validation."""
+    if registry.get(backend).unavailable():
+        pytest.skip(f"{backend} is not available")
+    rng, steps = Random(kind), []
+    for _ in range(12):
+        B, Hkv = (rng.choice((1, 2, 3)), rng.choice((1, 2))) if kind != "packed" else (1, 1)
+        Nq, Nk = rng.choice((1, 2, 5, 60)), rng.choice((1, 7, 65, 1500))
+        given = normal((B, 2 * Hkv, Hkv, Nq, Nk, 16, 8))
+        rows = [x[0] if kind == "packed" else x for x in given]
+        steps.append((rows, {"backend": backend, **KINDS[kind](rng, B, Nq, Nk)}))
+
+    def both(rows: list[Any], options: dict[str, Any]) -> list[bytes]:
+        *rows, dout = rows
+        result = tileattn.forward(*rows, **options)
+        grads = tileattn.backward(dout, *rows, *result, **options)
+        return [x.tobytes() for x in (*result, *grads[:3])]
+
+    expected = []
+    for step in steps:
+        CALLS.clear()
+        expected.append(both(*step))
+    CALLS.clear()
+    validated: list[Any] = []
+    at_numbers = known_calls.at_numbers
+
+    def counting(*given: Any) -> Any:
+        validated.append(given)
+        return at_numbers(*given)
+
+    monkeypatch.setattr(known_calls, "at_numbers", counting)
+    for step, same in zip(steps, expected, strict=True):
+        assert both(*step) == same
+    assert len(validated) < len(steps)
 
 
 @pytest.mark.parametrize("backend", ["numpy", "llvm"])

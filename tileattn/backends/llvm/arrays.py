@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,14 +22,6 @@ Array = NDArray[Any]
 # Kinds of the blocks of a mask_mod are found for these; else one unknown block covers everything.
 _MOST_BLOCKS = 1 << 24
 _MIN_WORK = 1 << 23  # multiply-adds, 0.2 ms on a core; finding kinds takes 0.1 ms
-
-
-def as_batch(P: Problem, x: Operands) -> Problem:
-    """Return the problem with packed sequences as batch entries of the greatest length."""
-    if x.packing is None:
-        return P
-    Nq, Nk = x.packing.longest(P.Nq, P.Nk)
-    return replace(P, B=P.entries, Nq=Nq, Nk=Nk)
 
 
 def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:

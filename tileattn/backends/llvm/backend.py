@@ -5,7 +5,7 @@ import importlib.util
 from typing import Any
 
 from tileattn.backends import threads
-from tileattn.backends.llvm.arrays import as_batch
+from tileattn.backends.described import Lengths
 from tileattn.backends.llvm.call import LlvmCall
 from tileattn.backends.llvm.parameter_gradient import layouts
 from tileattn.backends.llvm.tasks import forward_work, is_parallel
@@ -93,7 +93,8 @@ class LlvmBackend(PreparingBackend):
 
     def explain(self, problem: Problem, operands: Operands) -> Explanation:
         """Describe what would run; reads only the option arrays."""
-        P, target, batch = problem, self.targets_of(problem)[0], as_batch(problem, operands)
+        P, target = problem, self.targets_of(problem)[0]
+        batch = Lengths.of(P, operands).batch(P)
         kernel = "decode" if batch.Nq <= self.few_queries(P) else "forward"
         width = target.width(P.accum_dtype.itemsize)
         forward, backward, heads = (width, target.keys), (ROWS, width), 1

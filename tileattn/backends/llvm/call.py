@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,19 @@ import numpy as np
 from tileattn.algorithm import spec
 from tileattn.algorithm.parameter_gradient import aux_gradients
 from tileattn.algorithm.residuals import Residuals, rounding_of_lse, row_norms
+from tileattn.backends.addresses import Overlap, address_of
 from tileattn.backends.buffers import placed
-from tileattn.backends.llvm.arrays import Array, as_batch, as_inputs, aux_table, contiguous
-from tileattn.backends.llvm.execute import Executable, load, memory_layout, new_block
+from tileattn.backends.described import Lengths
+from tileattn.backends.llvm.arrays import Array, as_inputs, aux_table, contiguous, settings
+from tileattn.backends.llvm.execute import (
+    Executable,
+    load,
+    memory_layout,
+    new_block,
+    scalars_of,
+    sizes_of,
+)
+from tileattn.backends.llvm.new_numbers import PlainNumbers
 from tileattn.backends.llvm.parameter_gradient import (
     bias_gradient,
     bias_sums,
@@ -19,16 +30,19 @@ from tileattn.backends.llvm.parameter_gradient import (
     layouts,
     places,
 )
-from tileattn.backends.llvm.plain import PlainBackward, PlainForward, is_plain
+from tileattn.backends.llvm.plain import PlainBackward, PlainForward, PlainProgram, is_plain
+from tileattn.backends.llvm.plan import flat, forward_kernels, plain_plans
 from tileattn.backends.llvm.tasks import divide
-from tileattn.backends.numpy.backend import numbers_of
+from tileattn.call.options import INTEGERS
 from tileattn.call.parse import CallKind, four_axes
 from tileattn.call.prepared import DeviceMemory, PreparedCall
 from tileattn.call.problem import Operands, Problem
-from tileattn.kernels.llvm.params import BIAS_DTYPES, put, put_strides
+from tileattn.kernels.llvm.params import BIAS_DTYPES, WORDS, put_strides
 from tileattn.kernels.llvm.sizes import ROWS, SECTION, padded
 from tileattn.kernels.llvm.target import Target
 from tileattn.results import Attention, Gradients
+
+_KEPT = 1 << 16  # bytes of lengths, offsets and kinds of blocks that a cached pass may keep
 
 
 class LlvmCall(PreparedCall):
@@ -38,6 +52,10 @@ class LlvmCall(PreparedCall):
         super().__init__(backend, problem)
         self._few: int = backend.few_queries(problem)
         self._targets: tuple[Target, ...] = backend.targets_of(problem)
+
+    @cached_property
+    def _new_numbers(self) -> PlainNumbers:
+        return PlainNumbers(self.backend)
 
     def at(self, problem: Problem) -> PreparedCall:
         """Return the call of another problem of the same kind."""
@@ -54,29 +72,42 @@ class LlvmCall(PreparedCall):
         /,
     ) -> Any:
         """Run a plain pass of the kind with other numbers; None if it needs validation."""
-        found = numbers_of(kind, rows, options)
-        if found is None or self.backend.why_not(found[0]) is not None:
+        return self._new_numbers.run(kind, rows, options, is_forward=deterministic is None)
+
+    def _executables(
+        self, x: Operands, others: Sequence[Array] = ()
+    ) -> tuple[PlainProgram, list[Executable], dict[str, Array]] | None:
+        """Plan a plain pass of this signature; None if it is not plain.
+
+        ``others`` are the rows that the backward pass reads besides q, k and v. The arrays that are
+        returned must live as long as the executables.
+        """
+        P = self.problem
+        if not is_plain(P, x, (*x[:3], *others)):
             return None
-        P, x = found
-        call, forward = LlvmCall(self.backend, P), deterministic is None
-        plain = call._plain_forward(x, None) if forward else call._plain_backward(x, rows)
-        return plain and plain(rows, {}, None)
+        lengths = Lengths.of(P, x)
+        arrays = settings(lengths.batch(P), x)
+        planned = plain_plans(self.backend, P, x, lengths, others, arrays)
+        if planned is None:
+            return None
+        program, numbers = PlainProgram(P, *planned), flat(planned[1])
+        addresses = {name: address_of(array) for name, array in arrays.items()}
+        return program, program.executables(numbers, _scalars(P), addresses, arrays), arrays
 
     def _plain_forward(self, x: Operands, out: Array | None) -> PlainForward | None:
         """Make what runs plain forward passes of this signature; None if they are not plain."""
-        P, kernels = self.problem, self._kernels(x)
-        targets = self._targets[-1:] if kernels == ["decode"] else self._targets
-        if len(targets) > 1 or not is_plain(P, x, x[:3]):
+        P, made = self.problem, self._executables(x)
+        if made is None:
             return None
-        common = as_batch(P, x), x, targets[0], self.backend.split_keys
-        return PlainForward(kernels, P, self._few, out, *common)
+        program, executables, arrays = made
+        has_integers = not P.enabled_options.isdisjoint(INTEGERS)  # which out might overlap
+        overlaps = None if out is None or has_integers else Overlap(out, x[:3])
+        return PlainForward(program, executables, P.out_shape, arrays, overlaps)
 
-    def _plain_backward(self, x: Operands, rows: Sequence[Array]) -> PlainBackward | None:
+    def _plain_backward(self, x: Operands, others: Sequence[Array]) -> PlainBackward | None:
         """Make what runs plain backward passes of this signature; None if they are not plain."""
-        batch, targets = as_batch(self.problem, x), self._targets
-        if len(targets) > 1 or batch.Nk > SECTION or not is_plain(batch, x, rows):
-            return None
-        return PlainBackward(batch, x, targets[0], self.backend.split_keys)
+        made = self._executables(x, others)
+        return None if made is None else PlainBackward(*made)
 
     def forward(self, operands: Operands, out: Array | None) -> Attention:
         """Compute attention; ``out`` is written at once, after everything else has succeeded."""
@@ -85,12 +116,12 @@ class LlvmCall(PreparedCall):
         if plain is not None and found is not None:
             self._keep(None, plain)
             return Attention(four_axes(found.out), found.lse.reshape(P.B, P.Hq, P.Nq))
-        x, batch = _aligned(operands), as_batch(P, operands)
+        x, batch = _aligned(operands), _batch(P, operands)
         result = Attention(
             np.empty((P.B, P.Hq, P.Nq, P.Dv), P.dtype), np.empty((P.B, P.Hq, P.Nq), P.accum_dtype)
         )
         arrays = as_inputs(batch, x) | {"out": result.out, "lse": result.lse}
-        for kernel in self._kernels(x):
+        for kernel in forward_kernels(Lengths.of(P, x), self._few):
             self._run(kernel, batch, x, arrays, self._few)
         return placed(result, out)
 
@@ -110,7 +141,7 @@ class LlvmCall(PreparedCall):
         """Compute the gradients; the workspace is not used."""
         P, x, targets = self.problem, _aligned(operands), self._targets
         rows = *x[:3], dout, *attention, *(() if dlse is None else (dlse,))
-        plain = self._plain_backward(x, rows)
+        plain = self._plain_backward(x, rows[3:])
         found = None if plain is None else plain(rows, {}, None)
         if plain is not None and found is not None:
             self._keep(deterministic, plain)
@@ -122,7 +153,7 @@ class LlvmCall(PreparedCall):
         columns = padded(targets[-1], P.accum_dtype.itemsize, P.D)
         dq = np.empty((P.B, P.Hq, P.Nq, P.D), P.dtype)
         in_place = columns == P.D and P.dtype == P.accum_dtype
-        batch = as_batch(P, x)
+        batch = _batch(P, x)
         arrays = as_inputs(batch, x) | {
             "dout": contiguous(dout),
             "out": contiguous(attention.out),
@@ -159,14 +190,8 @@ class LlvmCall(PreparedCall):
 
     def _keep(self, key: bool | None, plain: PlainForward | PlainBackward) -> None:
         """Keep the pass for later calls of the signature, if it takes little memory."""
-        if plain.is_small:
+        if sum(x.nbytes for x in plain.held.values()) <= _KEPT:
             self.cached[key] = plain
-
-    def _kernels(self, x: Operands) -> list[str]:
-        """Name the forward kernels that run; packed lengths may need both."""
-        queries = [self.problem.Nq] if x.packing is None else x.packing.sizes[1].tolist()
-        few = {n <= self._few for n in queries}
-        return [name for name, is_few in (("decode", True), ("forward", False)) if is_few in few]
 
     def _targets_of(self, kernel: str) -> tuple[Target, ...]:
         """Return the targets of a kernel; the second computes key heads that the first skips."""
@@ -183,13 +208,18 @@ class LlvmCall(PreparedCall):
         learning = name == "backward" and bool(x.aux) and x.wants("aux")
         layout = memory_layout(P)
         kind = P.dtype, P.D, P.Dv, layout, P.score_mod, P.mask_mod, aux, learning
+        keys = self.backend.split_keys, few, Lengths.of(P, x).longest
+        others = {name: address_of(array) for name, array in arrays.items()}
+        if "bias" in arrays:
+            others["bias_dtype"] = BIAS_DTYPES.index(arrays["bias"].dtype.name)
         for target in targets:
-            division = divide(name, P, target, x, arrays, self.backend.split_keys, few)
-            block = new_block(P, division, arrays)
+            division = divide(name, P, target, x, arrays, *keys)
+            block = new_block(sizes_of(P), _scalars(P), division.fields, others)
             put_strides(block, arrays, packed=P.is_packed)
-            if "bias" in arrays:
-                put(block, {"bias_dtype": BIAS_DTYPES.index(arrays["bias"].dtype.name)})
-            Executable(load(name, target, *kind), division, block).run((arrays, x.aux))
+            module = load(name, target, *kind)
+            _, grids, parts, own_bytes = division
+            workspace = [(WORDS[name], *part) for name, part in parts.items()]
+            Executable(module, grids, workspace, own_bytes, block).run((arrays, x.aux))
             if len(targets) > 1 and not np.count_nonzero(arrays["unusual"]):
                 break
 
@@ -206,7 +236,7 @@ class LlvmCall(PreparedCall):
             key_norm = np.empty((P.B, P.Hq, P.Nq, 1), P.accum_dtype)
             m, own_log_l = np.empty_like(saved.lse), np.empty_like(saved.lse)
             x = x._replace(q=q, k=k, v=row_norms(k)[..., None])
-            batch = as_batch(plain, x)
+            batch = _batch(plain, x)
             arrays = as_inputs(batch, x)
             arrays |= {"out": key_norm, "row_max": m, "log_l": own_log_l}
             call = LlvmCall(self.backend, plain)
@@ -216,6 +246,14 @@ class LlvmCall(PreparedCall):
             ours = saved.large & (saved.lse - m - own_log_l <= explained)
             np.copyto(saved.log_l, own_log_l, where=ours)
             np.copyto(saved.lse, m, where=ours)
+
+
+def _batch(P: Problem, x: Operands) -> Problem:
+    return Lengths.of(P, x).batch(P)
+
+
+def _scalars(P: Problem) -> tuple[float, ...]:
+    return scalars_of(P.accum_dtype, P.scale, P.softcap, P.dropout_p, P.seed)
 
 
 def _dq_sums(P: Problem, dq: Array) -> dict[str, Array]:

@@ -12,19 +12,16 @@ import numpy as np
 from tileattn.backends import threads
 from tileattn.backends.addresses import address_of
 from tileattn.backends.llvm.arrays import Array
-from tileattn.backends.llvm.tasks import Division, Grid
 from tileattn.call.problem import Problem
 from tileattn.dtypes import NAMED, accum_dtype
 from tileattn.errors import BackendUnavailableError
 from tileattn.expressions.nodes import Node
 from tileattn.kernels.llvm.compile import Function, Module, functions
 from tileattn.kernels.llvm.params import (
-    ARRAYS,
     COUNTER,
-    EMPTY_BLOCK,
-    FIELDS,
+    WORDS,
+    Block,
     Layout,
-    put,
     put_numbers,
 )
 from tileattn.kernels.llvm.sizes import scratch_bytes
@@ -37,9 +34,7 @@ _ALIGNMENT = 64  # bytes of a cache line, and of the widest vector
 _KEPT = 1 << 24  # bytes; a thread frees larger scratch memory after a call
 _MOST_MODULES = 1024  # modules that are kept loaded, of a few kB each
 
-_SLOT = {name: slot for slot, name in enumerate(ARRAYS)}
-_TASKS, _QUOTA, _COUNTER = (at // 8 for at in (FIELDS["tasks"], FIELDS["quota"], COUNTER))
-_Block = ctypes.c_int64 * (_COUNTER + 1)
+_TASKS, _QUOTA, _COUNTER = WORDS["tasks"], WORDS["quota"], COUNTER // 8
 
 
 class LoadedModule:
@@ -76,12 +71,33 @@ def load(
 
 
 class Executable:
-    """The functions of a module, and the parameter block of a call."""
+    """The functions of a module, and the parameter block of a call.
 
-    def __init__(self, module: LoadedModule, division: Division, block: bytearray) -> None:
-        self._launches = tuple(zip(module.functions, division.grids, strict=True))
-        self._scratch_bytes = module.scratch_bytes + division.own_bytes
-        self._workspace, self._block = division.workspace, block
+    Parameters
+    ----------
+    module : LoadedModule
+        Its functions.
+    grids : sequence of `tileattn.backends.llvm.tasks.Grid`
+        The tasks of each function.
+    workspace : sequence of (int, int, int)
+        Of each `tileattn.backends.llvm.tasks.Part`: the word of its address, then its numbers.
+    own_bytes : int
+        Bytes that a worker needs beside its tiles.
+    block : tileattn.kernels.llvm.params.Block
+        The parameters.
+    """
+
+    def __init__(
+        self,
+        module: LoadedModule,
+        grids: Sequence[Sequence[int]],
+        workspace: Sequence[Sequence[int]],
+        own_bytes: int,
+        block: Any,
+    ) -> None:
+        self._launches = tuple(zip(module.functions, grids, strict=True))
+        self._scratch_bytes = module.scratch_bytes + own_bytes
+        self._workspace, self._block = workspace, block
 
     def run(self, arrays: Any, addresses: Sequence[int] = ()) -> None:
         """Run the functions in order.
@@ -93,20 +109,24 @@ class Executable:
         addresses : sequence of int
             Other addresses for the first arrays of the block, of the same layouts.
         """
-        block: Any = _Block.from_buffer_copy(self._block)
+        block: Any = Block.from_buffer_copy(self._block)
         block[: len(addresses)] = addresses
-        workspace = self._workspace()
-        for name, x in workspace.items():
-            block[_SLOT[name]] = address_of(x)
+        held = [arrays]
+        for word, nbytes, uninitialised in self._workspace:
+            x = _allocated(nbytes, uninitialised)
+            block[word] = address_of(x)
+            held.append(x)
         for function, grid in self._launches:
             tasks, threads_at_most, quota = grid
             block[_TASKS], block[_QUOTA], block[_COUNTER] = tasks, quota, 0
             if threads_at_most == 1:
                 self._work(function, block, tasks)
             else:
-                self._share(function, block, grid, (arrays, workspace))
+                self._share(function, block, tasks, threads_at_most, held)
 
-    def _share(self, function: Function, block: Any, grid: Grid, arrays: Any) -> None:
+    def _share(
+        self, function: Function, block: Any, tasks: int, threads_at_most: int, arrays: Any
+    ) -> None:
         """Let this and other threads take tasks until none is left.
 
         No task waits for a task that has not started: tasks that add to dQ first are taken first.
@@ -114,12 +134,12 @@ class Executable:
         """
 
         def work(_: Any = arrays) -> None:
-            self._work(function, block, grid.tasks)
+            self._work(function, block, tasks)
 
         def stop() -> None:
             block[_COUNTER] = _END
 
-        threads.together(work, min(threads.worker_count(), grid.threads), stop)
+        threads.together(work, min(threads.worker_count(), threads_at_most), stop)
 
     def _work(self, function: Function, block: Any, tasks: int) -> None:
         """Take tasks until none is left."""
@@ -149,25 +169,61 @@ def _compiled(module: Module) -> tuple[Function, ...]:
         ) from error
 
 
-def new_block(P: Problem, division: Division, arrays: Mapping[str, Array]) -> bytearray:
-    """Make a parameter block, with the addresses of some arrays."""
+def sizes_of(P: Problem) -> tuple[int, ...]:
+    """Return the first numbers of a block, which are integers."""
     left, right = P.window
-    fraction, exponent = math.frexp(P.scale)
-    softcap = 0.0
-    if P.softcap is not None:
-        ends = np.finfo(P.accum_dtype)
-        softcap = min(max(P.softcap, float(ends.tiny)), float(ends.max * ends.eps))
-    block = bytearray(EMPTY_BLOCK)
-    put_numbers(
-        block,
+    return (
         *(P.B, P.Hq, P.Hkv, P.group, P.Nq, P.Nk, P.D, P.Dv),
         *(_FAR if left is None else min(left, _FAR), _FAR if right is None else min(right, _FAR)),
-        *(P.page or 0, int(P.dropout_p * 2**32), *divmod(P.seed, 1 << 32)),
-        *(P.scale, math.ldexp(1.0, exponent - 1), 2 * fraction, softcap, 1 / (1 - P.dropout_p)),
+        P.page or 0,
     )
-    put(block, division.values)
-    put(block, {name: address_of(x) for name, x in arrays.items()})
+
+
+def scalars_of(
+    accum_dtype: np.dtype[Any], scale: float, softcap: float | None, dropout_p: float, seed: int
+) -> tuple[float, ...]:
+    """Return the numbers of a block that follow from the options that are one number."""
+    fraction, exponent = math.frexp(scale)
+    cap = 0.0
+    if softcap is not None:
+        ends = np.finfo(accum_dtype)
+        cap = min(max(softcap, float(ends.tiny)), float(ends.max * ends.eps))
+    return (
+        *(int(dropout_p * 2**32), *divmod(seed, 1 << 32)),
+        *(scale, math.ldexp(1.0, exponent - 1), 2 * fraction, cap, 1 / (1 - dropout_p)),
+    )
+
+
+def new_block(
+    sizes: Sequence[int],
+    scalars: Sequence[float],
+    of_pass: Sequence[int],
+    others: Mapping[str, int],
+) -> Any:
+    """Make a parameter block.
+
+    Parameters
+    ----------
+    sizes, scalars, of_pass : sequence of number
+        As from `sizes_of`, from `scalars_of` and from ``Division.fields``.
+    others : mapping of str to int
+        Other fields, such as addresses of arrays.
+    """
+    block = Block()
+    put_numbers(block, sizes, scalars, of_pass)
+    for name, value in others.items():
+        block[WORDS[name]] = value
     return block
+
+
+def _allocated(nbytes: int, uninitialised: int) -> Array:
+    """Allocate an array of the workspace, see `tileattn.backends.llvm.tasks.Part`."""
+    if not uninitialised:
+        return np.zeros(nbytes, np.uint8)
+    x = np.empty(nbytes, np.uint8)
+    if uninitialised < nbytes:
+        x[uninitialised:] = 0
+    return x
 
 
 class _Scratch:

@@ -1,6 +1,7 @@
 """Plain passes: they read no array of the caller but rows, such as q, k and v, and in place."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -8,18 +9,25 @@ import numpy as np
 from tileattn.algorithm.residuals import Residuals
 from tileattn.backends.addresses import Overlap, address_of
 from tileattn.backends.buffers import placed
-from tileattn.backends.llvm.arrays import Array, contiguous, settings
-from tileattn.backends.llvm.execute import Executable, load, memory_layout, new_block
-from tileattn.backends.llvm.tasks import Division, divide
-from tileattn.call.options import INTEGERS, Options, options_with
+from tileattn.backends.llvm.arrays import Array, contiguous
+from tileattn.backends.llvm.execute import (
+    Executable,
+    LoadedModule,
+    load,
+    memory_layout,
+    new_block,
+)
+from tileattn.backends.llvm.plan import KernelPlan
+from tileattn.backends.llvm.tasks import Grid, Part
+from tileattn.call.options import Options, options_with
 from tileattn.call.problem import Operands, Problem
-from tileattn.kernels.llvm.params import put_first_rows, put_strides
+from tileattn.kernels.llvm.params import OF_PASS, SIZES, WORDS, put_row_strides, put_strides
 from tileattn.kernels.llvm.sizes import padded
 from tileattn.kernels.llvm.target import Target
 from tileattn.results import Attention, Gradients
 
 _OTHER_ARRAYS = {*options_with(value="array"), "block_mask", "aux"}
-_KEPT = 1 << 16  # bytes of lengths, offsets and kinds of blocks that a cached pass may keep
+_SIZES, _PASS = len(SIZES), len(SIZES) + len(OF_PASS)
 
 
 def is_plain(P: Problem, x: Operands, rows: Sequence[Array]) -> bool:
@@ -29,62 +37,122 @@ def is_plain(P: Problem, x: Operands, rows: Sequence[Array]) -> bool:
     return all(contiguous(array) is array for array in rows)
 
 
-class PlainPass:
-    """A plain pass of the calls of one signature; only addresses differ between calls.
+class PlainKernel:
+    """A loaded kernel, for calls whose plans differ in numbers only.
+
+    Parameters
+    ----------
+    module : LoadedModule
+        Its functions.
+    plan : KernelPlan
+        The plan of one of the calls.
+    """
+
+    def __init__(self, module: LoadedModule, plan: KernelPlan) -> None:
+        self._module, self._own_bytes = module, plan.division.own_bytes
+        grids = _PASS + len(plan.steps)
+        parts = grids + len(Grid._fields) * len(plan.division.grids)
+        self._steps, self._at_grids = slice(_PASS, grids), range(grids, parts, len(Grid._fields))
+        self.count = parts + len(Part._fields) * len(plan.division.workspace)
+        at_parts = range(parts, self.count, len(Part._fields))
+        words = (WORDS[name] for name in plan.division.workspace)
+        self._parts = [*zip(words, at_parts, strict=True)]
+
+    def executable(
+        self,
+        numbers: Sequence[int],
+        scalars: Sequence[float],
+        addresses: Mapping[str, int],
+        strided: Mapping[str, Array],
+    ) -> Executable:
+        """Pack the parameters of a call.
+
+        Parameters
+        ----------
+        numbers : sequence of int
+            As ``KernelPlan.numbers`` lists them.
+        scalars : sequence of float
+            As from `tileattn.backends.llvm.execute.scalars_of`.
+        addresses : mapping of str to int
+            Addresses of arrays that are not rows, by field.
+        strided : mapping of str to array
+            Those of them of which kernels read the strides.
+        """
+        block = new_block(numbers[:_SIZES], scalars, numbers[_SIZES:_PASS], addresses)
+        put_row_strides(block, numbers[self._steps])
+        put_strides(block, strided, packed=True)
+        grids = [numbers[n : n + 3] for n in self._at_grids]
+        workspace = [(word, *numbers[n : n + 2]) for word, n in self._parts]
+        return Executable(self._module, grids, workspace, self._own_bytes, block)
+
+
+class PlainProgram:
+    """The loaded kernels of a plain pass.
 
     Parameters
     ----------
     P : Problem
-        The problem, as `tileattn.backends.llvm.arrays.as_batch` returns it.
-    x : Operands
-        Arrays of a call; those of another call have the same layouts, and the same integers.
+        The problem of a call.
     target : Target
         The CPU.
-    split_keys : int
-        As for `tileattn.backends.llvm.tasks.divide`.
+    plans : mapping of str to KernelPlan
+        The plans of its kernels, by name.
     """
 
-    def __init__(self, P: Problem, x: Operands, target: Target, split_keys: int) -> None:
-        self._problem, self._settings, self._beyond = P, settings(P, x), P.dtype.alignment - 1
-        self._target, self._split_keys = target, split_keys
-
-    @property
-    def is_small(self) -> bool:
-        """True if it takes little memory."""
-        return sum(x.nbytes for x in self._settings.values()) <= _KEPT
-
-    def _divide(self, name: str, x: Operands, few: int = 0) -> Division:
-        """Divide the work of a module."""
-        P, target = self._problem, self._target
-        return divide(name, P, target, x, self._settings, self._split_keys, few)
-
-    def _pack(self, name: str, division: Division, rows: Sequence[Array]) -> Executable:
-        """Load a module, and pack its parameters for rows of four axes in the order of fields."""
-        P = self._problem
-        block = new_block(P, division, self._settings)
-        put_first_rows(block, rows, packed=P.is_packed)
-        put_strides(block, self._settings, packed=P.is_packed)
+    def __init__(self, P: Problem, target: Target, plans: Mapping[str, KernelPlan]) -> None:
+        self.like = P  # with the dtypes of all calls
+        self.columns = padded(target, P.accum_dtype.itemsize, P.D)  # of the sums of dQ
         kind = P.dtype, P.D, P.Dv, memory_layout(P), P.score_mod, P.mask_mod
-        return Executable(load(name, self._target, *kind), division, block)
+        self._kernels = [PlainKernel(load(name, target, *kind), x) for name, x in plans.items()]
+
+    def executables(
+        self,
+        numbers: Sequence[int],
+        scalars: Sequence[float],
+        addresses: Mapping[str, int],
+        strided: Mapping[str, Array] = MappingProxyType({}),
+    ) -> list[Executable]:
+        """Pack the parameters of a call, as `PlainKernel.executable`; numbers are of all kernels.
+
+        The addresses must stay valid as long as the executables run.
+        """
+        found, first = [], 0
+        for kernel in self._kernels:
+            past = first + kernel.count
+            found.append(kernel.executable(numbers[first:past], scalars, addresses, strided))
+            first = past
+        return found
 
 
-class PlainForward(PlainPass):
-    """A plain forward pass; ``out`` is an array with the layout of the caller's, or None."""
+class PlainForward:
+    """A plain forward pass of the calls of one signature; only addresses differ between calls.
+
+    Parameters
+    ----------
+    program : PlainProgram
+        Its kernels.
+    executables : sequence of Executable
+        With the numbers of the signature.
+    shape : tuple of int
+        Shape of the output.
+    held : object
+        What keeps the addresses of the executables alive.
+    overlaps : Overlap or None
+        Tests if ``out`` overlaps q, k or v; None if the pass cannot write to it.
+    """
 
     def __init__(
-        self, kernels: Sequence[str], caller: Problem, few: int, out: Array | None,
-        P: Problem, x: Operands, target: Target, split_keys: int,
-    ) -> None:  # fmt: skip
-        super().__init__(P, x, target, split_keys)
-        has_integers = not P.enabled_options.isdisjoint(INTEGERS)  # which out might overlap
-        self._overlaps = None if out is None or has_integers else Overlap(out, x[:3])
-        shape, dtypes = caller.out_shape, (P.dtype, P.accum_dtype)
-        self._out, self._lse = (shape, dtypes[0]), (shape[:-1], dtypes[1])
-        rows = caller.B, caller.Hq, caller.Nq
-        results = np.empty((*rows, P.Dv), dtypes[0]), np.empty(rows, dtypes[1])
-        self._runs = [
-            self._pack(name, self._divide(name, x, few), (*x[:3], *results)).run for name in kernels
-        ]
+        self,
+        program: PlainProgram,
+        executables: Sequence[Executable],
+        shape: tuple[int, ...],
+        held: Any,
+        overlaps: Overlap | None = None,
+    ) -> None:
+        self._runs = [x.run for x in executables]
+        P = program.like
+        self._out, self._lse = (shape, P.dtype), (shape[:-1], P.accum_dtype)
+        self._beyond, self.held, self._overlaps = P.dtype.alignment - 1, held, overlaps
 
     def __call__(
         self,
@@ -121,18 +189,22 @@ class PlainForward(PlainPass):
         return not self._overlaps(address_of(out), inputs)
 
 
-class PlainBackward(PlainPass):
+class PlainBackward:
     """A plain backward pass without rows of a large logsumexp.
 
-    Arrays of the first call have four axes.
+    Parameters
+    ----------
+    program : PlainProgram
+        Its kernel.
+    executables : sequence of Executable
+        With the numbers of the signature; there is one.
+    held : object
+        What keeps the addresses of the executable alive.
     """
 
-    def __init__(self, P: Problem, x: Operands, target: Target, split_keys: int) -> None:
-        super().__init__(P, x, target, split_keys)
-        self._columns = padded(target, P.accum_dtype.itemsize, P.D)
-        self._in_place = self._columns == P.D and P.dtype == P.accum_dtype
-        self._division = self._divide("backward", x)
-        self._executable: Executable | None = None
+    def __init__(self, program: PlainProgram, executables: Sequence[Executable], held: Any) -> None:
+        (self._executable,) = executables
+        self._like, self._columns, self.held = program.like, program.columns, held
 
     def __call__(
         self,
@@ -141,17 +213,17 @@ class PlainBackward(PlainPass):
         out: None,  # noqa: ARG002 - only forward passes have it
     ) -> Gradients | None:
         """Compute all gradients; return None if an array is unaligned or some row is large."""
-        P, (q, k, v, dout, attended, lse, *dlse) = self._problem, rows
-        saved = Residuals.saved(P, dout, lse)
-        if saved.large.any() or any(address_of(x) & self._beyond for x in rows):
+        q, k, v, dout, attended, lse, *dlse = rows
+        dtype, accum_dtype = self._like.dtype, self._like.accum_dtype
+        beyond = dtype.alignment - 1
+        saved = Residuals.saved(self._like, dout, np.ascontiguousarray(lse))
+        if saved.large.any() or any(address_of(x) & beyond for x in rows):
             return None
-        dq, dk, dv = (np.empty(x.shape, P.dtype) for x in (q, k, v))
+        dq, dk, dv = (np.empty(x.shape, dtype) for x in (q, k, v))
         accum = dq
-        if not self._in_place:
-            accum = np.empty((*q.shape[:-1], self._columns), P.accum_dtype)
+        if self._columns != q.shape[-1] or dtype != accum_dtype:
+            accum = np.empty((*q.shape[:-1], self._columns), accum_dtype)
         sums = saved.log_l, saved.delta, accum
         arrays = q, k, v, attended, saved.lse, dout, *sums, dq, dk, dv, *dlse
-        if self._executable is None:
-            self._executable = self._pack("backward", self._division, arrays)
         self._executable.run((arrays, self), [address_of(x) for x in arrays])
         return Gradients(dq, dk, dv, None, None)

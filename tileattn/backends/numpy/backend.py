@@ -1,7 +1,7 @@
 """The NumPy backend: runs the specification, with blocks in parallel on threads."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,12 +11,15 @@ from tileattn.algorithm.heads import Array
 from tileattn.algorithm.memory import Executor, Task, sum_dtype
 from tileattn.backends import threads
 from tileattn.backends.buffers import placed
+from tileattn.backends.new_numbers import NewCall, NewNumbers
 from tileattn.backends.numpy.blas import single_threaded
 from tileattn.backends.numpy.memory import TileMemory, borrowed_scratch
 from tileattn.backends.protocol import Explanation, takes_workspace
-from tileattn.call.parse import ONE_NUMBER, CallKind, at_numbers, scalar_problem
+from tileattn.call.parse import CallKind, four_axes
 from tileattn.call.prepared import DeviceMemory, PreparedCall
 from tileattn.call.problem import Operands, Problem
+from tileattn.call.scalars import scale_of
+from tileattn.call.sequences import Packing
 from tileattn.results import Attention, Gradients
 from tileattn.traffic import explained
 
@@ -26,9 +29,6 @@ _FORWARD = (1, (384, 1024))
 _FORWARD_BANDED = (4, (128, 1024))  # fewer masked-out pairs at the boundary of a window
 _BACKWARD_ROWS = 512  # queries of a tile
 _BACKWARD_KEYS = 1 << 15  # elements in a key block: 512 keys for D = 64, 256 for D = 128
-
-# Options that bring numbers only: a function whose kind is known brings the numbers it captures.
-_NUMBERED = ONE_NUMBER | {"kv_lengths", "q_offset", "score_mod", "mask_mod"}
 
 _SERIAL_WORK = 1 << 23  # multiply-adds up to which one thread is faster than several
 
@@ -74,32 +74,61 @@ def is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray | np.matrix)
 
 
-def numbers_of(
-    kind: CallKind, rows: Sequence[Array], options: Mapping[str, Any]
-) -> tuple[Problem, Operands] | None:
-    """Return the problem and operands of a call of a known kind with four axes.
+class NumpyNumbers(NewNumbers):
+    """Runs calls of one kind with numbers that were not seen before.
 
-    None if an option is an array with axes besides lengths and offsets, or if sizes do not fit:
-    validation raises the error.
+    Parameters
+    ----------
+    backend : NumpyBackend
+        The backend.
     """
-    q, k, v, *others = rows
-    if ONE_NUMBER.issuperset(options):
-        P = scalar_problem(kind, q, k, v, options)
-        if P is None:
-            return None
-        lengths, offsets = np.array([[P.Nk] * P.B, [P.Nk - P.Nq] * P.B], np.int64)
-        x = Operands(q, k, v, lengths, offsets)
-    elif _NUMBERED.issuperset(options) and q.ndim == 4:
-        P, x = at_numbers(kind, q, k, v, options)
-    else:
-        return None
-    if others and [x.shape for x in others] != [P.out_shape, P.out_shape, P.out_shape[:-1]]:
-        return None
-    return P, x
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._backend = backend
+
+    def plan(self, P: Problem, *_: Any) -> tuple[Sequence[Any], Problem]:
+        """Return the sizes and the window of a call, and the problem of calls like it."""
+        left, right = P.window
+        sides = (-1 if side is None else side for side in (left, right))
+        return (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, P.D, P.Dv, *sides), P
+
+    def start(self, call: NewCall, numbers: Sequence[Any], rest: Problem) -> Any:
+        """Run a call."""
+        kind, (q, k, v, *others), _, (scale, softcap, _, dropout_p, seed), _ = call
+        B, Hq, Hkv, Nq, Nk, D, Dv, left, right, *_ = numbers
+        lengths, offsets = call.lengths_and_offsets
+        packing = None
+        if rest.is_packed:
+            packing = Packing(*(np.array(x, np.int64) for x in call.packed.values()))
+        P = Problem(
+            *(B, Hq, Hkv, Nq, Nk, D, Dv, rest.dtype),
+            scale_of(None, D) if scale is None else scale,
+            softcap,
+            (None if left < 0 else left, None if right < 0 else right),
+            *(dropout_p, seed, rest.ndim, kind.enabled_options, kind.score_mod, kind.mask_mod),
+            call.constants,
+            None if packing is None else packing.sizes[0],
+            mask_options=kind.mask_options,
+        )
+        places = np.array(lengths, np.int64), np.array(offsets, np.int64)
+        x = Operands(four_axes(q), four_axes(k), four_axes(v), *places, packing=packing)
+        if others:
+            dout, out, lse = others
+            attention = Attention(four_axes(out), lse.reshape(B, Hq, Nq))
+            result = self._backend.backward(P, x, four_axes(dout), attention, None, False)
+        else:
+            result = self._backend.forward(P, x, None)
+        lead = (0,) * (4 - P.ndim)
+        return type(result)(*[a if a is None else a[lead] for a in result]) if lead else result
 
 
 class NumpyCall(PreparedCall):
     """Calls on NumPy arrays."""
+
+    @cached_property
+    def _new_numbers(self) -> NumpyNumbers:
+        return NumpyNumbers(self.backend)
 
     def first(
         self,
@@ -112,13 +141,7 @@ class NumpyCall(PreparedCall):
         /,
     ) -> Any:
         """Run a pass with other numbers, without validating its kind."""
-        found = numbers_of(kind, rows, options)
-        if found is None or self.backend.why_not(found[0]) is not None:
-            return None
-        if deterministic is None:
-            return self.backend.forward(*found, None)
-        dout, out, lse = rows[3:]
-        return self.backend.backward(*found, dout, Attention(out, lse), None, deterministic)
+        return self._new_numbers.run(kind, rows, options, is_forward=deterministic is None)
 
 
 class NumpyBackend:

@@ -1,5 +1,6 @@
 """The parameter block of a kernel: 64-bit fields, packed here and read by the kernels."""
 
+import ctypes
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
@@ -61,44 +62,52 @@ UNKNOWN, FULL, EMPTY = -3, -2, -1
 Other numbers count the partial blocks, whose pairs are in ``block_bits``.
 """
 
-_OF_PROBLEM = (
-    "B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "page", "threshold",
-    "seed_high", "seed_low",
-)  # fmt: skip
+SIZES = ("B", "Hq", "Hkv", "group", "Nq", "Nk", "D", "Dv", "left", "right", "page")
+"""Fields of the sizes of a problem."""
+
+_RANDOM = ("threshold", "seed_high", "seed_low")
 FLOATS = ("scale", "scale_power", "scale_rest", "softcap", "dropout_scale")
-_OF_PASS = (
+OF_PASS = (
     "tasks", "quota", "blocks", "few", "splits", "split_keys", "block_q", "block_k", "chains",
     "dq_columns", "bias_dtype", "dbias_kind", "sharing", "sharing_step", "group_step",
+    "partials_n", "partials_s", "partials_r",
 )  # fmt: skip
+"""Fields that describe the tasks of a kernel."""
 
 _STRIDES = {name: [f"{name}_{axis}" for axis in axes] for name, axes in ARRAYS.items()}
-_NAMES = (*ARRAYS, *itertools.chain(*_STRIDES.values()), *_OF_PROBLEM, *FLOATS, *_OF_PASS)
+_OF_ARRAYS = (x for x in itertools.chain(*_STRIDES.values()) if x not in OF_PASS)
+_NAMES = (*ARRAYS, *_OF_ARRAYS, *SIZES, *_RANDOM, *FLOATS, *OF_PASS)
 FIELDS = {name: 8 * n for n, name in enumerate(_NAMES)}
 """Byte offset of every field: addresses (0 for an absent array), strides, numbers."""
+
+WORDS = {name: n for n, name in enumerate(_NAMES)}
+"""Place of every field, in words of 8 bytes."""
 
 COUNTER = (8 * len(FIELDS) // 64 + 2) * 64
 """Byte offset of the task counter, on a cache line of its own."""
 
-EMPTY_BLOCK = bytes(COUNTER + 8)
-"""A block of null addresses and zeros, its task counter included."""
+Block = ctypes.c_int64 * (COUNTER // 8 + 1)
+"""The words of a block, its task counter included. A new one has null addresses and zeros."""
 
-_INTEGER = struct.Struct("<q")
-_NUMBERS = struct.Struct(f"<{len(_OF_PROBLEM)}q{len(FLOATS)}d")
+_NUMBERS = struct.Struct(f"<{len(SIZES + _RANDOM)}q{len(FLOATS)}d{len(OF_PASS)}q")
 _ROWS = {name for name, axes in ARRAYS.items() if axes in ("bhi", "bhj")}
 _STEPS = {
     name: (FIELDS[fields[0]], len(fields), struct.Struct(f"<{len(fields)}q").pack_into)
     for name, fields in _STRIDES.items()
     if fields
 }
-_FIRST_STEPS = [struct.Struct(f"<{3 * n}q") for n in range(14)]  # of rows, which come first
+_FIRST_STEPS = [struct.Struct(f"<{3 * n}q").pack_into for n in range(14)]  # of the first rows
+_put_numbers, _FIRST, _B = _NUMBERS.pack_into, FIELDS["q_b"], FIELDS["B"]
 
 
-def put_numbers(block: bytearray, *values: float) -> None:
-    """Write the numbers of a problem into a block, in the order of their fields."""
-    _NUMBERS.pack_into(block, FIELDS["B"], *values)
+def put_numbers(
+    block: Any, sizes: Sequence[int], scalars: Sequence[float], of_pass: Sequence[int]
+) -> None:
+    """Write the numbers of a problem and of a pass into a block, in the order of their fields."""
+    _put_numbers(block, _B, *sizes, *scalars, *of_pass)
 
 
-def put_strides(block: bytearray, arrays: Mapping[str, Any], packed: bool) -> None:
+def put_strides(block: Any, arrays: Mapping[str, Any], packed: bool) -> None:
     """Write the strides of arrays into a block.
 
     A stride is 0 along an axis in which the array broadcasts, as rows of packed sequences do along
@@ -113,15 +122,14 @@ def put_strides(block: bytearray, arrays: Mapping[str, Any], packed: bool) -> No
             pack_into(block, at, *steps)
 
 
-def put_first_rows(block: bytearray, rows: Sequence[Any], packed: bool) -> None:
-    """Write the strides of the first arrays, which are rows, into a block."""
+def row_strides(rows: Sequence[Any], packed: bool) -> list[int]:
+    """List the strides of the first arrays of a block, which are rows."""
     steps = [step for x in rows for step in x.strides[:3]]
     if packed:  # rows broadcast along the batch; pages do not
         steps[::3] = [0 if x.shape[0] == 1 else x.strides[0] for x in rows]
-    _FIRST_STEPS[len(rows)].pack_into(block, FIELDS["q_b"], *steps)
+    return steps
 
 
-def put(block: bytearray, fields: Mapping[str, int]) -> None:
-    """Write addresses or integers into a block."""
-    for name, value in fields.items():
-        _INTEGER.pack_into(block, FIELDS[name], value)
+def put_row_strides(block: Any, steps: Sequence[int]) -> None:
+    """Write what `row_strides` lists into a block."""
+    _FIRST_STEPS[len(steps) // 3](block, _FIRST, *steps)
