@@ -194,20 +194,51 @@ def test_the_backward_pass_is_for_what_the_call_was_given() -> None:
 
 
 def test_a_default_backend_and_new_backends_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the first call of a kind, and for calls with other numbers."""
     asked = []
-    forward = tileattn.forward
+    forward, first_run = tileattn.forward, eager.first_run
 
     def watched(*given: Any, **options: Any) -> Any:
         asked.append(tileattn.explain(*given, **options).backend)
         return forward(*given, **options)
 
+    def watched_first(known: Any, *given: Any) -> Any:
+        found = first_run(known, *given)
+        asked.append(known.call.backend.name)
+        return found
+
+    CALLS.clear()
     monkeypatch.setattr(tileattn, "forward", watched)
+    monkeypatch.setattr(eager, "first_run", watched_first)
     given = drawn()[:3]
     for name in ("numpy", "llvm"):
         monkeypatch.setenv("TILEATTN_BACKEND", name)
         for scale in (0.5, 0.7):
             attention(*given, scale=scale)
     assert asked == ["numpy", "numpy", "llvm", "llvm"]
+
+
+def test_calls_with_new_numbers_have_the_bits_of_first_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the CPU they need neither validation nor the public function."""
+    q, k, v, _ = drawn()
+    steps: list[tuple[int, dict[str, Any]]] = [
+        (n, {"scale": n / 10, "kv_lengths": torch.tensor([n, n - 1])}) for n in (2, 3, 4, 5)
+    ]
+
+    def output(n: int, options: dict[str, Any]) -> Any:
+        return attention(q, k[:, :, :n], v[:, :, :n], **options)
+
+    expected = []
+    for step in steps:
+        CALLS.clear()
+        expected.append(output(*step))
+    CALLS.clear()
+    output(*steps[0])
+    monkeypatch.setattr(tileattn, "forward", None)
+    for step, same in zip(steps[1:], expected[1:], strict=True):
+        assert torch.equal(output(*step), same)
 
 
 def test_deterministic_algorithms_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,11 +27,11 @@ from tileattn.call.prepared import (
     signature,
 )
 from tileattn.expressions.parameters import Expression
-from tileattn.torch import operators
+from tileattn.torch import cuda, operators
 from tileattn.torch.batches import are_gradients_batched
-from tileattn.torch.cuda import TensorPass, first_run
+from tileattn.torch.cuda import TensorPass
 from tileattn.torch.inputs import inputs_of
-from tileattn.torch.tensors import PLAIN, array_of, on, tensor_of
+from tileattn.torch.tensors import PLAIN, array_of, first_run, on, tensor_of
 
 _GRADIENTS = [f"d{name}" for name in DIFFERENTIABLE]
 _NUMBERS = frozenset({bool, int, float, type(None)})
@@ -180,6 +180,8 @@ class Call:
         # A pass by addresses reads no values, so all tensors must be on the GPU.
         has_aux = len(tensors) > len(self._given)
         self._has_addresses = not has_aux and all(x.is_cuda for x in tensors)
+        self._has_aux = has_aux
+        self._first_run = cuda.first_run if self._has_addresses else first_run
         self._kinds: dict[bool | None, KnownKind] = {}  # by direction; what runs new calls
 
     def __call__(
@@ -293,7 +295,7 @@ class Call:
         if len(tensors) not in (len(names), len(names) + 3):
             return None  # the logsumexp has a gradient
         gradients = tuple([name for name, need in zip(names[3:], needs[3:], strict=False) if need])
-        found = first_run(known, names, tensors, values, direction, gradients)
+        found = self._first_run(known, names, tensors, values, direction, gradients)
         if found is None:
             return None
         if run is None:
@@ -314,7 +316,7 @@ class Call:
         self, direction: bool | None, arrays: Sequence[Any], options: Mapping[str, Any]
     ) -> None:
         """Keep what the library knows about the kind of a call that has run on arrays."""
-        if self._has_addresses and direction not in self._kinds:
+        if not self._has_aux and direction not in self._kinds:
             known = CALLS.get(kind_signature(arrays, self._backend, options))
             if known is not None and known.call is not None:
                 self._kinds[direction] = known

@@ -11,6 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tileattn.call.options import INTEGERS, SEEDS, options_with
+from tileattn.call.prepared import KnownKind, PreparedCall
 from tileattn.errors import UnsupportedError
 from tileattn.messages import called
 from tileattn.torch import cuda
@@ -74,6 +75,19 @@ def tensor_of(x: Any) -> torch.Tensor:
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)
+
+
+def first_run(
+    known: KnownKind, names: Sequence[str], tensors: Sequence[torch.Tensor], values: Any, *_: Any
+) -> Any:
+    """Run the forward pass of a known kind on the CPU, as `tileattn.torch.cuda.first_run`."""
+    call: PreparedCall | None = known.call
+    if call is None or call.backend is not known.able[0]:
+        return None  # the preferred backend may support these numbers
+    arrays = [array_of(x) for x in tensors]
+    options = {**values, **dict(zip(names[3:], arrays[3:], strict=True))}
+    found = call.first(known.kind, arrays[:3], options, None)
+    return found and map(tensor_of, found)
 
 
 def check_tensor(
