@@ -145,35 +145,6 @@ def at_scalars(
     return problem, operands_of(q, k, v, places, options)
 
 
-ONE_NUMBER = frozenset({"causal", "window", "scale", "softcap", "dropout_p", "seed"})
-"""Options that `scalar_problem` reads."""
-
-
-def scalar_problem(
-    kind: CallKind, q: Any, k: Any, v: Any, options: Mapping[str, Any]
-) -> Problem | None:
-    """Return the problem of a call of four axes with no option but `ONE_NUMBER`, as `at_numbers`.
-
-    None if it has other axes, or sizes that do not fit: `at_numbers` raises the error.
-    """
-    shapes = q.shape, k.shape, v.shape
-    if len(shapes[0]) != 4 or len(shapes[1]) != 4 or len(shapes[2]) != 4:
-        return None
-    (B, Hq, Nq, D), (Bk, Hkv, Nk, Dk), (Bv, Hv, Nv, Dv) = shapes
-    if (Bk, Bv, Dk, Hv, Nv) != (B, B, D, Hkv, Nk) or not Hkv or Hq % Hkv:
-        return None
-    get = options.get
-    window = window_of(get("window"), get("causal", False))
-    return Problem(
-        *(B, Hq, Hkv, Nq, Nk, D, Dv, q.dtype, scale_of(get("scale"), D)),
-        softcap_of(get("softcap")),
-        without_far_sides(window, Nq, Nk),
-        dropout_of(options["dropout_p"]) if "dropout_p" in options else 0.0,
-        seed_of(options["seed"]) if "seed" in options else 0,
-        *(4, kind.enabled_options),
-    )
-
-
 def _check_options(
     kind: CallKind,
     options: Mapping[str, Any],
