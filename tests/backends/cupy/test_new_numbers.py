@@ -1,5 +1,6 @@
 """Calls of a kind with other numbers ask of the GPU what a first call asks; no GPU."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -11,9 +12,10 @@ import pytest
 import tileattn
 from tests.backends.cupy.fake_cupy import Machine, asked_by
 from tests.backends.cupy.test_workspace import inputs
-from tileattn.backends.cupy import cached_passes, executable
+from tileattn.backends.cupy import backend, cached_passes, executable
 from tileattn.backends.cupy.driver_launch import LaunchBlock
 from tileattn.call.prepared import CALLS
+from tileattn.kernels.cuda.plan.plan import LaunchPlan, launch_plan
 
 SIZES = 1, 7, 60, 64, 65, 128, 150, 200, 257, 400
 
@@ -67,6 +69,10 @@ KINDS: dict[str, Options] = {
         "cu_seqlens_q": offsets(rng, n["Nq"], 5),
         "cu_seqlens_k": offsets(rng, n["Nk"], 5),
     },
+    "packed alike": lambda rng, _gpu, n: {
+        "cu_seqlens_k": offsets(rng, n["Nk"], 1 + rng.randrange(4)),
+        "causal": True,
+    },
     "score_mod": lambda rng, _gpu, n: {"score_mod": biased, "kv_lengths": lengths(rng, n)},
 }
 
@@ -79,8 +85,9 @@ def calls(gpu: Machine, kind: str, deterministic: bool | None) -> list[Callable[
     for _ in range(10):
         n = {"B": rng.choice((1, 2, 3)), "Hkv": rng.choice((1, 2)), "D": 64, "Dv": 64}
         n |= {"Nq": rng.choice(SIZES), "Nk": rng.choice(SIZES), "Hq": 2 * n["Hkv"]}
+        n |= {"Nq": n["Nk"]} if kind == "packed alike" else {}
         given, options = inputs(gpu, dtype, **n), KINDS[kind](rng, gpu, n)
-        if kind == "packed":
+        if kind.startswith("packed"):
             given = {name: x[0] for name, x in given.items()}
         call: Callable[[], Any]
         if deterministic is None:
@@ -129,6 +136,29 @@ def test_a_call_is_started_as_if_it_were_the_first(
     assert gpu.uploads == gpu.sent == []
 
 
+@pytest.mark.parametrize("deterministic", [None, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_call_of_a_kind_is_not_planned(
+    h200: Machine, kind: str, deterministic: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = []
+
+    def plan(*given: Any, **options: Any) -> LaunchPlan:
+        planned.append(launch_plan(*given, **options))
+        return planned[-1]
+
+    monkeypatch.setattr(backend, "launch_plan", plan)
+    CALLS.clear()
+    for N in (208, 200):  # of one size class, with equally aligned rows of a bias
+        n = {"B": 1 if kind.startswith("packed") else 2, "Hq": 4, "Hkv": 2, "Nq": N, "Nk": N}
+        given, options = inputs(h200, np.float16, **n), KINDS[kind](Random(4), h200, n)
+        if deterministic is None:
+            tileattn.forward(*map(given.get, "qkv"), **options)
+        else:
+            tileattn.backward(**given, **options, deterministic=deterministic)
+    assert len(planned) == 1
+
+
 def test_a_pass_without_all_results_starts_no_other_call(h200: Machine) -> None:
     """The gradients of a new size are complete after a call of the kind that asked for none."""
     for Nq in (200, 150, 128):
@@ -136,3 +166,23 @@ def test_a_pass_without_all_results_starts_no_other_call(h200: Machine) -> None:
         wrt: Any = () if Nq == 200 else None
         found = tileattn.backward(**given, wrt=wrt)
         assert [x is None for x in found[:3]] == [wrt is not None] * 3
+
+
+@pytest.mark.parametrize(
+    ("offsets_q", "message"),
+    [
+        ([0, 30, 20, 40], "must not decrease; got 20 after 30"),
+        ([1, 20, 30, 40], "must start with 0; got 1"),
+        ([0, 20, 30, 41], "must end at the number of tokens of q, 40; got 41"),
+        ([0, 20, 40], "cu_seqlens_k must have as many entries as cu_seqlens_q, 3; got 4"),
+    ],
+)
+def test_wrong_offsets_of_a_known_kind_are_refused(
+    h200: Machine, offsets_q: list[int], message: str
+) -> None:
+    q, k, v = (x[0] for x in map(inputs(h200, np.float16, B=1, Nq=40, Nk=60).get, "qkv"))
+    ends = [0, 10, 20, 60]
+    for n in (7, 8):
+        tileattn.forward(q, k, v, cu_seqlens_q=[0, n, 30, 40], cu_seqlens_k=ends)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tileattn.forward(q, k, v, cu_seqlens_q=offsets_q, cu_seqlens_k=ends)

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tileattn.backends.cupy.host_integers import HostIntegers, checked_places, packed_places
 from tileattn.call.options import INTEGERS, options_with
 from tileattn.call.parse import CallKind, Scalars, at_scalars
 from tileattn.call.prepared import DeviceMemory
 from tileattn.call.problem import ARRAY_OPTIONS, Problem
-from tileattn.call.sequences import FAR, given_for
-from tileattn.kernels.cuda.plan.filler import PAIRS, PLACES, Place
+from tileattn.call.sequences import given_for
+from tileattn.kernels.cuda.plan.filler import ENDS, PAIRS, PLACES, Place
 from tileattn.kernels.cuda.plan.layout import (
     MAX_ALIGNMENT,
     ArrayLayout,
@@ -26,7 +27,7 @@ from tileattn.kernels.cuda.plan.layout import (
     array_layout,
     contiguous,
 )
-from tileattn.kernels.cuda.plan.plan import MAX_CARRIED, WORD
+from tileattn.kernels.cuda.plan.plan import WORD
 from tileattn.kernels.cuda.plan.straight_line import pinned
 from tileattn.kernels.cuda.plan.tensor_map import MAX_STRIDE
 from tileattn.results import Attention, Gradients
@@ -88,25 +89,6 @@ class Described:
         return True
 
 
-class HostIntegers(NamedTuple):
-    """An option that the host knows: one integer, or one for each sequence."""
-
-    low: Any
-    high: Any
-    count: Any  # of the sequences; None for one integer
-    values: Sequence[int] = ()
-
-    @classmethod
-    def of(cls, x: Any) -> "HostIntegers | None":
-        """Describe an option; None if it is unusual, or wrong."""
-        if type(x) is np.ndarray and x.ndim == 1 and x.dtype.kind == "i":
-            x = x.tolist()
-        if type(x) is int:
-            return cls(x, x, None)
-        plain = (type(x) is list or type(x) is tuple) and x and {*map(type, x)} == {int}
-        return cls(min(x), max(x), len(x), x) if plain else None
-
-
 class Call(NamedTuple):
     """A valid call whose rows kernels can read in place.
 
@@ -118,11 +100,14 @@ class Call(NamedTuple):
         Its lengths and offsets, as for `tileattn.kernels.cuda.plan.filler.Filler.fill`.
     arrays : dict of str to Described
         The arrays that it brings, rows with four axes.
+    ends : dict of str to int
+        Bytes of offsets of packed sequences that the host knows.
     """
 
     problem: Problem
     places: Sequence[Place | None]
     arrays: dict[str, Any]
+    ends: dict[str, Any]
 
     @property
     def layouts(self) -> dict[str, ArrayLayout]:
@@ -220,15 +205,17 @@ class Numbers:
 
     def places(self, options: Mapping[str, Any]) -> dict[str, HostIntegers] | None:
         """Return the lengths and offsets that the host knows; None if one is unusual."""
-        found = {}
-        for name in PLACES:
+        found: dict[str, HostIntegers] = {}
+        for name in (*PLACES, *ENDS):
             x = options.get(name)
             if x is not None and name not in self.integers:
                 known = HostIntegers.of(x)
                 if known is None:
                     return None
                 found[name] = known
-        return found
+        if found.keys().isdisjoint(ENDS):
+            return found
+        return None if self.integers or not found.keys() <= {*ENDS} else packed_places(found)
 
     @staticmethod
     def others(scalars: Scalars, places: Mapping[str, HostIntegers]) -> list[Any]:
@@ -277,7 +264,7 @@ class Numbers:
     @staticmethod
     def carried(places: Mapping[str, HostIntegers], rows: Sequence[Any]) -> dict[str, bytes]:
         """Return the lengths and offsets that differ, as 64-bit integers."""
-        differing = {name: x.values for name, x in places.items() if x.low != x.high}
+        differing = {n: x.values for n, x in places.items() if x.low != x.high or n in ENDS}
         if "kv_lengths" in differing and "q_offset" not in places:
             queries = rows[0].shape[-2]
             differing["q_offset"] = [n - queries for n in differing["kv_lengths"]]
@@ -316,6 +303,7 @@ class Numbers:
         stand_ins = {
             name: Described((q.shape[0] if x.count is None else x.count,), (WORD,), np.dtype("i8"))
             for name, x in given.items()
+            if name in options
         }
         own = (*self._options, *self.integers)
         on_device = {name: arrays[name] for name in own if name in options}
@@ -327,8 +315,9 @@ class Numbers:
         arrays |= {name: getattr(x, name) for name in (*"qkv", *self._options)}
         if not self._fits(P, arrays):
             return None
-        found = _places(P, self.integers, given)
-        return None if found is None else Call(P, found, arrays)
+        found = checked_places(P, self.integers, given)
+        ends = {name: x.count * WORD for name, x in given.items() if name in ENDS}
+        return None if found is None else Call(P, found, arrays, ends)
 
     def _fits(self, P: Problem, arrays: dict[str, Described]) -> bool:
         """Return True if kernels can read the arrays in place; view rows with all four axes."""
@@ -349,37 +338,6 @@ def _listed(scalars: Scalars) -> tuple[Any, ...]:
     """Return the scalars in the order in which they are listed; those that are None are not."""
     scale, softcap, (left, right), dropout_p, seed = scalars
     return scale, softcap, left, right, dropout_p, seed
-
-
-def _places(
-    P: Problem, integers: Sequence[str], given: Mapping[str, HostIntegers]
-) -> list[Place | None] | None:
-    """Return lengths and offsets as a `Filler` takes them; None if they need more checks."""
-    if P.is_packed:
-        return None if given else [None, None]
-    lengths: Place | None = Place(P.Nk)
-    if "kv_lengths" in given:
-        low, high, count, _ = given["kv_lengths"]
-        if low < 0 or high > P.Nk:
-            return None
-        lengths = _place(low, high, count)
-    elif "kv_lengths" in integers:
-        lengths = None
-    offsets: Place | None = None
-    if "q_offset" in given:
-        low, high, count, _ = given["q_offset"]
-        if low < -FAR or high > FAR:
-            return None
-        offsets = _place(low, high, count)
-    elif lengths is not None and "q_offset" not in integers:
-        offsets = Place(lengths.value - P.Nq, lengths.differing)
-    if any(x and x.differing * WORD > MAX_CARRIED for x in (lengths, offsets)):
-        return None
-    return [lengths, offsets]
-
-
-def _place(low: Any, high: Any, count: Any) -> Place:
-    return Place(low) if low == high else Place(low, count)
 
 
 def _are_regular(P: Problem, rows: Sequence[Described]) -> bool:

@@ -236,9 +236,9 @@ class Program:
 
         None if the call runs other kernels.
         """
-        P, places, arrays = call
+        P, places, arrays, ends = call
         arrays = arrays | results_of(P, self._direction, arrays)
-        filled = self._filler.fill(P, places, [arrays[name] for name in self._names])
+        filled = self._filler.fill(P, places, [arrays[name] for name in self._names], ends)
         if filled is None:
             return None
         starts, first_zero, nbytes = filled.workspace

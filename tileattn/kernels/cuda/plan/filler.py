@@ -28,13 +28,16 @@ _SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3}  # to divide by the size of an element
 PLACES = {"kv_lengths": "length", "q_offset": "offset"}
 """The cells of lengths and offsets that all sequences share."""
 
+ENDS = ("cu_seqlens_q", "cu_seqlens_k")
+"""Offsets of packed sequences."""
+
 _ALIKE, _DIFFERENT = (0,), (0, 1)  # stand for lengths and offsets in a layout
 
 PAIRS = frozenset({"bias", "dbias", "mask"})
 """Arrays of pairs of a query and a key."""
 
 # Arrays that a filler describes; of those that are contiguous kernels read no strides.
-_CONTIGUOUS = {"lse", *PLACES, "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks", "dsinks"}
+_CONTIGUOUS = {"lse", *PLACES, *ENDS, "alibi_slopes", "sinks", "dsinks"}
 FILLED = ROWS | PAIRS | _CONTIGUOUS
 
 
@@ -81,7 +84,7 @@ def can_fill(plan: LaunchPlan, names: Set[str]) -> bool:
     It has no copies, tables or pages, and sums no gradients of these arrays.
     """
     tables = plan.constants or plan.block_mask or plan.problem.is_paged
-    others = plan.copies_in or plan.copies_out or not plan.carried.keys() <= {*PLACES}
+    others = plan.copies_in or plan.copies_out or not plan.carried.keys() <= {*PLACES, *ENDS}
     others = others or not plan.aux.keys() <= names
     has_main = any(launch.traits.main for launch in plan.launches)
     return has_main and not (tables or others) and names <= FILLED | plan.aux.keys()
@@ -130,12 +133,17 @@ class Filler:
         self._aux, self._constants = [names.index(name) for name in plan.aux], len(plan.cells)
 
     def fill(
-        self, P: Problem, places: Sequence[Place | None], arrays: Sequence[Any]
+        self,
+        P: Problem,
+        places: Sequence[Place | None],
+        arrays: Sequence[Any],
+        ends: Mapping[str, int] | None = None,
     ) -> Filled | None:
         """Return what a call decides; None if it runs other kernels than the plan.
 
         ``places`` are lengths and offsets; None for those that the host does not know. ``arrays``
-        have shapes and strides, in the order of the names.
+        have shapes and strides, in the order of the names. ``ends`` are the bytes of the offsets
+        of packed sequences that the call carries to its workspace.
         """
         kind, mask = self._kind, None
         lengths, offsets = (x and (_DIFFERENT if x.differing else _ALIKE) for x in places)
@@ -146,7 +154,7 @@ class Filler:
             n: x.differing * WORD for n, x in zip(PLACES, places, strict=True) if x and x.differing
         }
         bias = () if self._bias is None else arrays[self._bias].shape
-        decided = self._decided(P, layout, mask, carried, bias)
+        decided = self._decided(P, layout, mask, carried | (ends or {}), bias)
         if decided is None:
             return None
         grids, schedule, workspace = decided
