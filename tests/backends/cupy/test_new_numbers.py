@@ -180,7 +180,8 @@ def test_a_pass_without_all_results_starts_no_other_call(h200: Machine) -> None:
 def test_wrong_offsets_of_a_known_kind_are_refused(
     h200: Machine, offsets_q: list[int], message: str
 ) -> None:
-    q, k, v = (x[0] for x in map(inputs(h200, np.float16, B=1, Nq=40, Nk=60).get, "qkv"))
+    given = inputs(h200, np.float16, B=1, Nq=40, Nk=60)
+    q, k, v = (given[name][0] for name in "qkv")
     ends = [0, 10, 20, 60]
     for n in (7, 8):
         tileattn.forward(q, k, v, cu_seqlens_q=[0, n, 30, 40], cu_seqlens_k=ends)

@@ -154,7 +154,7 @@ class Filler:
             n: x.differing * WORD for n, x in zip(PLACES, places, strict=True) if x and x.differing
         }
         bias = () if self._bias is None else arrays[self._bias].shape
-        decided = self._decided(P, layout, mask, carried | (ends or {}), bias)
+        decided = self._decided(P, layout, mask, {**carried, **(ends or {})}, bias)
         if decided is None:
             return None
         grids, schedule, workspace = decided
