@@ -64,6 +64,8 @@ def _array(name: str, x: Any) -> jax.Array:
 
 def _converted(name: str, x: Any, what: str) -> jax.Array:
     """Make a JAX array; JAX cuts 64-bit integers to 32 bits by default, so they must fit."""
+    if isinstance(x, jax.Array) and isinstance(x.dtype, np.dtype):
+        return x
     try:
         # For NumPy arrays, jax.numpy.asarray compiles a program for each shape. device_put compiles
         # none, but may use the memory of its argument, which callers may overwrite.

@@ -28,9 +28,17 @@ class Passes(Protocol):
         """Compute the wanted gradients; return them by the names of their arrays."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def differentiable(passes: Passes, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """Compute the output and the logsumexp; both have gradients."""
+    """Compute the output and the logsumexp; both have gradients.
+
+    JAX's rule for gradients takes longer than a short call, so calls on plain arrays go without.
+    """
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
+    return _with_rule(passes, arrays) if is_traced else passes.forward(arrays)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_rule(passes: Passes, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     return passes.forward(arrays)
 
 
@@ -94,4 +102,4 @@ class _Static:
         return hash(self.names)
 
 
-differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
+_with_rule.defvjp(_forward, _backward, symbolic_zeros=True)

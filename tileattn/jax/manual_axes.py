@@ -21,6 +21,8 @@ def varying(tree: Any, axes: frozenset[str]) -> Any:
 
 
 def _axes(x: Any) -> frozenset[str]:
+    if not isinstance(x, jax.core.Tracer):
+        return frozenset()  # outside of shard_map
     kind = jax.typeof(x)
     # Newer versions of JAX have renamed the attribute.
     axes = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
