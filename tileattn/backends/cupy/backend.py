@@ -13,10 +13,10 @@ import numpy as np
 from tileattn.backends.cupy import describe, token_rows
 from tileattn.backends.cupy.cached_passes import ArrayPass, Pass
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
-from tileattn.backends.cupy.described import LONGEST, Direction
 from tileattn.backends.cupy.executable import Executable, KindKernels
 from tileattn.backends.cupy.external_memory import CupyMemory
 from tileattn.backends.cupy.improvement import Improvement
+from tileattn.backends.cupy.numbers import LONGEST, Direction
 from tileattn.backends.cupy.program import OwnMemory, Programs
 from tileattn.backends.cupy.streams import Uploaded
 from tileattn.backends.protocol import Explanation, PreparingBackend

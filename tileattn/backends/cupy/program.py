@@ -9,8 +9,8 @@ import numpy as np
 
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.cached_passes import empty
-from tileattn.backends.cupy.described import Call, Direction, Numbers, brought, results_of
 from tileattn.backends.cupy.executable import KindKernels
+from tileattn.backends.cupy.numbers import Call, Direction, Numbers, brought, results_of
 from tileattn.backends.cupy.tensor_maps import MAP_NUMBERS
 from tileattn.call.parse import CallKind, Scalars, constants_of
 from tileattn.call.prepared import DeviceMemory

@@ -9,7 +9,7 @@ import pytest
 
 import tileattn
 from tileattn.backends.cupy.backend import CupyBackend
-from tileattn.backends.cupy.described import LONGEST
+from tileattn.backends.cupy.numbers import LONGEST
 from tileattn.backends.registry import supporting
 from tileattn.call.parse import parse
 from tileattn.kernels.cuda.jit.compile import SOURCES

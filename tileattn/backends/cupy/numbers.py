@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tileattn.backends.cupy.host_integers import HostIntegers, checked_places, packed_places
+from tileattn.backends.cupy.host_integers import checked_places, known_places
+from tileattn.backends.described import Described
 from tileattn.call.options import INTEGERS, options_with
 from tileattn.call.parse import CallKind, Scalars, at_scalars
 from tileattn.call.prepared import DeviceMemory
 from tileattn.call.problem import ARRAY_OPTIONS, Problem
 from tileattn.call.sequences import given_for
-from tileattn.kernels.cuda.plan.filler import ENDS, PAIRS, PLACES, Place
+from tileattn.kernels.cuda.plan.filler import ENDS, PAIRS, Place
 from tileattn.kernels.cuda.plan.layout import (
     MAX_ALIGNMENT,
     ArrayLayout,
@@ -42,51 +43,6 @@ LEARNED = options_with(value="array", gradient=True)
 _OUT, _GRADIENTS = ("out", "lse"), ("dq", "dk", "dv")
 _DENSE = frozenset({"lse", "alibi_slopes", "sinks", *INTEGERS})  # read without strides
 _SCALARS = "scale", "softcap", "left", "right", "dropout_p", "seed"
-
-
-class Described:
-    """An array as validation and planning see it; its numbers may take note of operations.
-
-    Parameters
-    ----------
-    shape, strides : tuple of int
-        Its sizes, and its strides in bytes.
-    dtype : numpy.dtype
-        The type of its elements.
-    address : int
-        Where it starts.
-    """
-
-    __slots__ = ("address", "dtype", "shape", "strides")
-
-    def __init__(
-        self,
-        shape: tuple[Any, ...],
-        strides: tuple[Any, ...],
-        dtype: np.dtype[Any],
-        address: Any = 0,
-    ) -> None:
-        self.shape, self.strides, self.dtype, self.address = shape, strides, dtype, address
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    def reshape(self, shape: tuple[Any, ...]) -> "Described":
-        """Return the array with axes of length 1 before its own."""
-        lead = len(shape) - self.ndim
-        return Described(shape, (MAX_ALIGNMENT,) * lead + self.strides, self.dtype, self.address)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """True if the array lies in C order without gaps."""
-        step = self.dtype.itemsize
-        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if n > 1 and stride != step:
-                return False
-            step = step * n
-        return True
 
 
 class Call(NamedTuple):
@@ -203,29 +159,19 @@ class Numbers:
         own = [given_for(name, options) for name in (*self._options, *self.integers)]
         return *rows, *own, *options.get("aux", ())
 
-    def places(self, options: Mapping[str, Any]) -> dict[str, HostIntegers] | None:
-        """Return the lengths and offsets that the host knows; None if one is unusual."""
-        found: dict[str, HostIntegers] = {}
-        for name in (*PLACES, *ENDS):
-            x = options.get(name)
-            if x is not None and name not in self.integers:
-                known = HostIntegers.of(x)
-                if known is None:
-                    return None
-                found[name] = known
-        if found.keys().isdisjoint(ENDS):
-            return found
-        return None if self.integers or not found.keys() <= {*ENDS} else packed_places(found)
+    def places(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Describe the lengths and offsets that the host knows; None if one is unusual."""
+        return known_places(options, self.integers)
 
     @staticmethod
-    def others(scalars: Scalars, places: Mapping[str, HostIntegers]) -> list[Any]:
-        """List the numbers that follow those of the arrays."""
+    def others(scalars: Scalars, places: Mapping[str, Any]) -> list[Any]:
+        """List the numbers that follow those of the arrays; ``places`` are as from `places`."""
         found = [x for x in _listed(scalars) if x is not None]
-        for x in places.values():
-            found += x[:2] if x.count is None else x[:3]
+        for known in places.values():
+            found += [x for x in known[:-1] if x is not None]
         return found
 
-    def names(self, scalars: Scalars, places: Mapping[str, HostIntegers]) -> list[str]:
+    def names(self, scalars: Scalars, places: Mapping[str, Any]) -> list[str]:
         """Name the numbers of a call, as variables of a program."""
         found = []
         for n, (_, ndim, _) in enumerate(self._arrays):
@@ -233,8 +179,8 @@ class Numbers:
             found += [f"s{n}_{axis}" for axis in range(ndim)] + [f"at{n}"]
         found += [name for name, x in zip(_SCALARS, _listed(scalars), strict=True) if x is not None]
         for name, known in places.items():
-            found += [f"{name}_low", f"{name}_high"]
-            found += [f"{name}_count"] if known.count is not None else []
+            numbers = zip(known._fields, known[:-1], strict=False)
+            found += [f"{name}_{field}" for field, x in numbers if x is not None]
         return found
 
     def results(
@@ -262,7 +208,7 @@ class Numbers:
         return Gradients(dq, dk, dv, learned.get("bias"), learned.get("sinks"), daux)
 
     @staticmethod
-    def carried(places: Mapping[str, HostIntegers], rows: Sequence[Any]) -> dict[str, bytes]:
+    def carried(places: Mapping[str, Any], rows: Sequence[Any]) -> dict[str, bytes]:
         """Return the lengths and offsets that differ, as 64-bit integers."""
         differing = {n: x.values for n, x in places.items() if x.low != x.high or n in ENDS}
         if "kv_lengths" in differing and "q_offset" not in places:
@@ -275,7 +221,7 @@ class Numbers:
         kind: CallKind,
         options: Mapping[str, Any],
         scalars: Scalars,
-        places: Mapping[str, HostIntegers],
+        places: Mapping[str, Any],
         in_bytes: bool,
         numbers: Sequence[Any],
     ) -> Call | None:
@@ -296,7 +242,7 @@ class Numbers:
         values: list[Any] = [x if x is None else next(rest) for x in _listed(scalars)]
         scale, softcap, left, right, dropout_p, seed = values
         given = {
-            name: HostIntegers(next(rest), next(rest), known.count and next(rest))
+            name: type(known)(*[x if x is None else next(rest) for x in known[:-1]])
             for name, known in places.items()
         }
         q, k, v = (arrays[name] for name in "qkv")
