@@ -13,7 +13,8 @@ from tileattn.kernels.cuda.plan.plan import MAX_CARRIED, WORD
 def known_places(options: Mapping[str, Any], on_device: Sequence[str]) -> dict[str, Any] | None:
     """Describe the lengths and offsets that the host knows; None if one is unusual.
 
-    They are `HostIntegers` and `Offsets` by option. Offsets of packed sequences come with the lengths, and where their queries are.
+    They are `HostIntegers` and `Offsets`, by option. With offsets of packed sequences come the
+    lengths, and where the queries are among the keys.
     """
     found: dict[str, Any] = {}
     for name in (*PLACES, *ENDS):
