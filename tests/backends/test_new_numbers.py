@@ -172,21 +172,19 @@ def numbers() -> Iterator[tuple[int, dict[str, Any]]]:
         yield 1 + n % 40, {"scale": 1.0 + n / 1000, "dropout_p": 0.1, "seed": n}
 
 
-@pytest.mark.parametrize(
-    ("backend", "calls"), [("llvm", 6_000), pytest.param("numpy", 10_000, marks=pytest.mark.slow)]
-)
-def test_many_numbers_leave_memory_as_it_is(backend: str, calls: int) -> None:
+@pytest.mark.parametrize("backend", ["llvm", pytest.param("numpy", marks=pytest.mark.slow)])
+def test_many_numbers_leave_memory_as_it_is(backend: str) -> None:
     given, q, held = numbers(), Q[:1, :, :1], []
     tracemalloc.start()
     try:
         for _ in range(3):
-            for _ in range(calls // 3):
+            for _ in range(1_700):
                 n, options = next(given)
                 tileattn.forward(q, K[:1, :, :n], V[:1, :, :n], backend=backend, **options)
             held.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert held[2] - held[1] < 1 << 18, held
+    assert held[2] - held[1] < 1 << 17, held  # 77 bytes for a call
 
 
 def test_the_preferred_backend_is_asked_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -18,6 +19,20 @@ STAGGERED = [
     for N in (256, 512, 1024)
     for deterministic in (False, True)
 ]
+
+
+@pytest.fixture(scope="module")
+def in_any_order() -> Iterator[None]:
+    """Shuffle the calls: those that a number changes are neighbours, and one of them is enough."""
+    calls = tuning.cases()
+    Random(0).shuffle(calls)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "cases", lambda: calls)
+        tuning.problems.cache_clear()
+        tuning.plans.cache_clear()
+        yield
+    tuning.problems.cache_clear()
+    tuning.plans.cache_clear()
 
 
 @pytest.fixture
@@ -40,6 +55,7 @@ def test_every_number_is_listed_with_its_origin(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_any_order")
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_changes_a_call(name: str) -> None:
     number, device = NUMBERS[name], device_of_arch("sm_90a")
