@@ -1,6 +1,6 @@
 """Arrays and integers of a call as validation and planning see them, without their memory.
 
-Their numbers may take note of operations: see `tileattn.kernels.cuda.plan.straight_line`.
+Their numbers may take note of operations: see `tileattn.call.straight_line`.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Calls on the host with numbers that were not seen before: validated and planned by arithmetic.
 
 The path of a call through validation and planning is compiled once: see
-`tileattn.kernels.cuda.plan.straight_line`.
+`tileattn.call.straight_line`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from tileattn.backends.described import Described, HostIntegers, Lengths, Offset
 from tileattn.call.parse import CallKind, Scalars, at_scalars, constants_of
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.sequences import FAR, given_for
+from tileattn.call.straight_line import Paths, pinned
 from tileattn.errors import UnsupportedError
-from tileattn.kernels.cuda.plan.straight_line import Paths, pinned
 
 MAX_PATHS = 32  # compiled for one direction of a kind
 

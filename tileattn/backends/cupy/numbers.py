@@ -1,7 +1,7 @@
 """The numbers of a call: sizes, strides, addresses, scalars, and lengths that the host knows.
 
 `Numbers` lists them, and reads a call from such a list. So the path of a call through validation
-and planning can be compiled: see `tileattn.kernels.cuda.plan.straight_line`.
+and planning can be compiled: see `tileattn.call.straight_line`.
 """
 
 from array import array
@@ -20,6 +20,7 @@ from tileattn.call.parse import CallKind, Scalars, at_scalars
 from tileattn.call.prepared import DeviceMemory
 from tileattn.call.problem import ARRAY_OPTIONS, Problem
 from tileattn.call.sequences import given_for
+from tileattn.call.straight_line import pinned
 from tileattn.kernels.cuda.plan.filler import ENDS, PAIRS, Place
 from tileattn.kernels.cuda.plan.layout import (
     MAX_ALIGNMENT,
@@ -29,7 +30,6 @@ from tileattn.kernels.cuda.plan.layout import (
     contiguous,
 )
 from tileattn.kernels.cuda.plan.plan import WORD
-from tileattn.kernels.cuda.plan.straight_line import pinned
 from tileattn.kernels.cuda.plan.tensor_map import MAX_STRIDE
 from tileattn.results import Attention, Gradients
 

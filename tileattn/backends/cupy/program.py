@@ -15,6 +15,7 @@ from tileattn.backends.cupy.tensor_maps import MAP_NUMBERS
 from tileattn.call.parse import CallKind, Scalars, constants_of
 from tileattn.call.prepared import DeviceMemory
 from tileattn.call.problem import Problem
+from tileattn.call.straight_line import Paths, pinned
 from tileattn.errors import UnsupportedError
 from tileattn.expressions.parameters import kernel_cells
 from tileattn.kernels.cuda.families.size_class import size_class
@@ -24,7 +25,6 @@ from tileattn.kernels.cuda.plan.kind_plan import pair_facts
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout
 from tileattn.kernels.cuda.plan.params import NUMBERS, PACKED, POINTERS, slots, template
 from tileattn.kernels.cuda.plan.plan import WORD, LaunchPlan
-from tileattn.kernels.cuda.plan.straight_line import Paths, pinned
 from tileattn.lru import Lru
 
 MAX_PATHS = 32  # compiled for one direction of a kind

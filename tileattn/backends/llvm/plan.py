@@ -1,7 +1,7 @@
 """The plan of a plain pass: what the numbers of a call decide.
 
 Planning needs arithmetic and comparisons only, so that its path can be compiled: see
-`tileattn.kernels.cuda.plan.straight_line`.
+`tileattn.call.straight_line`.
 """
 
 from collections.abc import Container, Mapping, Sequence

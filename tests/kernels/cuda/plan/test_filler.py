@@ -14,6 +14,7 @@ from tests.kernels.cuda.plan.planning import A100, H200, asked
 from tests.kernels.cuda.plan.test_kind_plan import DIMS, WINDOWS, cases
 from tileattn.call.options import OPTIONS
 from tileattn.call.problem import Problem
+from tileattn.call.straight_line import Paths, pinned
 from tileattn.expressions.functions import mask_expression
 from tileattn.kernels.cuda.families.size_class import size_class
 from tileattn.kernels.cuda.plan.filler import Filled, Filler, Place, can_fill
@@ -21,7 +22,6 @@ from tileattn.kernels.cuda.plan.kind_plan import kind_key
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, contiguous, contiguous_inputs
 from tileattn.kernels.cuda.plan.params import PACKED, template
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forward
-from tileattn.kernels.cuda.plan.straight_line import Paths, pinned
 
 COMBINED = (
     *(frozenset[str](), frozenset({"kv_lengths"}), frozenset({"softcap", "dropout_p"})),
