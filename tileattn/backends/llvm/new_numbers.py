@@ -52,7 +52,7 @@ class PlainNumbers(NewNumbers):
         """Run a pass; return None if an array is unaligned, or some row is large."""
         kind, (q, _, v, *backward), _, (scale, softcap, _, dropout_p, seed), _ = call
         scale = scale_of(None, q.shape[-1]) if scale is None else scale
-        scalars = scalars_of(rest.like.accum_dtype, scale, softcap, dropout_p, seed)
+        scalars = scalars_of(rest.accum_dtype, scale, softcap, dropout_p, seed)
         lengths, offsets = call.lengths_and_offsets
         others, constants = call.packed, call.constants
         if constants:

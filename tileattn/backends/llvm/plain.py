@@ -80,7 +80,8 @@ class PlainKernel:
         """
         block = new_block(numbers[:_SIZES], scalars, numbers[_SIZES:_PASS], addresses)
         put_row_strides(block, numbers[self._steps])
-        put_strides(block, strided, packed=True)
+        if strided:
+            put_strides(block, strided, packed=True)
         grids = [numbers[n : n + 3] for n in self._at_grids]
         workspace = [(word, *numbers[n : n + 2]) for word, n in self._parts]
         return Executable(self._module, grids, workspace, self._own_bytes, block)
@@ -100,7 +101,9 @@ class PlainProgram:
     """
 
     def __init__(self, P: Problem, target: Target, plans: Mapping[str, KernelPlan]) -> None:
-        self.like = P  # with the dtypes of all calls
+        self.like = P
+        self.dtype, self.accum_dtype = P.dtype, P.accum_dtype
+        self.beyond = P.dtype.alignment - 1  # bits of addresses that must be 0
         self.columns = padded(target, P.accum_dtype.itemsize, P.D)  # of the sums of dQ
         kind = P.dtype, P.D, P.Dv, memory_layout(P), P.score_mod, P.mask_mod
         self._kernels = [PlainKernel(load(name, target, *kind), x) for name, x in plans.items()]
@@ -150,9 +153,8 @@ class PlainForward:
         overlaps: Overlap | None = None,
     ) -> None:
         self._runs = [x.run for x in executables]
-        P = program.like
-        self._out, self._lse = (shape, P.dtype), (shape[:-1], P.accum_dtype)
-        self._beyond, self.held, self._overlaps = P.dtype.alignment - 1, held, overlaps
+        self._out, self._lse = (shape, program.dtype), (shape[:-1], program.accum_dtype)
+        self._beyond, self.held, self._overlaps = program.beyond, held, overlaps
 
     def __call__(
         self,
@@ -204,7 +206,7 @@ class PlainBackward:
 
     def __init__(self, program: PlainProgram, executables: Sequence[Executable], held: Any) -> None:
         (self._executable,) = executables
-        self._like, self._columns, self.held = program.like, program.columns, held
+        self._program, self.held = program, held
 
     def __call__(
         self,
@@ -214,15 +216,15 @@ class PlainBackward:
     ) -> Gradients | None:
         """Compute all gradients; return None if an array is unaligned or some row is large."""
         q, k, v, dout, attended, lse, *dlse = rows
-        dtype, accum_dtype = self._like.dtype, self._like.accum_dtype
-        beyond = dtype.alignment - 1
-        saved = Residuals.saved(self._like, dout, np.ascontiguousarray(lse))
+        program = self._program
+        dtype, accum_dtype, beyond = program.dtype, program.accum_dtype, program.beyond
+        saved = Residuals.saved(program.like, dout, np.ascontiguousarray(lse))
         if saved.large.any() or any(address_of(x) & beyond for x in rows):
             return None
         dq, dk, dv = (np.empty(x.shape, dtype) for x in (q, k, v))
         accum = dq
-        if self._columns != q.shape[-1] or dtype != accum_dtype:
-            accum = np.empty((*q.shape[:-1], self._columns), accum_dtype)
+        if program.columns != q.shape[-1] or dtype != accum_dtype:
+            accum = np.empty((*q.shape[:-1], program.columns), accum_dtype)
         sums = saved.log_l, saved.delta, accum
         arrays = q, k, v, attended, saved.lse, dout, *sums, dq, dk, dv, *dlse
         self._executable.run((arrays, self), [address_of(x) for x in arrays])
