@@ -12,6 +12,7 @@ import tileattn
 from tests.arrays import normal
 from tileattn.backends import known_calls, registry
 from tileattn.backends.llvm import arrays as llvm_arrays
+from tileattn.call import parse
 from tileattn.call.prepared import CALLS
 
 SIZES = (2, 4, 2, 40, 40, 16, 24)  # B, Hq, Hkv, Nq, Nk, D, Dv
@@ -100,10 +101,10 @@ def test_numbers_of_any_size_give_the_bits_of_a_first_call(
         steps.append((rows, {"backend": backend, **KINDS[kind](rng, B, Nq, Nk)}))
 
     def both(rows: list[Any], options: dict[str, Any]) -> list[bytes]:
-        *rows, dout = rows
-        result = tileattn.forward(*rows, **options)
-        grads = tileattn.backward(dout, *rows, *result, **options)
-        return [x.tobytes() for x in (*result, *grads[:3])]
+        q, k, v, dout = rows
+        out, lse = tileattn.forward(q, k, v, **options)
+        grads = tileattn.backward(dout, q, k, v, out, lse, **options)
+        return [x.tobytes() for x in (out, lse, *grads[:3])]
 
     expected = []
     for step in steps:
@@ -111,11 +112,10 @@ def test_numbers_of_any_size_give_the_bits_of_a_first_call(
         expected.append(both(*step))
     CALLS.clear()
     validated: list[Any] = []
-    at_numbers = known_calls.at_numbers
 
     def counting(*given: Any) -> Any:
         validated.append(given)
-        return at_numbers(*given)
+        return parse.at_numbers(*given)
 
     monkeypatch.setattr(known_calls, "at_numbers", counting)
     for step, same in zip(steps, expected, strict=True):

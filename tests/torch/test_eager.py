@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - PyTor
 
 import tileattn  # noqa: E402 - as above
 from tileattn.call.prepared import CALLS  # noqa: E402 - as above
-from tileattn.torch import attention, eager, inputs  # noqa: E402 - as above
+from tileattn.torch import attention, eager, inputs, tensors  # noqa: E402 - as above
 
 SHAPES = (2, 4, 5, 8), (2, 2, 9, 8), (2, 2, 9, 8)
 
@@ -196,7 +196,7 @@ def test_the_backward_pass_is_for_what_the_call_was_given() -> None:
 def test_a_default_backend_and_new_backends_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the first call of a kind, and for calls with other numbers."""
     asked = []
-    forward, first_run = tileattn.forward, eager.first_run
+    forward, first_run = tileattn.forward, tensors.first_run
 
     def watched(*given: Any, **options: Any) -> Any:
         asked.append(tileattn.explain(*given, **options).backend)
