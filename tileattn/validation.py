@@ -55,7 +55,7 @@ def conversion(name: str, x: Any) -> str:
     """Say how to make an array of an argument, or what takes it as it is."""
     own = called(name)
     if is_of("torch", x):
-        return "tileattn.torch takes tensors"
+        return f"tileattn.torch.attention takes tensors; {own}.numpy(force=True) makes an array"
     if is_of("jax", x) or is_of("jaxlib", x):
         traced = "a tracer of jax.jit, jax.grad or the like" if "Tracer" in type(x).__name__ else ""
         return f"{traced or 'an array of JAX'}: tileattn.jax.attention takes it"

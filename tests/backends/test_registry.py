@@ -325,5 +325,7 @@ def test_arrays_of_other_libraries_get_the_remedy_of_their_kind() -> None:
     np.testing.assert_array_equal(np.from_dlpack(x), Q)
     torch = pytest.importorskip("torch")
     tensor = torch.zeros(Q.shape)
-    with pytest.raises(TypeError, match=r"tileattn\.torch takes tensors"):
+    with pytest.raises(TypeError, match=r"tileattn\.torch\.attention takes tensors"):
         tileattn.forward(tensor, tensor, tensor)
+    with pytest.raises(TypeError, match=r"x\.numpy\(force=True\) makes an array"):
+        tileattn.rope(tensor, tensor, tensor)

@@ -27,8 +27,9 @@ from tileattn.expressions.state import state_of
 
 TABLE = np.zeros(8)
 FLOATS = (np.zeros(8), np.zeros((3, 4)))
-OUTSIDE = "arrays are passed as aux=(array, ...) and indexed inside"
+INSIDE = "pass arrays as aux=(array, ...) and index them inside the function"
 IF = "use numpy.where(condition, x, y) in place of if"
+INTEGER = "uses a traced value as a plain integer"
 NUMBER = "use numpy's functions in place of math's"
 
 
@@ -56,8 +57,15 @@ def refused(function: Any, message: str, aux: Any = (), name: str = "score_mod")
             lambda s, b, h, i, j: s + TABLE[h],
             "indexes `TABLE`, an array of dtype float64 that is no",
         ),
-        (lambda s, b, h, i, j: s + [1.0, 2.0][h], "indexes with a traced value something that is"),
-        (lambda s, b, h, i, j: s + sum(range(i)), "indexes with a traced value something that is"),
+        (
+            lambda s, b, h, i, j: s + [1.0, 2.0][h],
+            f"{INTEGER}, to index a list or to count; {INSIDE}",
+        ),
+        (lambda s, b, h, i, j: s + sum(range(i)), INTEGER),
+        (
+            lambda s, b, h, i, j: s + np.asarray(i),
+            f"turns a traced value into an array; {INSIDE}; ",
+        ),
         (lambda s, b, h, i, j: np.sinh(s), "calls sinh; functions must be among absolute, add,"),
         (lambda s, b, h, i, j: np.add.reduce(s), "calls add.reduce; functions must be among"),
         (lambda s, b, h, i, j: np.sum(s), "calls sum; functions must be among"),

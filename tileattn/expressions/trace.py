@@ -79,14 +79,14 @@ class Traced(ArrayFunctions, NDArrayOperatorsMixin):
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise self.refused(
-            "gives a traced value to an array, or to a function of arrays; arrays are passed as "
-            f"aux=(array, ...) and indexed inside. {ACCEPTED}"
+            "turns a traced value into an array; pass arrays as aux=(array, ...) and index them "
+            f"inside the function; {ACCEPTED}"
         )
 
     def __index__(self) -> int:
         raise self.refused(
-            "indexes with a traced value something that is no parameter, or counts up to it; "
-            "arrays are passed as aux=(array, ...) and indexed inside"
+            "uses a traced value as a plain integer, to index a list or to count; pass arrays as "
+            "aux=(array, ...) and index them inside the function"
         )
 
     def __float__(self, *_: Any) -> NoReturn:

@@ -109,7 +109,7 @@ class LlvmBackend(PreparingBackend):
             "paged": P.page is not None,
         }
         rows = P.group * batch.Nq
-        choice = f"decode kernel: only {rows} query rows per KV head"
+        choice = f"decode kernel: only {rows} query row{'s' * (rows > 1)} per KV head"
         if kernel != "decode":
             choice = f"forward kernel: {rows} query rows per KV head fill vector lanes"
         return Explanation(
