@@ -16,7 +16,14 @@ jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402 - JAX may be absent
 
-from tileattn.jax import attention, cuda, ring_attention  # noqa: E402 - as above
+from tileattn.jax import (  # noqa: E402 - as above
+    attention,
+    callbacks,
+    cuda,
+    host_call,
+    numbers,
+    ring_attention,
+)
 
 
 @functools.cache
@@ -174,6 +181,30 @@ def test_new_seeds_are_not_compiled_again() -> None:
         expected = attention(q, k, v, dropout_p=0.3, seed=seed)
         assert np.array_equal(compiled(jnp.array(seed)), expected)
     assert len(traced) == 1
+
+
+def test_new_numbers_are_not_read_from_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA passes their array on, whose address the host knows; it need not wait."""
+    known = []
+
+    def spied(array: Any) -> bytes:
+        known.append(array.data.ptr in numbers._copied_to)
+        return numbers.bytes_of(array)
+
+    monkeypatch.setattr(callbacks, "bytes_of", spied)
+    q, k, v, _ = sent(normal(SIZES, HALF))
+    programs = set()
+    for slope in (0.5, 0.25, -3.0):
+
+        def sloped(s: Any, _b: Any, _h: Any, i: Any, j: Any, slope: float = slope) -> Any:
+            return s - slope * abs(i - j)
+
+        options: dict[str, Any] = {"score_mod": sloped}
+        dq = jax.grad(lambda q, options=options: attention(q, k, v, **options).sum())(q)
+        check_dq_of_sum(dq, q, k, v, **options)
+        programs.add(host_call._compiled.cache_info().misses)
+    assert known == [True] * 6
+    assert len(programs) == 1
 
 
 def test_vmap_makes_a_call_for_each_element() -> None:
