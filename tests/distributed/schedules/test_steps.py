@@ -12,7 +12,7 @@ import pytest
 import tileattn.distributed as dist
 from tests.distributed.in_groups import in_groups
 from tests.distributed.threads import PATIENCE, Rank, on_ranks
-from tests.distributed.whole_sequence import comparison, layouts, results
+from tests.distributed.whole_sequence import check_once, layouts
 from tileattn.distributed import Layout
 from tileattn.testing import AttentionCase
 
@@ -91,20 +91,31 @@ def streamed(ranks: int, run: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("budget", [0.0, 1.5, 100.0])
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@pytest.mark.parametrize(
-    "options", [{}, {"causal": True}, {"window": (9, 3)}, {"kv_lengths": [30, 7]}], ids=str
-)
-def test_no_step_waits_for_another(schedule: Any, options: dict[str, Any], budget: float) -> None:
+LAYOUTS = {
+    "zigzag": Layout.zigzag(37, 4),
+    "ranges anywhere": layouts(np.random.default_rng(7), 37, 4),
+    "two ranks without tokens": Layout.contiguous([0, 20, 0, 17]),
+}
+# Schedules, options and head groups with each other, and a layout with each of them.
+STEPS = [
+    pytest.param(schedule, options, budget, name, id=f"{schedule}-{options}-{budget}-{name}")
+    for n, schedule in enumerate(SCHEDULES)
+    for m, options in enumerate([{}, {"causal": True}, {"window": (9, 3)}, {"kv_lengths": [30, 7]}])
+    for o, budget in enumerate([0.0, 1.5, 100.0])
+    for name in [[*LAYOUTS][(n + m + o) % 3]]
+]
+
+
+@pytest.mark.parametrize(("schedule", "options", "budget", "layout"), STEPS)
+def test_no_step_waits_for_another(
+    schedule: Any, options: dict[str, Any], budget: float, layout: str
+) -> None:
     rng = np.random.default_rng(5)
     q, dout = rng.standard_normal((2, 2, 8, 37, 6), np.float32)
     k, v = rng.standard_normal((2, 2, 4, 37, 6), np.float32)
     case = AttentionCase(q, k, v, dout, None, options)
-    compare = comparison(case)
-    for layout in (Layout.zigzag(37, 4), layouts(rng, 37, 4), Layout.contiguous([0, 20, 0, 17])):
-        with in_groups(budget):
-            compare(*results(case, layout, layout, on=streamed, schedule=schedule))
+    with in_groups(budget):
+        check_once(case, LAYOUTS[layout], LAYOUTS[layout], on=streamed, schedule=schedule)
 
 
 def test_ranges_that_touch_are_one_segment() -> None:
