@@ -144,7 +144,7 @@ def test_what_cannot_be_captured_says_how() -> None:
         ids = IDS
 
     q, k, v, _ = normal(SIZES, np.float64)
-    with pytest.raises(TypeError, match=r"arrays are passed as aux=\(array, ...\) and indexed"):
+    with pytest.raises(TypeError, match=r"pass arrays as aux=\(array, ...\) and index them inside"):
         tileattn.forward(q, k, v, mask_mod=lambda b, h, i, j: Holder.ids[i] == Holder.ids[j])
     message = r"^mask_mod indexes `IDS`, an array of dtype int64 .* pass aux=\(IDS,\) and add the"
     with pytest.raises(TypeError, match=message):
