@@ -90,8 +90,8 @@ def test_numbers_of_any_size_give_the_bits_of_a_first_call(
     backend: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One query and many, one key and several splits; most calls need no validation."""
-    if registry.get(backend).unavailable():
-        pytest.skip(f"{backend} is not available")
+    if reason := registry.get(backend).unavailable():
+        pytest.skip(f"{backend}: {reason}")
     rng, steps = Random(kind), []
     for _ in range(12):
         B, Hkv = (rng.choice((1, 2, 3)), rng.choice((1, 2))) if kind != "packed" else (1, 1)

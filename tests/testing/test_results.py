@@ -1,4 +1,4 @@
-"""What may be compared: plain arrays and tuples, and tensors, as well as results of the library."""
+"""`assert_attention_close` takes plain arrays, tuples and tensors, and results of the library."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a release checks, fills in and lists."""
+"""`tools/release.py` and `tools/sbom.py`: checks, placeholders, and the bill of materials."""
 
 import re
 import tomllib

@@ -30,6 +30,18 @@ def biased(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return s + h * (i - j) + b
 
 
+def within(width: int) -> Any:
+    return lambda _b, _h, i, j: i - j < width
+
+
+def scaled(by: float) -> Any:
+    return lambda s, _b, _h, _i, _j: s * by
+
+
+def documents(of_token: Any) -> Any:
+    return lambda _b, _h, _i, j: of_token[j] == 0
+
+
 def lengths(rng: Random, n: dict[str, int]) -> list[int]:
     return [rng.randrange(n["Nk"] + 1) for _ in range(n["B"])]
 
@@ -65,6 +77,14 @@ KINDS: dict[str, Options] = {
         "sinks": gpu.array((n["Hq"],)),
     },
     "mask_mod": lambda _rng, _gpu, _n: {"mask_mod": near},
+    "captured numbers": lambda rng, _gpu, n: {
+        "mask_mod": within(rng.randrange(1, 90)),
+        "score_mod": scaled(rng.random()),
+        "kv_lengths": lengths(rng, n),
+    },
+    "captured array": lambda rng, gpu, n: {
+        "mask_mod": documents(gpu.array((n["Nk"] + rng.randrange(9),), np.int32)),
+    },
     "packed": lambda rng, _gpu, n: {
         "cu_seqlens_q": offsets(rng, n["Nq"], 5),
         "cu_seqlens_k": offsets(rng, n["Nk"], 5),

@@ -165,7 +165,7 @@ class Numbers:
 
     @staticmethod
     def others(scalars: Scalars, places: Mapping[str, Any]) -> list[Any]:
-        """List the numbers that follow those of the arrays; ``places`` are as from `places`."""
+        """List the scalars, then the numbers of the lengths and offsets that `places` returns."""
         found = [x for x in _listed(scalars) if x is not None]
         for known in places.values():
             found += [x for x in known[:-1] if x is not None]

@@ -280,17 +280,9 @@ class Program:
         except IndexError:
             self._kernels.load(self._launches, len(values))
             block = self._kernels.block(self._nbytes, self._launches, len(values))
-        template, zeros = (
-            _NULL + self._pack(*numbers[cells]),
-            (at + first_zero, nbytes - first_zero),
-        )
-        block.fill(
-            template,
-            numbers[grids],
-            zip(slots, pointers, strict=True),
-            numbers[maps],
-            zeros,
-            values,
-        )
+        template = _NULL + self._pack(*numbers[cells])
+        addressed = zip(slots, pointers, strict=True)
+        zeros = at + first_zero, nbytes - first_zero
+        block.fill(template, numbers[grids], addressed, numbers[maps], zeros, values)
         block.launch(memory.stream().ptr)
         spare.append(block)
