@@ -42,7 +42,8 @@ from benchmarks.configurations import (
     option_cases,
     sparse_cases,
 )
-from benchmarks.implementations import Implementation, Naive, Sdpa, Tileattn
+from benchmarks.implementations import Implementation, Naive, Peer, Tileattn
+from benchmarks.libraries import Sdpa
 from benchmarks.report import Row
 from tileattn.backends import threads
 
@@ -109,7 +110,7 @@ def find() -> tuple[dict[str, Implementation], dict[str, str]]:
         name: Tileattn(name, reuse=False, backend=name) for name in OURS if name not in missing
     }
     try:
-        found["torch"] = Sdpa()
+        found["torch"] = Peer("torch", Sdpa("SDPA"))
         sys.modules["torch"].set_num_threads(threads.worker_count())
     except ImportError:
         missing["torch"] = "it is not installed: pip install torch"

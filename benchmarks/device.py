@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 import tileattn
+from benchmarks import peers
 from benchmarks.configurations import DTYPES, Call, Configuration, Inputs, Shapes, draw
-from benchmarks.implementations import Implementation, arrays
+from benchmarks.implementations import Implementation
+from benchmarks.tensors import arrays
 
 # Two right answers of 16-bit types differ by the rounding of P, of dS and of the result.
 AGREEMENT = {"bf16": 2e-2, "fp16": 3e-3, "f32": 1e-5, "f64": 1e-12}
@@ -156,7 +158,7 @@ class Gpu:
             "numpy": np.__version__,
             "cupy": self.xp.__version__,
             "torch": None if torch is None else torch.__version__,
-            "cudnn": None if torch is None else torch.backends.cudnn.version(),
+            "peers": peers.versions(),
         }
 
 

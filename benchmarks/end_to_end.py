@@ -20,12 +20,11 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import libraries, report
+from benchmarks import peers, report
 from benchmarks.clock import Queue, Times, deal
 from benchmarks.configurations import Call
 from benchmarks.cpu import rounded
@@ -79,12 +78,12 @@ class Turns:
     def row(self, unit: float = 1e3) -> Row:
         """Return milliseconds, divided by the calls that one measured call consists of."""
         ms = {name: times.figures()["us"] / unit for name, times in self.new.items()}
-        peers = [x for name, x in ms.items() if name not in self.again]
+        others = [x for name, x in ms.items() if name not in self.again]
         again = {name: times.figures()["us"] / unit for name, times in self.again.items()}
         return {
             "ms": ms,
             "repeated_ms": again,
-            "over_peers": {name: min(peers) / ms[name] for name in again} if peers else {},
+            "over_peers": {name: min(others) / ms[name] for name in again} if others else {},
             "failed": self.failed,
         }
 
@@ -301,13 +300,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--only", type=names, default=list(SECTIONS), help=",".join(SECTIONS))
     add("--gpu", action="store_true", help="time on a GPU")
     add("--quick", action="store_true", help="fewer steps, tokens and rounds")
-    peers = partial(report.names, PEERS)
-    add("--peers", type=peers, default=list(PEERS), help=",".join(PEERS))
-    add("--site", type=Path, help="folder of packages: FlashAttention-4, and fa3/_C.so")
+    peers.add_options(parser, PEERS)
     add("--name", help="stem of the file (end_to_end_cpu or end_to_end_gpu)")
     arguments: argparse.Namespace = report.parsed(parser, argv)
-    if arguments.site is not None:
-        libraries.add_folder(arguments.site)
     machine: Callable[[], Row]
     if arguments.gpu:
         device, machine = "cuda", Gpu.required().machine
@@ -316,12 +311,12 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(threads.worker_count())
         device, queue = "cpu", Queue.of()
         machine = lambda: report.host() | {"torch": torch.__version__}  # noqa: E731 - like the other
-    found, missing = libraries.find(
-        name for name in arguments.peers if arguments.gpu or name in libraries.ON_CPU
+    found, missing = peers.find(
+        name for name in arguments.peers if arguments.gpu or name in peers.ON_CPU
     )
     report.show_missing(missing)
     limits = (2, 5, 32) if arguments.quick else (3, 15, 256)
-    every = [DropIn("tileattn"), *(x for x in found if isinstance(x, Torch))]
+    every = [DropIn("tileattn"), *(x for x in found.values() if isinstance(x, Torch))]
     bench = Bench(device, every, queue, *limits, GPT[device], LLAMA[device])
     made = (row for section in arguments.only for row in SECTIONS[section](bench))
     stem = arguments.name or f"end_to_end_{'gpu' if arguments.gpu else 'cpu'}"

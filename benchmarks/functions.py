@@ -12,23 +12,24 @@ block masks are computed before the clock starts. The file is gpu_functions.json
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import tileattn
 from benchmarks import report
+from benchmarks.comparison import figures, time_in_turns
 from benchmarks.configurations import DTYPES
 from benchmarks.device import AGREEMENT, Gpu, difference
-from benchmarks.implementations import arrays, to_torch
 from benchmarks.report import Row, one_line
+from benchmarks.tensors import arrays, to_torch
 from examples import score_functions as gallery
 
 B, H, N = 4, 16, 4096
 HEAD_DIMS = (128, 64)
 DOCUMENT = 700  # tokens
 NAMES = ("q", "k", "v")
+KINDS = ("forward", "backward", "backward, all gradients")
 
 Function = Callable[..., Any]
 
@@ -120,8 +121,8 @@ def cases() -> dict[str, Case]:
     }
 
 
-def compared(name: str, case: Case | None, D: int, device: Gpu) -> Row:
-    """Time both passes of tileattn and FlexAttention; record failures."""
+def compared(name: str, case: Case | None, D: int, device: Gpu) -> Iterator[Row]:
+    """Time each pass of tileattn and FlexAttention in turns; record failures."""
     xp, dtype = device.xp, DTYPES["bf16"]
     draw = xp.random.default_rng(1).standard_normal
     q, k, v, dout = (draw((B, H, N, D), dtype=np.float32).astype(dtype) for _ in range(4))
@@ -133,30 +134,29 @@ def compared(name: str, case: Case | None, D: int, device: Gpu) -> Row:
     def backward(wrt: tuple[str, ...] = NAMES) -> Any:
         return tileattn.backward(dout, q, k, v, *attention, wrt=wrt, **options)
 
-    calls = [lambda: tileattn.forward(q, k, v, **options), backward]
-    if case is not None and case.learned:
-        calls.append(lambda: backward((*NAMES, "aux")))
-    count = len(calls)
-    row: Row = {"function": name, "dtype": "bf16", "B": B, "H": H, "N": N, "D": D}
-    failed = None
+    learned = () if case is None else case.learned
+    ours: list[Callable[[], Any]] = [lambda: tileattn.forward(q, k, v, **options), backward]
+    ours += [partial(backward, (*NAMES, "aux"))] if learned else []
+    flex: list[Callable[[], Any]] = []
+    failed, mismatch = {}, {}
     if case is not None:
+        grads = ours[-1]()
+        expected = [attention.out, *grads[:3], *(grads.daux[n] for n in learned)]
         try:
-            grads = backward((*NAMES, "aux")) if case.learned else backward()
-            learned = [grads.daux[n] for n in case.learned]
-            expected = (attention.out, *grads[:3], *learned)
             flex = flex_calls(case, (q, k, v, dout))
             found = [x for call in (flex[0], flex[-1]) for x in arrays(call(), xp)]
-            distance = difference(found, list(expected), xp)
-            if not distance <= AGREEMENT["bf16"]:
-                raise RuntimeError(f"FlexAttention's results differ by {distance:.1e}")
-            calls += flex
+            distance = difference(found, expected, xp)
         except Exception as error:
-            failed = one_line(error)
-    times = [1e3 * median(x) for x in device.time_each(calls)]
-    row |= {"tileattn_ms": times[:count], "flex_ms": times[count:] or None, "failed": failed}
-    if len(times) > count:
-        row["speedup"] = [theirs / own for own, theirs in zip(times, times[count:], strict=False)]
-    return row
+            failed["flex"] = one_line(error)
+            flex = []
+        else:
+            if not distance <= AGREEMENT["bf16"]:
+                mismatch["flex"] = f"{distance:.1e}"
+    for n, kind in enumerate(KINDS[: len(ours)]):
+        calls = {"tileattn": ours[n]} | ({"flex": flex[n]} if flex else {})
+        times = time_in_turns(calls, device, failed)
+        row = {"pass": kind, "function": name, "dtype": "bf16", "B": B, "H": H, "N": N, "D": D}
+        yield row | figures(times, ["tileattn"], mismatch) | {"failed": dict(failed)}
 
 
 def flex_calls(case: Case, given: tuple[Any, ...]) -> list[Callable[[], Any]]:
@@ -190,13 +190,12 @@ def rows(names: list[str], head_dims: list[int], device: Gpu) -> Iterator[Row]:
     """Measure all functions at all head dimensions, after the call without one."""
     every: dict[str, Case | None] = {"plain": None, **cases()}
     for D in head_dims:
-        plain: list[float] = []
+        plain: dict[str, float] = {}
         for name in ("plain", *names):
-            row = compared(name, every[name], D, device)
-            plain = plain or row["tileattn_ms"]
-            row["of_plain"] = [x / y for x, y in zip(plain, row["tileattn_ms"], strict=False)]
+            for row in compared(name, every[name], D, device):
+                us = row["us"]["tileattn"]
+                yield row | {"of_plain": plain.setdefault(row["pass"], us) / us}
             device.release()
-            yield row
 
 
 def main(argv: list[str] | None = None) -> None:

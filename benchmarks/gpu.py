@@ -1,4 +1,4 @@
-"""Speed on the GPU, with PyTorch, FlashAttention-4 and naive CuPy as baselines, in one run.
+"""Speed on the GPU, with PyTorch, FlashAttention-3 and 4 and naive CuPy as baselines, in one run.
 
     python -m tileattn bench gpu                     the grid: every size, dtype, pass, baseline
     python -m tileattn bench gpu --shapes            GQA, D = 192 with Dv = 128, windows
@@ -6,7 +6,7 @@
     python -m tileattn bench gpu --host              CPU launch overhead of a warm call
     python -m tileattn bench gpu --ceilings          matmuls and device copies
     python -m tileattn bench gpu --grid --dtype bf16 --head-dim 128 --length 2048,8192
-                                 --no-causal --pass forward --baselines flash,cudnn
+                                 --no-causal --pass forward --peers flash,cudnn
 
 The files are gpu.json, gpu_shapes.json, gpu_sparse.json, gpu_host.json and gpu_ceilings.json.
 
@@ -21,10 +21,11 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import geometric_mean, median, quantiles
+from statistics import geometric_mean, median
 from typing import Any
 
-from benchmarks import report
+from benchmarks import peers, report
+from benchmarks.comparison import spread, time_in_turns
 from benchmarks.configurations import (
     DTYPES,
     HEAD_DIMS,
@@ -40,13 +41,14 @@ from benchmarks.configurations import (
     sparse_cases,
 )
 from benchmarks.device import AGREEMENT, Gpu, difference, in_turns, measure, prepare
-from benchmarks.implementations import BASELINES, Implementation, Tileattn, arrays, find
+from benchmarks.implementations import BASELINES, Implementation, Tileattn, find
 from benchmarks.report import Row, one_line
+from benchmarks.tensors import arrays
 
 SECTIONS = ("grid", "shapes", "sparse", "host", "ceilings")
 COMPARISONS = ("grid", "shapes")  # sections with baselines
 OURS = ("tileattn", "deterministic")
-RIVALS = ("cudnn", "fa4")  # the baselines whose kernels are made for this GPU
+RIVALS = ("cudnn", "fa3", "fa4")  # the baselines whose kernels are made for this GPU
 
 
 def compare(
@@ -89,29 +91,6 @@ def compare(
         "mismatch": mismatch,
         "failed": failed,
     }
-
-
-def time_in_turns(
-    calls: dict[str, Call], device: Gpu, failed: dict[str, str]
-) -> dict[str, list[float]]:
-    """Return the seconds of each repeat; time each call separately if they fail together."""
-    try:
-        return dict(zip(calls, device.time_each([*calls.values()]), strict=True)) if calls else {}
-    except Exception as error:
-        device.release()
-        if len(calls) == 1:
-            failed |= dict.fromkeys(calls, one_line(error))
-            return {}
-    times: dict[str, list[float]] = {}
-    for name, call in calls.items():
-        times |= time_in_turns({name: call}, device, failed)
-    return times
-
-
-def spread(seconds: list[float]) -> float:
-    """Return the distance of the quartiles over the median."""
-    low, middle, high = quantiles(seconds, n=4, method="inclusive")
-    return (high - low) / middle
 
 
 def best(row: Row) -> float | None:
@@ -266,9 +245,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--length", type=_numbers, help=",".join(map(str, LENGTHS)))
     add("--causal", action=argparse.BooleanOptionalAction, help="only with, or without (both)")
     add("--pass", dest="passes", type=partial(report.names, PASSES), default=list(PASSES))
-    # --peers is what the commands of recorded results say.
-    names = partial(report.names, BASELINES)
-    add("--baselines", "--peers", dest="baselines", type=names, default=list(BASELINES))
+    peers.add_options(parser, BASELINES)
     add("--name", default="gpu", help="stem of the files (gpu)")
     return report.parsed(parser, argv)
 
@@ -277,7 +254,7 @@ def main(argv: list[str] | None = None, device: Gpu | None = None) -> None:
     """Run the sections; an interrupted run writes its rows, too."""
     arguments = parse(argv)
     device = device or Gpu.required()
-    baselines, missing = find(arguments.baselines, device.xp)
+    baselines, missing = find(arguments.peers, device.xp)
     report.show_missing(missing)
     machine = device.machine()
     print(report.line(machine))

@@ -8,15 +8,16 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import tileattn
+from benchmarks import peers
 from benchmarks.configurations import DTYPES, PASSES, Call, Configuration, Inputs, Mask
-from benchmarks.report import one_line
+from benchmarks.libraries import Library, Step, compiled_flex
+from benchmarks.tensors import to_torch
 from tileattn.call.block_mask import EMPTY, PARTIAL, BlockMask
 
 HALF = ("bf16", "fp16")
@@ -143,24 +144,17 @@ class Torch(Implementation):
     @abstractmethod
     def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any: ...
 
-    def _tensor(self, x: Any) -> Any:
-        return to_torch(x)
-
-    def _array(self, tensor: Any) -> Any:
-        return tensor
-
     def forward(self, x: Inputs, mask: Mask) -> Call:
         """Prepare the call on shared memory."""
-        q, k, v = map(self._tensor, x[:3])
-        return lambda: self._array(self._attend(q, k, v, mask))
+        q, k, v = map(to_torch, x[:3])
+        return partial(self._attend, q, k, v, mask)
 
     def backward(self, x: Inputs, mask: Mask) -> Call:
         """Run the forward pass and prepare the gradients of its output."""
-        q, k, v, dout = map(self._tensor, x)
+        q, k, v, dout = map(to_torch, x)
         leaves = [leaf.requires_grad_() for leaf in (q, k, v)]
         out = self._attend(q, k, v, mask)
-        gradients = partial(self._torch.autograd.grad, out, leaves, dout, retain_graph=True)
-        return lambda: tuple(map(self._array, gradients()))
+        return partial(self._torch.autograd.grad, out, leaves, dout, retain_graph=True)
 
 
 class NaiveTorch(Torch):
@@ -173,57 +167,6 @@ class NaiveTorch(Torch):
             raise NotImplementedError("naive attention in PyTorch takes no mask and no groups")
         scores = self._torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
         return self._torch.matmul(self._torch.softmax(scores, -1), v)
-
-
-class Sdpa(Torch):
-    """PyTorch's ``scaled_dot_product_attention``, restricted to one backend where it is named."""
-
-    def __init__(
-        self,
-        name: str = "torch",
-        member: str | None = None,
-        dtypes: tuple[str, ...] = tuple(DTYPES),
-        quadratic: bool = False,
-    ) -> None:
-        super().__init__()
-        self.name, self.dtypes, self.quadratic = name, dtypes, quadratic
-        self._choice = importlib.import_module("torch.nn.attention")
-        self._backends = [getattr(self._choice.SDPBackend, member)] if member else []
-
-    def context(self) -> AbstractContextManager[Any]:
-        """Restrict PyTorch to the backend; it raises where that does not support a call."""
-        if not self._backends:
-            return nullcontext()
-        restricted: AbstractContextManager[Any] = self._choice.sdpa_kernel(self._backends)
-        return restricted
-
-    def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any:
-        if mask.window is not None:
-            raise NotImplementedError("scaled_dot_product_attention has no window")
-        attend = self._torch.nn.functional.scaled_dot_product_attention
-        grouped = q.shape[1] != k.shape[1]
-        return attend(q, k, v, is_causal=mask.causal, enable_gqa=grouped)
-
-
-class FlashAttention4(Torch):
-    """FlashAttention-4's kernels, which take (B, N, H, D) and so get contiguous copies of that."""
-
-    name, dtypes = "fa4", HALF
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._function = importlib.import_module("flash_attn.cute").flash_attn_func
-
-    def _tensor(self, x: Any) -> Any:
-        return to_torch(x).transpose(1, 2).contiguous()
-
-    def _array(self, tensor: Any) -> Any:
-        return tensor.transpose(1, 2)
-
-    def _attend(self, q: Any, k: Any, v: Any, mask: Mask) -> Any:
-        window = mask.window or (None, None)
-        out = self._function(q, k, v, causal=mask.causal, window_size=window)
-        return out[0] if isinstance(out, tuple) else out
 
 
 class Flex(Torch):
@@ -255,57 +198,43 @@ class Flex(Torch):
         return compiled_flex()(q, k, v, block_mask=self._made)
 
 
-@cache
-def compiled_flex() -> Any:
-    """Compile the function once for all masks: uncompiled, it ignores the blocks."""
-    function = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
-    return importlib.import_module("torch").compile(function)
+class Peer(Implementation):
+    """A library; its arrays may have tokens before heads, and so be copies."""
+
+    def __init__(
+        self,
+        name: str,
+        library: Library,
+        dtypes: tuple[str, ...] = tuple(DTYPES),
+        quadratic: bool = False,
+    ) -> None:
+        self.name, self._library, self.dtypes, self.quadratic = name, library, dtypes, quadratic
+
+    def context(self) -> AbstractContextManager[Any]:
+        return self._library.context()
+
+    def forward(self, x: Inputs, mask: Mask) -> Call:
+        return self._passes(x[:3], mask)[0]
+
+    def backward(self, x: Inputs, mask: Mask) -> Call:
+        return self._passes(tuple(x), mask)[1]
+
+    def _passes(self, rows: tuple[Any, ...], mask: Mask) -> list[Call]:
+        calls = self._library.passes(self._library.laid_out(Step(rows, mask.options())))
+        if not calls:
+            raise NotImplementedError(f"{self.name} has no window")
+        return [partial(self._library.heads_first, call) for call in calls]
 
 
-_SDPA = {
-    "flash": ("FLASH_ATTENTION", HALF, False),
-    "cudnn": ("CUDNN_ATTENTION", HALF, False),
-    "efficient": ("EFFICIENT_ATTENTION", (*HALF, "f32"), False),
-    "math": ("MATH", tuple(DTYPES), True),
-}
-
-BASELINES = (*_SDPA, "fa4", "cupy")
-
-
-def _make(name: str, xp: Any) -> Implementation:
-    if name == "cupy":
-        return Naive(xp)
-    return FlashAttention4() if name == "fa4" else Sdpa(name, *_SDPA[name])
+_DTYPES = {"efficient": (*HALF, "f32"), "math": tuple(DTYPES)}  # others have 16 bits only
+BASELINES = ("flash", "cudnn", "efficient", "math", "fa3", "fa4", "cupy")
 
 
 def find(names: Iterable[str], xp: Any) -> tuple[list[Implementation], dict[str, str]]:
     """Return the baselines that can be imported, and why each of the others cannot."""
-    found, missing = [], {}
-    for name in names:
-        try:
-            found.append(_make(name, xp))
-        # A package that does not fit the others installed may fail with anything.
-        except Exception as error:
-            missing[name] = one_line(error)
-    return found, missing
-
-
-def to_torch(x: Any) -> Any:
-    """Share an array with PyTorch; bfloat16, which DLPack may not carry, goes as int16."""
-    torch = importlib.import_module("torch")
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_dlpack(x)
-
-
-def arrays(result: Any, xp: Any) -> list[Any]:
-    """Share what a call returned, one array or tensor or a tuple of them, with the library."""
-    given = result if isinstance(result, tuple) else (result,)
-    return [x if isinstance(x, xp.ndarray) else _from_torch(x.detach(), xp) for x in given]
-
-
-def _from_torch(tensor: Any, xp: Any) -> Any:
-    torch = importlib.import_module("torch")
-    if tensor.dtype == torch.bfloat16:
-        return xp.from_dlpack(tensor.view(torch.int16)).view(ml_dtypes.bfloat16)
-    return xp.from_dlpack(tensor)
+    libraries, missing = peers.find(name for name in names if name != "cupy")
+    found: list[Implementation] = [
+        Peer(name, library, _DTYPES.get(name, HALF), quadratic=name == "math")
+        for name, library in libraries.items()
+    ]
+    return [*found, *([Naive(xp)] if "cupy" in names else [])], missing

@@ -1,24 +1,18 @@
-"""Attention libraries in a loop: each prepares a call for a step, with arguments made beforehand.
+"""Attention libraries: each prepares the calls of a step, whose arguments are made beforehand.
 
 A `Step` holds the arguments of one call. Arrays are shared with PyTorch through DLPack.
 """
 
-import ctypes
 import importlib
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
-
-import numpy as np
 
 import tileattn
 from benchmarks.configurations import Call
-from benchmarks.implementations import arrays, compiled_flex, to_torch
-from benchmarks.report import one_line
+from benchmarks.tensors import arrays, to_torch
 
 NAMES = ("q", "k", "v")
 
@@ -30,10 +24,20 @@ class Step(NamedTuple):
     options: dict[str, Any]  # of tileattn
     number: float = 0.0  # captured by the function in options: a temperature, or a window
     longest: int = 0  # tokens of the longest packed sequence
+    learned: tuple[str, ...] = ()  # options whose gradients are wanted, too
 
     def without(self, *allowed: str) -> set[str]:
         """Return the options that are not among these."""
         return set(self.options) - set(allowed)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Return the number of queries and of keys."""
+        return self.rows[0].shape[-2], self.rows[1].shape[-2]
+
+    @property
+    def is_grouped(self) -> bool:
+        return bool(self.rows[0].shape[-3] != self.rows[1].shape[-3])
 
 
 class Library(ABC):
@@ -50,14 +54,32 @@ class Library(ABC):
 
     @abstractmethod
     def prepare(self, step: Step) -> Call | None:
-        """Return the call of a step, or None if the library lacks one of its options."""
+        """Return one call of all passes of a step, or None if the library lacks an option."""
+
+    @abstractmethod
+    def passes(self, step: Step) -> list[Call]:
+        """Return a call of each pass; none if the library lacks an option."""
 
     def result(self, step: Step, xp: Any) -> list[Any]:
         """Run a step; return its output, or its gradients, as arrays with heads before tokens."""
         call = self.prepare(step)
         with self.context():
-            found = arrays(call(), xp) if call else []
-        return [x.swapaxes(-3, -2) for x in found] if self.tokens_first else found
+            return arrays(self.heads_first(call), xp) if call else []
+
+    def laid_out(self, step: Step) -> Step:
+        """Return a step whose memory has the order of the library's arrays."""
+        if not self.tokens_first:
+            return step
+        return step._replace(rows=tuple(map(tokens_first, step.rows)))
+
+    def heads_first(self, call: Call) -> Any:
+        """Call; return an array or tensor, or a tuple of them, with heads before tokens."""
+        found = call()
+        if not self.tokens_first:
+            return found
+        if isinstance(found, tuple):
+            return tuple(x.swapaxes(-3, -2) for x in found)
+        return found.swapaxes(-3, -2)
 
 
 class Arrays(Library):
@@ -70,47 +92,81 @@ class Arrays(Library):
         self._backend = backend
 
     def prepare(self, step: Step) -> Call:
+        forward, backward = self._calls(step)
+        return (lambda: backward(*forward())) if len(step.rows) == 4 else lambda: forward()[0]
+
+    def passes(self, step: Step) -> list[Call]:
+        forward, backward = self._calls(step)
+        calls: list[Call] = [lambda: forward()[0]]
+        return [*calls, partial(backward, *forward())] if len(step.rows) == 4 else calls
+
+    def _calls(self, step: Step) -> tuple[Call, Callable[..., Any]]:
         options = step.options | {"backend": self._backend}
         q, k, v, *upstream = step.rows
-        forward = partial(tileattn.forward, q, k, v, **options)
-        if not upstream:
-            return lambda: forward()[0]
-        (dout,) = upstream
+        wrt = (*NAMES, *step.learned)
 
-        def call() -> Any:
-            out, lse = forward()
-            return tuple(tileattn.backward(dout, q, k, v, out, lse, **options)[:3])
+        def backward(out: Any, lse: Any) -> Any:
+            found = tileattn.backward(upstream[0], q, k, v, out, lse, wrt=wrt, **options)
+            return tuple(getattr(found, f"d{name}") for name in wrt)
 
-        return call
+        return partial(tileattn.forward, q, k, v, **options), backward
 
 
 class Torch(Library):
     """A library that takes tensors of PyTorch."""
 
-    @cached_property
-    def torch(self) -> Any:
-        return importlib.import_module("torch")
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.torch: Any = importlib.import_module("torch")
 
     @abstractmethod
     def attend(self, step: Step) -> Callable[..., Any] | None:
-        """Return a function of q, k and v."""
+        """Return a function of q, k and v; arrays in the options are tensors."""
 
     def tensor(self, x: Any) -> Any:
         made = to_torch(x)
         return made.transpose(-3, -2) if self.tokens_first else made
 
     def prepare(self, step: Step) -> Call | None:
-        attend = self.attend(step)
-        if attend is None:
-            return None
-        leaves = [self.tensor(x) for x in step.rows]
-        if len(leaves) == 3:
-            return partial(attend, *leaves)
-        dout = leaves.pop()
-        for leaf in leaves:
-            leaf.requires_grad_()
+        attend, leaves, upstream = self._made(step)
+        if attend is None or not upstream:
+            return attend
         gradients = self.torch.autograd.grad
-        return lambda: gradients(attend(*leaves), leaves, dout)
+        return lambda: gradients(attend(), leaves, upstream)
+
+    def passes(self, step: Step) -> list[Call]:
+        """Prepare each pass: the forward pass of inference, the backward pass of one output."""
+        attend, leaves, upstream = self._made(step)
+        if attend is None:
+            return []
+        forward = self.torch.no_grad()(attend)
+        if not upstream:
+            return [forward]
+        gradients = partial(self.torch.autograd.grad, attend(), leaves, upstream)
+        return [forward, partial(gradients, retain_graph=True)]
+
+    def _made(self, step: Step) -> tuple[Call | None, list[Any], list[Any]]:
+        """Return the forward pass, and the tensors with gradients and the upstream gradient."""
+        given = {n: to_torch(x) if is_array(x) else x for n, x in step.options.items()}
+        attend = self.attend(step._replace(options=given))
+        if attend is None:
+            return None, [], []
+        leaves, upstream = ([*map(self.tensor, x)] for x in (step.rows[:3], step.rows[3:]))
+        call = partial(attend, *leaves)
+        leaves += [given[name] for name in step.learned]
+        for leaf in leaves if upstream else ():
+            leaf.requires_grad_()
+        return call, leaves, upstream
+
+
+def is_array(x: Any) -> bool:
+    return hasattr(x, "__dlpack__")
+
+
+def tokens_first(x: Any) -> Any:
+    """Copy (..., H, N, D) to memory of the order (..., N, H, D), unless it has that."""
+    swapped = x.swapaxes(-3, -2)
+    return (swapped if swapped.flags.c_contiguous else swapped.copy(order="C")).swapaxes(-3, -2)
 
 
 class TileattnTorch(Torch):
@@ -120,8 +176,7 @@ class TileattnTorch(Torch):
 
     def attend(self, step: Step) -> Callable[..., Any]:
         attention = importlib.import_module("tileattn.torch").attention
-        given = {n: to_torch(x) if hasattr(x, "shape") else x for n, x in step.options.items()}
-        return partial(attention, **given)
+        return partial(attention, **step.options)
 
 
 class Sdpa(Torch):
@@ -145,25 +200,35 @@ class Sdpa(Torch):
         return made
 
     def attend(self, step: Step) -> Callable[..., Any] | None:
-        given = step.options
-        if step.without("causal", "scale", "dropout_p", "seed", "kv_lengths", "cu_seqlens_q"):
+        masks = step.options.keys() & {"bias", "mask", "kv_lengths", "causal"}
+        known = {"scale", "dropout_p", "seed", "cu_seqlens_q", "causal", *masks}
+        if step.without(*known) or len(masks) > 1:
             return None
-        own = {"is_causal": given.get("causal", False), "scale": given.get("scale")}
-        own["dropout_p"] = given.get("dropout_p", 0.0)
-        if step.rows[0].shape[-3] != step.rows[1].shape[-3]:
-            own["enable_gqa"] = True
+        given = step.options
+        own = {"scale": given.get("scale"), "dropout_p": given.get("dropout_p", 0.0)}
+        own |= {"enable_gqa": True} if step.is_grouped else {}
+        dense = [given[name] for name in ("bias", "mask") if name in given]
+        own |= {"attn_mask": dense[0]} if dense else {}
+        own |= self._causal(step) if given.get("causal") else {}
         sdpa = partial(self.function, **own)
         if "kv_lengths" in given:
             return self._masked(sdpa, given["kv_lengths"])
         return self._one_by_one(sdpa, given["cu_seqlens_q"]) if step.longest else sdpa
 
+    def _causal(self, step: Step) -> dict[str, Any]:
+        """Give a mask where the lengths differ: PyTorch aligns its own at the top left."""
+        if len(set(step.lengths)) == 1:
+            return {"is_causal": True}
+        Nq, Nk = step.lengths
+        ones = self.torch.ones(Nq, Nk, dtype=self.torch.bool, device=to_torch(step.rows[0]).device)
+        return {"attn_mask": ones.tril(Nk - Nq)}
+
     def _masked(self, sdpa: Any, lengths: Any) -> Callable[..., Any]:
         """Make the mask in the call: the lengths are new."""
         torch = self.torch
-        given = to_torch(lengths) if hasattr(lengths, "shape") else lengths
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            known = torch.as_tensor(given, device=q.device)
+            known = torch.as_tensor(lengths, device=q.device)
             mask = torch.arange(k.shape[2], device=q.device) < known[:, None]
             return sdpa(q, k, v, attn_mask=mask[:, None, None])
 
@@ -171,9 +236,9 @@ class Sdpa(Torch):
 
     def _one_by_one(self, sdpa: Any, offsets: Any) -> Callable[..., Any] | None:
         """Call it for each packed sequence, which only small sequences on a CPU can afford."""
-        if not isinstance(offsets, np.ndarray):
+        if offsets.is_cuda:
             return None
-        sizes = np.diff(offsets).tolist()
+        sizes = offsets.diff().tolist()
 
         def attend(*rows: Any) -> Any:
             parts = zip(*(x.split(sizes, 1) for x in rows), strict=True)
@@ -204,109 +269,10 @@ class VarlenAttn(Torch):
         if not step.longest or step.without("cu_seqlens_q", "causal"):
             return None
         function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-        cu = to_torch(step.options["cu_seqlens_q"])
+        cu = step.options["cu_seqlens_q"]
         given = {"cu_seq_q": cu, "cu_seq_k": cu, "max_q": step.longest, "max_k": step.longest}
-        return partial(function, **given, window_size=(-1, 0))
-
-
-class Flash(Torch):
-    """A version of FlashAttention; its arrays are (B, N, H, D), or (T, H, D) if packed."""
-
-    tokens_first = True
-    has_dropout = False
-
-    def attend(self, step: Step) -> Callable[..., Any] | None:
-        given = step.options
-        known = {"causal", "scale", "kv_lengths", "cu_seqlens_q", "mask_mod"}
-        known |= {"dropout_p", "seed"} if self.has_dropout else set()
-        if step.without(*known):
-            return None
-        own: dict[str, Any] = {"causal": given.get("causal", False) or "mask_mod" in given}
-        own |= {"softmax_scale": given["scale"]} if "scale" in given else {}
-        own |= {"dropout_p": given["dropout_p"]} if "dropout_p" in given else {}
-        own |= {"window_size": (int(step.number) - 1, 0)} if "mask_mod" in given else {}
-        if "kv_lengths" in given:
-            return self._with_lengths(given["kv_lengths"], own)
-        if not step.longest:
-            return self.plain(own)
-        cu = to_torch(given["cu_seqlens_q"])
-        packs = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
-        return self.packed(
-            own | packs | dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), step.longest)
-        )
-
-    def _with_lengths(self, lengths: Any, own: dict[str, Any]) -> Callable[..., Any]:
-        """Copy a list of lengths to the GPU in the call: the lengths are new."""
-        if hasattr(lengths, "shape"):
-            return self.ragged(own)(to_torch(lengths))
-        make, ragged = self.torch.tensor, self.ragged(own)
-
-        def attend(*rows: Any) -> Any:
-            return ragged(make(lengths, dtype=self.torch.int32, device=rows[0].device))(*rows)
-
-        return attend
-
-    @abstractmethod
-    def plain(self, own: dict[str, Any]) -> Callable[..., Any]: ...
-
-    @abstractmethod
-    def packed(self, own: dict[str, Any]) -> Callable[..., Any]: ...
-
-    @abstractmethod
-    def ragged(self, own: dict[str, Any]) -> Callable[[Any], Callable[..., Any]]:
-        """Return a function of lengths that returns a function of q, k and v."""
-
-
-class FlashAttention4(Flash):
-    """FlashAttention-4, or FlashAttention-2 with the same arguments."""
-
-    def __init__(self, name: str = "FlashAttention-4", module: str = "flash_attn.cute") -> None:
-        super().__init__(name)
-        self._module = importlib.import_module(module)
-
-    def plain(self, own: dict[str, Any]) -> Callable[..., Any]:
-        return _first(partial(self._module.flash_attn_func, **own))
-
-    def packed(self, own: dict[str, Any]) -> Callable[..., Any]:
-        return _first(partial(self._module.flash_attn_varlen_func, **own))
-
-    def ragged(self, own: dict[str, Any]) -> Callable[[Any], Callable[..., Any]]:
-        function = self._module.flash_attn_varlen_func
-        return lambda lengths: _first(partial(function, seqused_k=lengths, **own))
-
-
-class FlashAttention2(FlashAttention4):
-    has_dropout = True
-
-    def __init__(self) -> None:
-        super().__init__("FlashAttention-2", "flash_attn")
-        self._module.flash_attn_func  # noqa: B018 - FlashAttention-4 has a package of this name
-
-    def ragged(self, own: dict[str, Any]) -> Callable[[Any], Callable[..., Any]]:
-        function = self._module.flash_attn_with_kvcache
-        return lambda lengths: partial(function, cache_seqlens=lengths, **own)
-
-
-class FlashAttention3(Flash):
-    """The operators of FlashAttention-3, with gradients."""
-
-    def __init__(self) -> None:
-        super().__init__("FlashAttention-3")
-        if not hasattr(self.torch.ops.flash_attn_3, "fwd"):
-            importlib.import_module("flash_attn_interface")
-        self._function = _differentiable(self.torch)
-
-    def plain(self, own: dict[str, Any]) -> Callable[..., Any]:
-        own = dict(own)
-        own["is_causal"] = own.pop("causal")
-        left, right = own.pop("window_size", (-1, -1))
-        own |= {"window_size_left": left, "window_size_right": right}
-        return lambda q, k, v: self._function(q, k, v, own)
-
-    packed = plain
-
-    def ragged(self, own: dict[str, Any]) -> Callable[[Any], Callable[..., Any]]:
-        return lambda lengths: self.plain(own | {"seqused_k": lengths})
+        window = (-1, 0 if step.options.get("causal") else -1)
+        return partial(function, **given, window_size=window)
 
 
 class Flex(Torch):
@@ -346,76 +312,8 @@ class Flex(Torch):
         return lambda b, h, i, j: (i >= j) & (i - j < number)
 
 
-def _first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the output of a function that may return the logsumexp, too."""
-
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        out = function(q, k, v)
-        return out[0] if isinstance(out, tuple) else out
-
-    return attend
-
-
-def _differentiable(torch: Any) -> Any:
-    """Return FlashAttention-3 as a function of autograd."""
-    library = torch.ops.flash_attn_3
-
-    class Function(torch.autograd.Function):  # type: ignore[misc,unused-ignore]  # it is untyped
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any, own: dict[str, Any]) -> Any:
-            out, lse, *_ = library.fwd(q, k, v, **own)
-            ctx.save_for_backward(q, k, v, out, lse)
-            ctx.own = own
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, dout: Any) -> Any:
-            saved = ctx.saved_tensors
-            into = {f"d{n}": torch.empty_like(x) for n, x in zip(NAMES, saved[:3], strict=True)}
-            library.bwd(dout, *saved, **into, **ctx.own)
-            return *into.values(), None
-
-    return Function.apply
-
-
-def add_folder(folder: Path) -> None:
-    """Find FlashAttention-4 among the packages in a folder, and FlashAttention-3 in fa3/_C.so."""
-    sys.path[:0] = [str(folder), str(folder / "nvidia_cutlass_dsl" / "dsl_packages")]
-    kernels = folder / "fa3" / "_C.so"
-    if kernels.exists():
-        for runtime in kernels.parent.glob("libcudart.so*"):
-            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-        importlib.import_module("torch").ops.load_library(str(kernels))
-
-
-PEERS: dict[str, Callable[[], Library]] = {
-    "sdpa": partial(Sdpa, "SDPA"),
-    "cudnn": partial(Sdpa, "SDPA, cuDNN", "CUDNN_ATTENTION"),
-    "flash": partial(Sdpa, "SDPA, flash", "FLASH_ATTENTION"),
-    "efficient": partial(Sdpa, "SDPA, efficient", "EFFICIENT_ATTENTION"),
-    "varlen": partial(VarlenAttn, "varlen_attn"),
-    "fa2": FlashAttention2,
-    "fa3": FlashAttention3,
-    "fa4": FlashAttention4,
-    "flex": partial(Flex, "FlexAttention"),
-}
-ON_CPU = ("sdpa",)
-
-
-def find(names: Iterable[str]) -> tuple[list[Library], dict[str, str]]:
-    """Return the libraries that can be imported, and why each of the others cannot."""
-    found, missing = [], {}
-    for name in names:
-        try:
-            found.append(PEERS[name]())
-        # A package that does not fit the others installed may fail with anything.
-        except Exception as error:
-            missing[name] = one_line(error)
-    return found, missing
-
-
-def ours(on_gpu: bool) -> list[Library]:
-    """Return the ways to call tileattn."""
-    kinds = [Arrays("arrays")] if on_gpu else [Arrays("llvm", "llvm"), Arrays("numpy", "numpy")]
-    has_torch = importlib.util.find_spec("torch") is not None
-    return [*kinds, *([TileattnTorch("torch")] if has_torch else [])]
+@cache
+def compiled_flex() -> Any:
+    """Compile the function once for all masks: uncompiled, it ignores the blocks."""
+    function = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
+    return importlib.import_module("torch").compile(function)

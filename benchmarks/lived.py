@@ -29,12 +29,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import libraries, report
+from benchmarks import peers, report
 from benchmarks.clock import Queue, Times, deal
 from benchmarks.configurations import Call
 from benchmarks.cpu import rounded
@@ -99,14 +98,14 @@ def compared(loop: Loop, bench: Bench) -> Row:
                 again.pop(each.name, None)
     figures = {name: times.figures() for name, times in new.items()}
     repeated = {name: times.figures()["us"] for name, times in again.items()}
-    peers = [x["us"] for name, x in figures.items() if name not in repeated]
+    others = [x["us"] for name, x in figures.items() if name not in repeated]
     own = {name: figures[name]["us"] for name in repeated}
     return {
         **{"section": "loops", "loop": loop.name, "sizes": loop.about, "calls": len(warm)},
         **{key: {n: x[key] for n, x in figures.items()} for key in FIGURES},
         "repeated_us": repeated,
         "over_repeated": {name: repeated[name] / us for name, us in own.items()},
-        "over_peers": {name: min(peers) / us for name, us in own.items()} if peers else {},
+        "over_peers": {name: min(others) / us for name, us in own.items()} if others else {},
         "failed": failed,
     }
 
@@ -264,11 +263,10 @@ SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 }
 
 
-def _bench(on_gpu: bool, peers: Sequence[str]) -> tuple[Bench, dict[str, str], Callable[[], Row]]:
+def _bench(on_gpu: bool, names: Sequence[str]) -> tuple[Bench, dict[str, str], Callable[[], Row]]:
     """Return what takes part, what is missing, and a description of the machine."""
-    peers = [name for name in peers if on_gpu or name in libraries.ON_CPU]
-    found, missing = libraries.find(peers)
-    every = [*libraries.ours(on_gpu), *found]
+    found, missing = peers.find(name for name in names if on_gpu or name in peers.ON_CPU)
+    every = [*peers.ours(on_gpu), *found.values()]
     if on_gpu:
         gpu = Gpu.required()
         drain = gpu.xp.cuda.get_current_stream().synchronize
@@ -290,9 +288,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="fewer steps and rounds")
     known = [loop.name for loop in Loops(np, CPU).all()]
     add("--loops", nargs="+", default=[], choices=known, metavar="NAME", help="; ".join(known))
-    peers = tuple(libraries.PEERS)
-    add("--peers", type=partial(report.names, peers), default=list(peers), help=",".join(peers))
-    add("--site", type=Path, help="folder of packages: FlashAttention-4, and fa3/_C.so")
+    peers.add_options(parser, peers.IN_LOOPS)
     add("--endurance", type=int, metavar="CALLS", help="make distinct calls; nothing else")
     return report.parsed(parser, argv)
 
@@ -300,8 +296,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Run the sections; an interrupted run writes its rows, too."""
     arguments = parse(argv)
-    if arguments.site is not None:
-        libraries.add_folder(arguments.site)
     bench, missing, machine = _bench(arguments.gpu, arguments.peers)
     report.show_missing(missing)
     rounds, calls = (3, 15) if arguments.quick else (bench.rounds, bench.calls)

@@ -26,11 +26,11 @@ Row = dict[str, Any]
 
 
 def command(program: str, argv: Sequence[str]) -> str:
-    """Return the command that repeats a measurement, without the folder of its files."""
+    """Return the command that repeats a measurement, without folders."""
     kept, ahead = [], iter(argv)
     for word in ahead:
         option, _, value = word.partition("=")
-        if option not in ("--to", "--record", "--update"):
+        if option not in ("--to", "--record", "--site", "--update"):
             kept.append(word)
         elif option != "--update" and not value:
             next(ahead, None)

@@ -22,6 +22,7 @@ import numpy as np
 
 import tileattn
 from benchmarks import report
+from benchmarks.comparison import in_turn, spread
 from benchmarks.configurations import (
     DTYPES,
     LENGTHS,
@@ -33,9 +34,7 @@ from benchmarks.configurations import (
     grid_of,
     shapes_of,
 )
-from benchmarks.decode import in_turn
 from benchmarks.device import Gpu
-from benchmarks.gpu import spread
 from benchmarks.planned import planned
 from benchmarks.report import Row
 from tileattn.call.parse import parse

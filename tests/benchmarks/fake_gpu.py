@@ -16,7 +16,7 @@ MACHINE = {
     "cuda": "13.0",
     "cupy": "14.2",
     "torch": None,
-    "cudnn": None,
+    "peers": {},
     "python": "3.11",
 }
 

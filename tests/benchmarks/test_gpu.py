@@ -110,7 +110,7 @@ def test_a_failure_is_recorded_and_the_comparison_goes_on() -> None:
 
 
 def run(tmp_path: Path, *argv: str, device: Gpu | None = None) -> None:
-    always = ["--to", str(tmp_path), "--head-dim", "8", "--length", "16", "--baselines", "cupy"]
+    always = ["--to", str(tmp_path), "--head-dim", "8", "--length", "16", "--peers", "cupy"]
     gpu.main([*always, *argv], device or Fake())
 
 
@@ -154,5 +154,5 @@ def test_a_missing_baseline_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     found, missing = find(BASELINES, np)
     assert [one.name for one in found] == ["numpy"]
-    assert set(missing) == {"flash", "cudnn", "efficient", "math", "fa4"}
+    assert set(missing) == {"flash", "cudnn", "efficient", "math", "fa3", "fa4"}
     assert all("torch" in why for why in missing.values())

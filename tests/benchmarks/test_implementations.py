@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks import gpu, implementations
 from benchmarks.configurations import PASSES, Configuration, Inputs, Mask, normal
-from benchmarks.implementations import Flex, Naive, NaiveTorch, Sdpa, Tileattn
+from benchmarks.implementations import Flex, Naive, NaiveTorch, Peer, Tileattn
+from benchmarks.libraries import Sdpa
 from tests.benchmarks.fake_gpu import Fake
 from tileattn import BlockMask, reference
 from tileattn.testing import assert_attention_close, error_bound
@@ -52,7 +53,9 @@ def check_against_reference(one: Any, x: Inputs, mask: Mask) -> None:
 @pytest.mark.parametrize(("name", "causal"), [("naive", False), ("sdpa", False), ("sdpa", True)])
 def test_attention_in_pytorch_is_that_of_the_oracle(name: str, causal: bool) -> None:
     x = Inputs(*(normal(np, (2, 3, 20, 8), "f32", seed) for seed in range(4)))
-    check_against_reference(NaiveTorch() if name == "naive" else Sdpa(), x, Mask(causal))
+    check_against_reference(
+        NaiveTorch() if name == "naive" else Peer("torch", Sdpa("SDPA")), x, Mask(causal)
+    )
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -61,7 +64,7 @@ def test_flash_attention_4_is_told_the_window(
 ) -> None:
     asked: list[Any] = []
 
-    def attend(q: Any, k: Any, v: Any, causal: bool, window_size: Any) -> Any:
+    def attend(q: Any, k: Any, v: Any, causal: bool, window_size: Any = (None, None)) -> Any:
         asked.append((causal, window_size))
         i, j = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
         left, right = (q.shape[1] if side is None else side for side in window_size)
@@ -73,7 +76,7 @@ def test_flash_attention_4_is_told_the_window(
     package = SimpleNamespace(flash_attn_func=attend)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=package))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
-    monkeypatch.setattr(implementations.FlashAttention4, "dtypes", ("f32",))
+    monkeypatch.setattr(implementations, "HALF", ("f32",))
     found, missing = implementations.find(["fa4"], np)
     assert missing == {}
     row = gpu.compare(OTHERS[name], [Tileattn(), *found], Fake())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import libraries, lived
+from benchmarks import lived, peers
 from benchmarks.clock import Queue, deal
 from benchmarks.endurance import PARTS, endurance, steps
 from benchmarks.libraries import Arrays, Library, Step
@@ -84,9 +84,9 @@ def test_a_library_that_refuses_a_length_stops() -> None:
 @pytest.mark.parametrize("loop", LOOPS.all(), ids=lambda loop: loop.name)
 def test_pytorch_computes_the_same(loop: Loop) -> None:
     pytest.importorskip("torch")
-    found, missing = libraries.find(libraries.ON_CPU)
+    found, missing = peers.find(peers.ON_CPU)
     assert missing == {}
-    both = bench(*libraries.ours(on_gpu=False), *found)
+    both = bench(*peers.ours(on_gpu=False), *found.values())
     row = compared(loop, replace(both, rounds=1, calls=1))
     assert row["failed"] == {}
     has_function = "score_mod" in loop.name or "mask_mod" in loop.name

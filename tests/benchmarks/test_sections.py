@@ -4,15 +4,19 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import decode, distributed, nonfinite, options, packed
-from benchmarks.configurations import PASSES, Call
-from benchmarks.decode import Decoding, Given
+from benchmarks import decode, distributed, model_shapes, nonfinite, options, packed
+from benchmarks.comparison import compare
+from benchmarks.configurations import PASSES, Call, normal
+from benchmarks.decode import Decoding
+from benchmarks.libraries import Arrays, Step
+from benchmarks.model_shapes import Model
 from benchmarks.report import Row
 from tests.benchmarks.fake_gpu import MACHINE, Fake
 from tests.distributed.threads import Rank, World, on_ranks
@@ -53,24 +57,25 @@ def written(folder: Path, name: str) -> list[Row]:
 
 @pytest.mark.parametrize("case", CACHES, ids=lambda case: case.name)
 def test_decoding_attends_to_the_cache_of_each_sequence(case: Decoding) -> None:
-    x = Given.of(np, case, 8, 0)
-    k, v = x.k, x.v
-    if x.table is not None:
-        k, v = (np.concatenate(np.moveaxis(y[x.table], 1, 0), axis=2) for y in (k, v))
+    step = decode.step_of(np, case, 8, 0)
+    q, k, v = step.rows
+    table = step.options.get("block_table")
+    if table is not None:
+        k, v = (np.concatenate(np.moveaxis(y[table], 1, 0), axis=2) for y in (k, v))
     given: dict[str, Any] = {"kv_lengths": case.lengths, "causal": True}
-    expected = reference.forward(x.q, k, v, **given)
-    found = expected._replace(out=decode.ours(case, x)())
-    assert_attention_close(found, expected, error_bound(x.q, k, v, **given), names=("out",))
+    expected = reference.forward(q, k, v, **given)
+    (call,) = Arrays("tileattn").passes(step)
+    found = expected._replace(out=call())
+    assert_attention_close(found, expected, error_bound(q, k, v, **given), names=("out",))
 
 
 def test_decoding_rates_count_the_keys_that_exist(tmp_path: Path) -> None:
-    decode.main(["--head-dim", "8", "--to", str(tmp_path)], Fake())
+    decode.main(["--head-dim", "8", "--to", str(tmp_path), "--peers", "fa4"], Fake())
     rows = written(tmp_path, "gpu_decode")
     assert [row["case"] for row in rows] == [case.name for case in CACHES]
     for row, case in zip(rows, CACHES, strict=True):
         read = sum(case.lengths) * 2 * 2 * 8 * 2  # keys and values of two heads, two bytes each
-        assert row["gbytes_per_second"] == pytest.approx(read / 2e-3 / 1e9)
-        assert "ModuleNotFoundError" in row["failed"]["fa4"]
+        assert row["gbytes_per_second"]["tileattn"] == pytest.approx(read / 2e-3 / 1e9)
 
 
 @pytest.mark.slow
@@ -79,26 +84,106 @@ def test_each_option_is_compared_with_the_plain_call(tmp_path: Path) -> None:
     rows = written(tmp_path, "gpu_options")
     names = list(options.options(np))
     assert [(row["option"], row["pass"]) for row in rows] == [(x, y) for x in names for y in PASSES]
-    assert {(row["ms"], row["times_plain"], row["speedup"]) for row in rows} == {(2, 1, None)}
+    assert {(row["us"]["tileattn"], row["times_plain"]) for row in rows} == {(2000, 1)}
 
 
 @pytest.mark.slow
 def test_equal_lengths_are_compared_with_a_batch(tmp_path: Path) -> None:
-    packed.main(["--head-dim", "8", "--tokens", "32", "--to", str(tmp_path)], Fake())
+    argv = ["--head-dim", "8", "--tokens", "32", "--peers", "fa4", "--to", str(tmp_path)]
+    packed.main(argv, Fake())
     rows = written(tmp_path, "gpu_packed")
     assert [row["pass"] for row in rows] == [*PASSES] * 8
     assert [row["of_batch"] for row in rows[::4]] == [1, 1, None, None]
 
 
-def test_a_baseline_with_other_results_gets_no_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
-    def baseline(off: float) -> Any:
-        return lambda case, x: lambda: decode.ours(case, x)() + np.float32(off)
+class Off(Arrays):
+    """A library whose results differ by a number, and which lacks a window."""
 
-    monkeypatch.setattr(decode, "replayed", lambda call: call)
-    monkeypatch.setattr(decode, "PEERS", {"near": baseline(0), "far": baseline(0.5)})
-    row = decode.compared(CACHES[0], 8, ["near", "far"], Fake())
-    assert (row["peers_us"], row["speedup"]) == ({"near": 2000}, 1)
-    assert row["failed"]["far"].startswith("RuntimeError: the results differ by ")
+    ours = False
+
+    def __init__(self, off: float) -> None:
+        super().__init__("off", "numpy")
+        self._off = np.float32(off)
+
+    def passes(self, step: Step) -> list[Call]:
+        calls = [] if "window" in step.options else super().passes(step)
+        return [partial(self._moved, call) for call in calls]
+
+    def _moved(self, call: Call) -> Any:
+        found = call()
+        return tuple(x + self._off for x in (found if isinstance(found, tuple) else (found,)))
+
+
+class Broken(Arrays):
+    ours = False
+
+    def passes(self, step: Step) -> list[Call]:
+        raise MemoryError(f"no room for {len(step.rows)} arrays")
+
+
+def test_only_libraries_with_the_same_results_get_a_speedup() -> None:
+    rows = tuple(normal(np, (2, 2, 20, 8), "f32", seed) for seed in range(4))
+    libraries = {"tileattn": Arrays("tileattn"), "near": Off(0), "far": Off(0.5)}
+    libraries["broken"] = Broken("broken")
+    passes = list(compare([Step(rows, {"causal": True})], libraries, Fake(), "f32"))
+    assert [kind for kind, _ in passes] == [*PASSES]
+    for _, found in passes:
+        assert found["us"] == {"tileattn": 2000, "near": 2000, "far": 2000}
+        assert found["speedup_over"] == {"near": 1}
+        assert set(found["mismatch"]) == {"far"}
+        assert found["failed"] == {"broken": "MemoryError: no room for 4 arrays"}
+    ((kind, found),) = compare([Step(rows[:3], {"window": (3, 0)})], libraries, Fake(), "f32")
+    assert (kind, list(found["us"])) == ("forward", ["tileattn"])
+
+
+def test_a_call_takes_the_steps_in_turn() -> None:
+    class Recorded(Arrays):
+        def passes(self, step: Step) -> list[Call]:
+            def call() -> Any:
+                seen.append(step.number)
+                return step.rows[0]
+
+            return [call]
+
+    seen: list[float] = []
+    rows = (np.ones((1, 1, 2, 8), np.float32),) * 3
+    steps = [Step(rows, {}, number) for number in range(3)]
+    ten = Timed(10)
+    list(compare(steps, {"tileattn": Recorded("tileattn")}, ten, "f32"))
+    assert seen == [0, *([0, 1, 2] * 4)[:10]]
+
+
+def test_every_model_is_timed_in_both_passes(tmp_path: Path) -> None:
+    small = [
+        Model("bias", 2, 4, 2, 20, 30, 8, bias=True),
+        Model("mask", 1, 2, 2, 20, 20, 8, 4, {"causal": True, "window": (5, 0)}),
+        Model("decoding", 3, 2, 1, 1, 20, 8, backward=False),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_shapes, "MODELS", small)
+        argv = ["--peers", "efficient", "--to", str(tmp_path)]
+        model_shapes.main(argv, Fake())
+    rows = written(tmp_path, "gpu_models")
+    assert [(row["case"], row["pass"]) for row in rows] == [
+        *(("bias", kind) for kind in PASSES),
+        *(("mask", kind) for kind in PASSES),
+        ("decoding", "forward"),
+    ]
+    assert [row["options"] for row in rows[1:3]] == ["bias (1, H, N, Nk)", "window (5, 0)"]
+
+
+class Timed(Fake):
+    """A device that makes each call so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self._times = times
+
+    def time_each(self, calls: Sequence[Call]) -> list[list[float]]:
+        for _ in range(self._times):
+            for call in calls:
+                call()
+        return [[0.1, 0.1, 0.1] for _ in calls]
 
 
 class Slow(Fake):

@@ -8,19 +8,21 @@ from tileattn.cli.arguments import add_json, print_json, refused
 
 BENCHMARKS = {
     "cpu": "speed on NumPy arrays, both backends; baselines: PyTorch, naive NumPy",
-    "decode": "speed of decoding on the GPU; baselines: cuDNN, FlashAttention-4",
+    "decode": "speed of decoding on the GPU; baselines: cuDNN, FlashAttention",
     "distributed": "speed of ranks that share a sequence; baseline: one rank",
     "distributed_gpu": "speed of GPUs that share a sequence; baseline: one GPU",
     "end_to_end": "speed of whole models, training and generating; baseline: PyTorch",
     "frameworks": "speed of attention inside PyTorch; baseline: PyTorch's own",
     "functions": "speed of score_mod and mask_mod on the GPU; baseline: FlexAttention",
-    "gpu": "speed on CuPy arrays; baselines: PyTorch, FlashAttention-4, naive CuPy",
-    "packed": "speed of packed sequences on the GPU; baseline: FlashAttention-4",
-    "options": "speed of options on the GPU; baselines: PyTorch, FlashAttention-4",
+    "gpu": "speed on CuPy arrays; baselines: PyTorch, FlashAttention, naive CuPy",
+    "model_shapes": "speed of the shapes of real models on the GPU; baselines: as gpu",
+    "packed": "speed of packed sequences on the GPU; baseline: FlashAttention",
+    "options": "speed of options on the GPU; baselines: PyTorch, FlashAttention",
     "traffic": "FLOPs and bytes: the model, and hardware counters of a GPU",
     "memory": "peak memory by sequence length; baseline: naive attention",
     "lived": "speed of loops in which no call repeats; baselines: PyTorch, FlashAttention",
     "nonfinite": "slowdown of calls with NaN or infinity in the inputs",
+    "part": "all benchmarks of a part of the page of speed, in at most ten minutes",
     "tuning": "what each tuned number of the CUDA kernels is worth, on the GPU at hand",
 }
 """Modules of ``benchmarks``, and what each measures."""
