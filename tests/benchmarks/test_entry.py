@@ -10,6 +10,7 @@ import pytest
 
 import tileattn
 from benchmarks import cpu, report
+from benchmarks.part import PARTS, commands
 from tileattn.cli.bench import BENCHMARKS
 from tileattn.cli.commands import main
 
@@ -31,6 +32,15 @@ def test_without_a_gpu_it_ends_with_one_line(line: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(tileattn, "available_backends", lambda: {"cupy": "there is no device"})
     with pytest.raises(SystemExit, match=r"^[^\n]*: there is no device[^\n]*$"):
         main(["bench", *line.split()])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_commands_of_a_part_are_understood(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="whole models are made of it: pip install torch")
+    monkeypatch.setattr(tileattn, "available_backends", lambda: {"cupy": "there is no device"})
+    for line in commands(part, None, []):
+        with pytest.raises(SystemExit, match=r"^[^\n]*: there is no device[^\n]*$"):
+            main(["bench", *line])
 
 
 @pytest.mark.slow
