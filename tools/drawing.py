@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-MARKERS = ("o", "s", "^")
+MARKERS = ("o", "s", "^", "D")
 N_LABEL = "sequence length N (k = 1024)"
 UNITS = {1e12: "TB", 1e9: "GB", 1e6: "MB", 1e3: "kB"}
 
@@ -24,7 +24,7 @@ class Theme(NamedTuple):
     background: str
     ink: str
     faint: str
-    hues: tuple[str, str, str]  # vermilion, blue, green: distinct for every colour blindness
+    hues: tuple[str, str, str, str]  # vermilion, blue, green, purple: distinct to everyone
     tones: tuple[str, str, str]  # empty, partial, full tiles
 
 
@@ -33,7 +33,7 @@ LIGHT = Theme(
     background="#ffffff",
     ink="#24292f",
     faint="#d0d7de",
-    hues=("#b84f00", "#0072b2", "#00795a"),
+    hues=("#b84f00", "#0072b2", "#00795a", "#8a4a86"),
     tones=("#ffffff", "#a5cbe6", "#0072b2"),
 )
 DARK = Theme(
@@ -41,7 +41,7 @@ DARK = Theme(
     background="#1e2129",
     ink="#e6edf3",
     faint="#444c56",
-    hues=("#f5934a", "#56b4e9", "#2bc49a"),
+    hues=("#f5934a", "#56b4e9", "#2bc49a", "#d79ad4"),
     tones=("#1e2129", "#2c5f80", "#8fd0f5"),
 )
 THEMES = (LIGHT, DARK)

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,29 @@ def stale_part(path: Path, begin: str, end: str, lines: Iterable[str]) -> Stale:
     old = path.read_text(encoding="utf-8")
     new = updated(old, begin, end, lines)
     return [] if new == old else [(path, lambda: new)]
+
+
+_PART = re.compile(
+    r"(<!-- tables: (\w+), by python -m [\w.]+ --write -->\n).*?(<!-- end of tables -->)",
+    re.DOTALL,
+)
+
+
+def stale_parts(path: Path, parts: Mapping[str, Iterable[str]]) -> Stale:
+    """Return the file unless it has exactly these parts, each with these lines."""
+    old = path.read_text(encoding="utf-8")
+    found = [name for _, name, _ in _PART.findall(old)]
+    if sorted(found) != sorted(parts):
+        raise ValueError(f"{path} must have the parts {sorted(parts)}; it has {sorted(found)}")
+    new = _PART.sub(lambda m: "\n".join([m[1], *parts[m[2]], m[3]]), old)
+    return [] if new == old else [(path, lambda: new)]
+
+
+def folded(title: str, lines: Iterable[str]) -> Iterator[str]:
+    """Yield a part of a page that opens by a click."""
+    yield f'??? note "{title}"'
+    yield ""
+    yield from (f"    {line}" if line else "" for line in lines)
 
 
 def paragraphs(*texts: str) -> list[str]:

@@ -4,20 +4,17 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from benchmarks import cpu, decode, options
+from benchmarks import cpu
 from benchmarks.report import Row
+from tools.comparisons import NAMES, machine_of
 from tools.pages import paragraphs, shown, table
 
 # Fields whose column has another heading than their name, or a format.
 HEADINGS = {
     "times_plain": "slowdown over the plain call",
-    "peers": "speedup over the fastest of these",
-    "batch": "speed relative to a batch",
-    "fa4, ms": "FlashAttention-4, ms",
-    "over_fa4": "speedup over FlashAttention-4",
+    "fastest": "speedup over the fastest of these",
+    "of_batch": "speed relative to a batch",
     "of_plain": "speed relative to the plain call",
-    "over_flex": "speedup over FlexAttention",
-    "flex, ms": "FlexAttention, ms",
     "speedup": "speedup over full",
     "one_rank_ms": "one rank, ms",
     "fraction_of_linear": "fraction of linear",
@@ -32,10 +29,8 @@ HEADINGS = {
     "percent": "% of roofline",
 }
 FORMATS = {
-    **dict.fromkeys((f"{name}, ms" for name in options.PEERS), ".3f"),
     **dict.fromkeys(("ms", "density", "compute_ms", "exp_ms", "memory_ms"), ".3f"),
     **dict.fromkeys(("speedup", "launch_overhead_us"), ".1f"),
-    **dict.fromkeys(("us", *(f"{name}, us" for name in decode.PEERS)), ".1f"),
     **dict.fromkeys(("percent", "tflops", "deterministic", "gbytes_per_second"), ".0f"),
 }
 
@@ -85,13 +80,38 @@ def _digits(value: Any) -> str:
     return shown(value, (".0f" if value >= 100 else ".3g") if isinstance(value, float) else "")
 
 
-def origin_of(result: Row) -> str:
-    """Describe the command, machine, versions, commit and date."""
+def exclusions(rows: list[Row]) -> Iterator[str]:
+    """List the libraries that failed, or had other results, and how often."""
+    found: dict[str, int] = {}
+    for row in rows:
+        said = {f"{NAMES.get(x, x)} failed {{}}: `{why}`." for x, why in row["failed"].items()}
+        said |= {
+            f"{NAMES.get(name, name)} had other results {{}}: they differ by {distance}."
+            for name, distance in row["mismatch"].items()
+        }
+        for text in sorted(said):
+            found[text] = found.get(text, 0) + 1
+    for text, times in found.items():
+        yield f"- {text.format('once' if times == 1 else f'{times} times')}"
+    yield from ("",) * bool(found)
+
+
+def libraries_of(machine: Row) -> str:
+    """List the versions of the libraries that took part; a results file names those it loaded."""
+    known = {"PyTorch": machine.get("torch")}
+    known |= {NAMES.get(name, name): version for name, version in machine.get("peers", {}).items()}
+    return ", ".join(f"{name} {version}" for name, version in known.items() if version)
+
+
+def origin_of(name: str, result: Row) -> str:
+    """Describe the command, machine, versions, commit and date, with the mark of a file's age."""
     machine = result["machine"]
     versions = {"driver": "driver", "CUDA": "cuda", "CuPy": "cupy"}
     if "gpu" not in machine:
         versions = {"NumPy": "numpy", "LLVM": "llvm"}
-    versions |= {"PyTorch": "torch", "cuDNN": "cudnn", "Python": "python", "commit": "commit"}
-    known = [f"{label} {machine[name]}" for label, name in versions.items() if machine.get(name)]
-    what = machine.get("gpu") or f"{machine['processor']}, {machine['threads']} threads"
-    return f"`{machine['command'].strip()}`: {what}, {', '.join(known)}, {machine['date']}."
+    known = [f"{label} {machine[key]}" for label, key in versions.items() if machine.get(key)]
+    known += filter(None, [libraries_of(machine), f"Python {machine['python']}"])
+    known.append(f"commit {machine['commit'][:8]}")
+    command = f"`{machine['command'].strip()}`"
+    what = f"{command}: {machine_of(result)}, {', '.join(known)}, {machine['date']}"
+    return f"Measured by {what}. <!-- age: {name} -->"

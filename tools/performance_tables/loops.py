@@ -1,23 +1,23 @@
-"""The tables of docs/performance-loops.md, from the results of `bench lived` and `end_to_end`."""
+"""The tables of docs/performance-loops.md, from `bench lived` and `bench end_to_end`."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 
-from benchmarks.report import Row, load
+from benchmarks.report import Row
+from tools.comparisons import WAYS
 from tools.pages import paragraphs, shown, table
 from tools.tables import by_section, origin_of, table_of
 
 OURS = ("torch", "tileattn", "arrays")  # the first that is there is compared with other libraries
 
 
-def lines(results: Path) -> Iterator[str]:
+def lines(results: Mapping[str, Row]) -> Iterator[str]:
     """Make the tables of each device that was measured."""
     for name, (title, tables) in TABLES.items():
         for device in ("gpu", "cpu"):
-            if (results / f"{name}_{device}.json").exists():
-                result = load(results, f"{name}_{device}")
+            file = f"{name}_{device}"
+            if (result := results.get(file)) is not None:
                 where = f"## {title} on a {device.upper()}"
-                yield from paragraphs(where, f"Measured by {origin_of(result)}")
+                yield from paragraphs(where, origin_of(file, result))
                 yield from tables(result)
 
 
@@ -33,15 +33,21 @@ def _loops(result: Row) -> Iterator[str]:
 def _compared(row: Row, unit: str) -> Row:
     """Return the times of a row, and the two speeds to look for."""
     who = next(name for name in OURS if name in row[unit])
-    again = {f"{name}, repeated": time for name, time in row[f"repeated_{unit}"].items()}
+    own = WAYS.get(who, who)
+    again = {f"{name}, repeated": x for name, x in _named(row[f"repeated_{unit}"]).items()}
     known = {name: row[name] for name in ("loop", "model", "dropout") if name in row}
     return known | {
-        "times": row[unit] | again,
+        "times": _named(row[unit]) | again,
         "speeds": {
-            "speed relative to repeated": again[f"{who}, repeated"] / row[unit][who],
+            "speed relative to repeated": again[f"{own}, repeated"] / row[unit][who],
             "speedup over the fastest of the others": row["over_peers"].get(who),
         },
     }
+
+
+def _named(times: Mapping[str, float]) -> dict[str, float]:
+    """Name tileattn's ways as the other tables do: "torch" is not PyTorch itself."""
+    return {WAYS.get(name, name): x for name, x in times.items()}
 
 
 def _hosts(rows: list[Row]) -> Iterator[str]:
@@ -56,7 +62,8 @@ def _hosts(rows: list[Row]) -> Iterator[str]:
         )
 
     yield from table(
-        ["loop", *names], ([row["loop"], *(cell(row, x) for x in names)] for row in rows)
+        ["loop", *(WAYS.get(x, x) for x in names)],
+        ([row["loop"], *(cell(row, x) for x in names)] for row in rows),
     )
 
 
@@ -71,7 +78,7 @@ def _by_pass(rows: list[Row]) -> Iterator[Row]:
         for kind, name in {"forward_s": "forward", "both_s": "both, after forward"}.items():
             if row[kind]:
                 known = {"loop": row["loop"], "dtype": row["dtype"], "D": row["D"], "pass": name}
-                yield known | {"seconds": row[kind]}
+                yield known | {"seconds": _named(row[kind])}
 
 
 def _models(result: Row) -> Iterator[str]:
@@ -80,6 +87,23 @@ def _models(result: Row) -> Iterator[str]:
         what = f"Milliseconds of {captions[section]}, {rows[0]['dtype']}, {rows[0]['sizes']}:"
         yield from paragraphs(what)
         yield from table_of([_compared(row, "ms") for row in rows])
+
+
+def _waits(result: Row) -> Iterator[str]:
+    yield from paragraphs(
+        "Whether a loop of calls waited for a GPU that was busy for three seconds, and how often "
+        "it called a function of the CUDA runtime that may wait:"
+    )
+    head = ["loop", "calls of", "calls", "waited", "may wait"]
+    rows = (
+        [row["loop"], row["who"], row["calls"], shown(row["waited"]), _counts(row)]
+        for row in result["rows"]
+    )
+    yield from table(head, rows)
+
+
+def _counts(row: Row) -> str:
+    return ", ".join(f"{name} {count}" for name, count in row["synchronisations"].items())
 
 
 def _endurance(result: Row) -> Iterator[str]:
@@ -94,5 +118,6 @@ TABLES: dict[str, tuple[str, Callable[[Row], Iterator[str]]]] = {
     "lived": ("Loops", _loops),
     "end_to_end": ("Whole models", _models),
     "first_calls": ("First calls", _first_calls),
+    "waits": ("Waits", _waits),
     "endurance": ("Many distinct calls", _endurance),
 }
