@@ -5,11 +5,17 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
-from benchmarks import roofline
+from benchmarks import cpu, roofline
 from benchmarks.report import Row
 
 NAMES = {
+    **cpu.TITLES,
+    "PyTorch cuDNN": "PyTorch's cuDNN",
+    "PyTorch flash": "PyTorch's FlashAttention-2",
     "SDPA": "PyTorch",
+    "SDPA, cuDNN": "PyTorch's cuDNN",
+    "SDPA, efficient": "PyTorch memory-efficient",
+    "SDPA, flash": "PyTorch's FlashAttention-2",
     "batch": "the same calls as a batch",
     "cudnn": "cuDNN",
     "cupy": "naive CuPy",
@@ -20,12 +26,11 @@ NAMES = {
     "flash": "FlashAttention-2",
     "flex": "FlexAttention",
     "math": "PyTorch unfused",
-    "naive": "naive NumPy",
     "no mask": "the call without a mask",
     "numpy": "`numpy`",
     "sdpa": "PyTorch",
-    "torch": "PyTorch",
     "varlen": "PyTorch varlen",
+    "varlen_attn": "PyTorch varlen",
 }
 """Names of implementations, where the pages have others than the results files."""
 

@@ -216,10 +216,8 @@ def _summary(found: Iterable[Age]) -> str:
     old = [f"`{age.name}`" for age in known if age.is_stale]
     if not old:
         return "No results file is older than the code it speaks of."
-    return (
-        f"The code has changed since {len(old)} of {len(known)} results files were measured: "
-        f"{', '.join(old)}."
-    )
+    title = f"The code has changed since {len(old)} of {len(known)} results files were measured"
+    return f'??? note "{title}"\n\n    {", ".join(old)}'
 
 
 def main(argv: list[str] | None = None) -> int:

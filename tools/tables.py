@@ -31,7 +31,7 @@ HEADINGS = {
 FORMATS = {
     **dict.fromkeys(("ms", "density", "compute_ms", "exp_ms", "memory_ms"), ".3f"),
     **dict.fromkeys(("speedup", "launch_overhead_us"), ".1f"),
-    **dict.fromkeys(("percent", "tflops", "deterministic", "gbytes_per_second"), ".0f"),
+    **dict.fromkeys(("percent", "tflops", "gbytes_per_second"), ".0f"),
 }
 
 

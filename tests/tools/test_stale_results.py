@@ -121,7 +121,8 @@ def test_the_check_and_the_site_say_what_is_stale(
     page = "Measured. <!-- age: gpu_models -->\nThen. <!-- age: gpu_ceilings -->\n\n<!-- ages -->"
     assert stale_results.on_page_markdown(page) == (
         "Measured. **The code has changed since: 1 source in 1 commit.**\nThen. \n\n"
-        "The code has changed since 2 of 3 results files were measured: `gpu_models`, `lived_gpu`."
+        '??? note "The code has changed since 2 of 3 results files were measured"\n\n'
+        "    `gpu_models`, `lived_gpu`"
     )
 
 

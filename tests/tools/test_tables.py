@@ -57,7 +57,7 @@ def test_a_new_result_makes_pages_stale_and_writing_repairs_them(
     assert performance_tables.main(["--write"], tmp_path, results) == 0
     assert performance_tables.main(["--check"], tmp_path, results) == 0
     main, tables = (Path(page).read_text(encoding="utf-8") for page in stale)
-    assert "| `llvm`, A CPU, 2 threads, forward | PyTorch | 2 | 4.00 | 2.00 | 8.00 | 0 |" in main
+    assert "| `llvm`, A CPU, 2 threads, forward | 4.00 | 2.00 | 8.00 | 0 | 2 | PyTorch |" in main
     assert "- today, A CPU, 2 threads, PyTorch 1, commit 1: `cpu_of_another`." in main
     origin = "Measured by `python -m something`: A CPU, 2 threads, NumPy 2, LLVM 20,"
     assert f"## A CPU, 2 threads\n\n{origin}" in tables

@@ -26,6 +26,7 @@ def parts(results: Results) -> dict[str, dict[str, Callable[[], Iterator[str]]]]
             "models": partial(summary.models, found),
             **summaries,
             "slower": partial(slower.lines, found),
+            "commands": summary.commands,
         },
         "performance-gpu.md": {"gpu": partial(gpu.lines, results)},
         "performance-options.md": {"options": partial(options.lines, results)},

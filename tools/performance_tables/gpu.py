@@ -6,13 +6,13 @@ from statistics import geometric_mean
 from benchmarks import gpu, roofline
 from benchmarks.report import Row
 from tools.comparisons import NAMES, SOURCES
-from tools.pages import folded, paragraphs
+from tools.pages import folded, paragraphs, shown
 from tools.performance_tables import memory
 from tools.performance_tables.slower import microseconds
 from tools.tables import columns, exclusions, origin_of
 
 SIZES = ["case", "dtype", "B", "H", "Hkv", "N", "Nk", "D", "Dv", "causal", "window", "options"]
-OURS = ["tileattn", "deterministic", "tileattn, us", "deterministic, us"]
+OURS = [f"{name}, {unit}" for unit in ("TFLOP/s", "us") for name in gpu.OURS]
 COLUMNS = {
     "ceilings": ["ceiling", "dtype", "tflops", "gbytes_per_second"],
     "bounds": [
@@ -59,9 +59,9 @@ def _comparison(result: Row, ceilings: Row) -> Iterator[str]:
         found = {"percent": percent, "fastest": min(row["speedup_over"].values(), default=None)}
         for name in gpu.OURS:
             if grid:
-                found[name] = gpu.verified(row).get(name)
+                found[f"{name}, TFLOP/s"] = shown(gpu.verified(row).get(name), ".0f")
             else:
-                found[f"{name}, us"] = microseconds(row["us"].get(name)) or None
+                found[f"{name}, us"] = microseconds(row["us"].get(name))
         rows.append(row | found | {NAMES.get(x, x): y for x, y in row["speedup_over"].items()})
     baselines = dict.fromkeys(NAMES.get(x, x) for row in rows for x in row["speedup_over"])
     names = [*COLUMNS["comparison"], *(baselines if len(baselines) > 1 else ()), "fastest"]

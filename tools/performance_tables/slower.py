@@ -19,7 +19,7 @@ def lines(found: Sequence[Comparison]) -> Iterator[str]:
         for what, group in groups.items()
     }
     slower = {what: some for what, some in slower.items() if some}
-    head = ["", "compared with the fastest of", "cases", "slower", "least", "where"]
+    head = ["", "slower", "of", "least", "where", "compared with the fastest of"]
     yield from table(head, (_row(what, groups[what], some) for what, some in slower.items()))
     for what, some in slower.items():
         head = ["call", "fastest", "speed", "tileattn, us", "fastest, us", "verdict"]
@@ -30,8 +30,8 @@ def lines(found: Sequence[Comparison]) -> Iterator[str]:
 
 def _row(what: str, group: Sequence[Comparison], slower: Sequence[Comparison]) -> list[Any]:
     least = slower[0]
-    counts = len(group), len(slower)
-    return [what, baselines_of(group), *counts, ratio(least.speed), label(least.call)]
+    counts = len(slower), len(group)
+    return [what, *counts, ratio(least.speed), label(least.call), baselines_of(group)]
 
 
 def _call(one: Comparison) -> list[Any]:

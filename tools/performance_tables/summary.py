@@ -4,7 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import geometric_mean, median
 from typing import Any
 
+from benchmarks.part import PARTS
 from benchmarks.report import Row
+from tileattn.cli.bench import BENCHMARKS
 from tools.comparisons import NAMES, Comparison, machine_of, source_of
 from tools.pages import folded, paragraphs, table
 from tools.tables import libraries_of
@@ -61,7 +63,7 @@ def part(name: str, found: Iterable[Comparison]) -> Iterator[str]:
     groups: dict[str, list[Comparison]] = {}
     for one in some:
         groups.setdefault(_title(one), []).append(one)
-    head = ["", "compared with the fastest of", "cases", "speedup, mean", "least", "most", "slower"]
+    head = ["", "speedup, mean", "least", "most", "slower", "of", "compared with the fastest of"]
     yield from table(head, ([title, *_summary(group)] for title, group in groups.items()))
     yield from paragraphs(*filter(None, (sizes(some), spreads(some))))
 
@@ -74,10 +76,10 @@ def _title(one: Comparison) -> str:
 
 def _summary(group: Sequence[Comparison]) -> Iterator[Any]:
     speeds = [one.speed for one in group]
-    yield baselines_of(group)
-    yield len(speeds)
     yield from map(ratio, (geometric_mean(speeds), min(speeds), max(speeds)))
     yield sum(one.is_slower for one in group)
+    yield len(group)
+    yield baselines_of(group)
 
 
 def ratio(x: float) -> str:
@@ -116,19 +118,18 @@ def spreads(found: Sequence[Comparison]) -> str:
 
 
 def models(found: Iterable[Comparison]) -> Iterator[str]:
-    """Tabulate the speedups in the shapes of models, a row for each."""
+    """Tabulate the speedups in the shapes of models, of all and of each."""
+    found = list(found)
+    yield from part("models", found)
     rows: dict[tuple[str, str], dict[str, Comparison]] = {}
     for one in found:
         if one.part == "models":
             key = one.call["case"], one.call["dtype"]
             rows.setdefault(key, {})[one.call["pass"]] = one
-    if not rows:
-        yield from paragraphs("Not measured yet.")
-        return
-    head = ["model", "dtype", "B, H, N, D", "forward", "fastest other", "backward", "fastest other"]
-    yield from table(head, (_model(*key, passes) for key, passes in rows.items()))
-    every = [one for passes in rows.values() for one in passes.values()]
-    yield from paragraphs(*filter(None, (spreads(every),)))
+    if rows:
+        kinds = "forward", "fastest other", "backward", "fastest other"
+        head = ["model", "dtype", "B, H, N, D", *kinds]
+        yield from table(head, (_model(*key, passes) for key, passes in rows.items()))
 
 
 def _model(name: str, dtype: str, passes: dict[str, Comparison]) -> list[Any]:
@@ -139,6 +140,13 @@ def _model(name: str, dtype: str, passes: dict[str, Comparison]) -> list[Any]:
         one = passes.get(kind)
         row += [ratio(one.speed), NAMES.get(one.fastest, one.fastest)] if one else ["", ""]
     return row
+
+
+def commands() -> Iterator[str]:
+    """List the benchmarks, and the parts of the page that one command measures."""
+    rows = ([f"`python -m tileattn bench {name}`", what] for name, what in BENCHMARKS.items())
+    yield from table(["command", "measures"], rows)
+    yield from paragraphs(f"The parts are {', '.join(f'`{name}`' for name in PARTS)}.")
 
 
 def _pair(call: Row, name: str, other: str) -> str:
