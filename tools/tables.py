@@ -84,15 +84,13 @@ def exclusions(rows: list[Row]) -> Iterator[str]:
     """List the libraries that failed, or had other results, and how often."""
     found: dict[str, int] = {}
     for row in rows:
-        said = {f"{NAMES.get(x, x)} failed {{}}: `{why}`." for x, why in row["failed"].items()}
-        said |= {
-            f"{NAMES.get(name, name)} had other results {{}}: they differ by {distance}."
-            for name, distance in row["mismatch"].items()
-        }
-        for text in sorted(said):
+        failed, other = row.get("failed", {}), row.get("mismatch", {})
+        said = [f"{NAMES.get(x, x)} failed: `{why}`" for x, why in failed.items()]
+        said += [f"{NAMES.get(x, x)} had other results: {far} away" for x, far in other.items()]
+        for text in said:
             found[text] = found.get(text, 0) + 1
     for text, times in found.items():
-        yield f"- {text.format('once' if times == 1 else f'{times} times')}"
+        yield f"- {text} ({'once' if times == 1 else f'{times} times'})."
     yield from ("",) * bool(found)
 
 

@@ -49,8 +49,9 @@ def test_a_new_result_makes_pages_stale_and_writing_repairs_them(
     del machine["gpu"]
     text = json.dumps({"machine": machine, "rows": rows})
     (results / "cpu_of_another.json").write_text(text, encoding="utf-8")
-    for page in pages.DOCS.glob("performance*.md"):
-        shutil.copy(page, tmp_path)
+    (tmp_path / "docs").mkdir()
+    for page in performance_tables.parts(read()):
+        shutil.copy(pages.ROOT / page, tmp_path / page)
     assert performance_tables.main(["--check"], tmp_path, results) == 1
     stale = [line.partition(" is stale")[0] for line in capsys.readouterr().out.splitlines()]
     assert [Path(page).name for page in stale] == ["performance.md", "performance-cpu.md"]
@@ -114,14 +115,15 @@ def test_libraries_without_a_speedup_say_why() -> None:
     ]
     result = {"machine": MACHINE, "section": "options", "rows": rows}
     lines = list(options.lines(read() | {"gpu_options": result}))
-    assert "- FlexAttention failed 2 times: `MemoryError: no room`." in lines
-    assert "- FlashAttention-4 had other results once: they differ by 0.5." in lines
+    assert "- FlexAttention failed: `MemoryError: no room` (2 times)." in lines
+    assert "- FlashAttention-4 had other results: 0.5 away (once)." in lines
 
 
 def test_loops_are_compared_with_repeated_calls_and_other_libraries() -> None:
     machine = MACHINE | {"processor": "A CPU", "threads": 2}
     loop = {"section": "loops", "loop": "growing", "sizes": "D = 64", "calls": 3}
     loop |= {"us": {"torch": 20.0, "SDPA": 25.0}, "repeated_us": {"torch": 15.0}}
+    loop |= {"failed": {"torch": "OSError: no"}}
     loop |= {f"host_{x}us": {"torch": 7.0, "SDPA": 8.0} for x in ("", "p99_", "max_")}
     first = {"section": "first_calls", "loop": "growing", "dtype": "bf16", "D": 64}
     rows = [
@@ -130,7 +132,7 @@ def test_loops_are_compared_with_repeated_calls_and_other_libraries() -> None:
         | {"loop": "new seed", "us": {"torch": 30.0}, "over_peers": {}}
         | {"repeated_us": {"torch": 24.0}},
     ]
-    first |= {"forward_s": {"torch": 0.5}, "both_s": {"torch": 0.25}}
+    first |= {"forward_s": {"torch": 0.5}, "both_s": {"torch": 0.25}, "failed": {}}
     waits = {"section": "waits", "loop": "growing", "who": "arrays", "calls": 3, "waited": False}
     waits |= {"synchronisations": {"cudaMalloc": 2}}
     made = {"lived_gpu": rows, "first_calls_gpu": [first], "waits_gpu": [waits]}
@@ -144,6 +146,8 @@ def test_loops_are_compared_with_repeated_calls_and_other_libraries() -> None:
     assert "| new seed | 7 / 7 / 7 |  |" in lines
     assert "| both, after forward | 0.25 |" in lines
     assert "- growing: D = 64" in lines
+    assert "- PyTorch failed: `OSError: no` (2 times)." not in lines
+    assert "- `tileattn.torch` failed: `OSError: no` (2 times)." in lines
     assert "| growing | arrays | 3 | no | cudaMalloc 2 |" in lines
 
 

@@ -1,11 +1,12 @@
 """The tables of docs/performance-loops.md, from `bench lived` and `bench end_to_end`."""
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from benchmarks.report import Row
 from tools.comparisons import WAYS
 from tools.pages import paragraphs, shown, table
-from tools.tables import by_section, origin_of, table_of
+from tools.tables import by_section, exclusions, origin_of, table_of
 
 OURS = ("torch", "tileattn", "arrays")  # the first that is there is compared with other libraries
 
@@ -27,27 +28,33 @@ def _loops(result: Row) -> Iterator[str]:
     yield from table_of([_compared(row, "us") for row in rows])
     yield from paragraphs("Microseconds of a call on the CPU, median / 99th percentile / most:")
     yield from _hosts(rows)
+    yield from _failures(rows)
     yield from paragraphs("\n".join(f"- {row['loop']}: {row['sizes']}" for row in rows))
 
 
 def _compared(row: Row, unit: str) -> Row:
     """Return the times of a row, and the two speeds to look for."""
-    who = next(name for name in OURS if name in row[unit])
-    own = WAYS.get(who, who)
-    again = {f"{name}, repeated": x for name, x in _named(row[f"repeated_{unit}"]).items()}
+    who = next((name for name in OURS if name in row[unit]), "")
+    repeated = row[f"repeated_{unit}"]
+    ratio = repeated[who] / row[unit][who] if who in repeated else None
+    again = {f"{name}, repeated": x for name, x in _named(repeated).items()}
     known = {name: row[name] for name in ("loop", "model", "dropout") if name in row}
     return known | {
         "times": _named(row[unit]) | again,
         "speeds": {
-            "speed relative to repeated": again[f"{own}, repeated"] / row[unit][who],
+            "speed relative to repeated": ratio,
             "speedup over the fastest of the others": row["over_peers"].get(who),
         },
     }
 
 
-def _named(times: Mapping[str, float]) -> dict[str, float]:
+def _named(times: Mapping[str, Any]) -> dict[str, Any]:
     """Name tileattn's ways as the other tables do: "torch" is not PyTorch itself."""
     return {WAYS.get(name, name): x for name, x in times.items()}
+
+
+def _failures(rows: list[Row]) -> Iterator[str]:
+    yield from exclusions([{"failed": _named(row["failed"])} for row in rows])
 
 
 def _hosts(rows: list[Row]) -> Iterator[str]:
@@ -70,6 +77,7 @@ def _hosts(rows: list[Row]) -> Iterator[str]:
 def _first_calls(result: Row) -> Iterator[str]:
     yield from paragraphs("Seconds of the first call in a process, with empty caches of kernels:")
     yield from table_of(list(_by_pass(result["rows"])))
+    yield from _failures(result["rows"])
 
 
 def _by_pass(rows: list[Row]) -> Iterator[Row]:
@@ -87,6 +95,7 @@ def _models(result: Row) -> Iterator[str]:
         what = f"Milliseconds of {captions[section]}, {rows[0]['dtype']}, {rows[0]['sizes']}:"
         yield from paragraphs(what)
         yield from table_of([_compared(row, "ms") for row in rows])
+        yield from _failures(rows)
 
 
 def _waits(result: Row) -> Iterator[str]:

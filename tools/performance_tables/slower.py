@@ -5,12 +5,12 @@ from typing import Any
 
 from tools.comparisons import NAMES, Comparison, label
 from tools.pages import folded, paragraphs, shown, table
-from tools.performance_tables.summary import baselines_of, ratio
+from tools.performance_tables.summary import ratio
 from tools.verdicts import contradictions, verdict
 
 
 def lines(found: Sequence[Comparison]) -> Iterator[str]:
-    """Make a table of the measurements, then a folded table of the slower calls of each."""
+    """Make a folded table of the slower calls of each measurement."""
     groups: dict[str, list[Comparison]] = {}
     for one in found:
         groups.setdefault(one.what, []).append(one)
@@ -18,20 +18,19 @@ def lines(found: Sequence[Comparison]) -> Iterator[str]:
         what: sorted((x for x in group if x.is_slower), key=lambda x: x.speed)
         for what, group in groups.items()
     }
-    slower = {what: some for what, some in slower.items() if some}
-    head = ["", "slower", "of", "least", "where", "compared with the fastest of"]
-    yield from table(head, (_row(what, groups[what], some) for what, some in slower.items()))
+    every = [one for some in slower.values() for one in some]
+    beyond = sum(verdict(one, one.fastest) == "slower" for one in every)
+    yield from paragraphs(
+        f"tileattn is slower in {len(every)} of {len(found)} calls; in {beyond} of them by more "
+        "than the times spread."
+    )
+    head = ["call", "fastest", "speed", "tileattn, us", "fastest, us", "verdict"]
     for what, some in slower.items():
-        head = ["call", "fastest", "speed", "tileattn, us", "fastest, us", "verdict"]
-        title = f"{what}: slower in {len(some)} of {len(groups[what])} calls"
-        yield from folded(title, table(head, map(_call, some)))
+        if some:
+            counts = f"slower in {len(some)} of {len(groups[what])} calls"
+            title = f"{what}: {counts}, down to {ratio(some[0].speed)}"
+            yield from folded(title, table(head, map(_call, some)))
     yield from _contradictions(found)
-
-
-def _row(what: str, group: Sequence[Comparison], slower: Sequence[Comparison]) -> list[Any]:
-    least = slower[0]
-    counts = len(slower), len(group)
-    return [what, *counts, ratio(least.speed), label(least.call), baselines_of(group)]
 
 
 def _call(one: Comparison) -> list[Any]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import geometric_mean, median
 from typing import Any
 
+from benchmarks.configurations import PASSES
 from benchmarks.part import PARTS
 from benchmarks.report import Row
 from tileattn.cli.bench import BENCHMARKS
@@ -11,7 +12,7 @@ from tools.comparisons import NAMES, Comparison, machine_of, source_of
 from tools.pages import folded, paragraphs, table
 from tools.tables import libraries_of
 
-TABLES = ("decode", "packed", "options", "loops", "precision", "generic", "cpu", "ranks")
+TABLES = ("grid", "decode", "packed", "options", "loops", "precision", "generic", "cpu", "ranks")
 """Parts that are a table of speedups and no more."""
 
 WIDE = 0.1  # an interquartile range over a median, from which a speedup is uncertain
@@ -35,23 +36,23 @@ def origins(results: Mapping[str, Row]) -> Iterator[str]:
     yield from folded("Machines, versions, commits and dates", [*lines, ""])
 
 
-def grid(results: Mapping[str, Row], found: Sequence[Comparison]) -> Iterator[str]:
-    """Say in two sentences how fast the grid is, and beside what; then tabulate its speedups."""
-    said = []
-    for kind in ("forward", "backward"):
-        some = [x for x in found if x.file == f"gpu_{kind}_bf16"]
-        percent = 100 * (geometric_mean(x.speed for x in some) - 1)
-        said.append(f"{abs(percent):.0f} % {'faster' if percent > 0 else 'slower'} {kind}")
-    than = baselines_of(some).replace(", ", " and ")
-    machine = results[some[0].file]["machine"]
-    versions = machine.get("peers", {})
-    beside = [f"{NAMES[x]} {versions.get(x, '(version not recorded)')}" for x in some[0].speeds]
-    yield from paragraphs(
-        f"**In bfloat16 on an {some[0].where}, tileattn is {' and '.join(said)} than the fastest "
-        f"of {than}**, in the geometric mean. Measured beside {', '.join(beside)}, on "
-        f"{machine['date']}."
+def headline(results: Mapping[str, Row], found: Iterable[Comparison]) -> Iterator[str]:
+    """Say how fast the grid in bfloat16 is, beside which versions of which libraries."""
+    passes = {kind: [x for x in found if x.file == f"gpu_{kind}_bf16"] for kind in PASSES}
+    means = (
+        f"the {kind} pass at {geometric_mean(one.speed for one in some):.2f} times"
+        for kind, some in passes.items()
     )
-    yield from part("grid", found)
+    some = passes["forward"]
+    versions = results[some[0].file]["machine"].get("peers", {})
+    *first, last = (
+        f"{NAMES[name]} {versions.get(name, '(version not recorded)')}" for name in some[0].speeds
+    )
+    yield from paragraphs(
+        f"On an {some[0].where} in bfloat16, tileattn runs {' and '.join(means)} the speed of the "
+        f"fastest of {', '.join(first)} and {last}: geometric means of {len(some)} configurations "
+        "each."
+    )
 
 
 def part(name: str, found: Iterable[Comparison]) -> Iterator[str]:
@@ -136,7 +137,7 @@ def _model(name: str, dtype: str, passes: dict[str, Comparison]) -> list[Any]:
     call = next(iter(passes.values())).call
     heads, D = (_pair(call, *names) for names in (("H", "Hkv"), ("D", "Dv")))
     row = [name, dtype, f"{call['B']}, {heads}, {_pair(call, 'N', 'Nk')}, {D}"]
-    for kind in ("forward", "backward"):
+    for kind in PASSES:
         one = passes.get(kind)
         row += [ratio(one.speed), NAMES.get(one.fastest, one.fastest)] if one else ["", ""]
     return row
