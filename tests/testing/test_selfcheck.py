@@ -19,6 +19,7 @@ from tileattn.results import Attention, Gradients
 from tileattn.testing import selfcheck
 from tileattn.testing.options import DRAW, Choices
 from tileattn.testing.selfcheck import Case, Family
+from tileattn.testing.template import TemplateBackend
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
@@ -49,6 +50,12 @@ def test_a_wrong_result_is_found(
     monkeypatch.setattr(NumpyBackend, step, wrong)
     assert main(["check", "--problems", "20", "--backend", "numpy"]) == 1
     assert "FAILED: " in capsys.readouterr().out
+
+
+def test_a_backend_of_few_options_gets_problems_that_it_supports() -> None:
+    drawn = islice(selfcheck.cases(np.random.default_rng(0), "template", 0), 100)
+    problems = [parse(*case.call[:3], case.call.options)[0] for case in drawn]
+    assert sum(TemplateBackend().why_not(problem) is None for problem in problems) > 10
 
 
 def test_a_backend_that_cannot_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,13 +39,17 @@ class Family(NamedTuple):
 
     @classmethod
     def draw(cls, choices: Choices, widest: int) -> "Family":
-        """Draw a family; each option is in about a third of all."""
+        """Draw a family: each option is in a third of one half, and in few of the other half.
+
+        A backend that supports a few options gets problems from that other half.
+        """
         D, Dv = choices.integer(1, widest), choices.integer(1, widest)
         if choices.coin():
             D, Dv = -(-D // 8) * 8, -(-Dv // 8) * 8
-        options = tuple(name for name in DRAW if choices.one_of(True, False, False))
-        score_mod = choices.one_of(None, None, None, *SCORES)
-        mask_mod = choices.one_of(None, None, None, *MASKS)
+        rarity = choices.one_of(3, 20)
+        options = tuple(name for name in DRAW if choices.integer(1, rarity) == 1)
+        score_mod = choices.one_of(*[None] * rarity, *SCORES)
+        mask_mod = choices.one_of(*[None] * rarity, *MASKS)
         return cls(choices.one_of(*DTYPES), D, Dv, options, score_mod, mask_mod)
 
 
