@@ -1,5 +1,6 @@
 """Every comparison of tileattn with another library, or another way, in the results files."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -140,6 +141,14 @@ def machine_of(result: Row) -> str:
     return f"{machine['processor']}, {threads} thread{'s' * (threads > 1)}"
 
 
+def _short(result: Row) -> str:
+    """Name the machine in a title: H100, or Intel Xeon, 16 threads."""
+    return _LONG.sub("", machine_of(result))
+
+
+_LONG = re.compile(r"^NVIDIA | \d+GB.*|\(R\)| Processor|, \d+ cores?")
+
+
 def _ours(values: Mapping[str, float], name: str = "tileattn") -> dict[str, float]:
     return {"ours" if x == name else x: value for x, value in values.items()}
 
@@ -172,7 +181,7 @@ def _participants(
                     us = {x: unit * time for x, time in {"ours": times[name], **others}.items()}
                     what = source.title.format(
                         **{"way": WAYS.get(name, f"`{name}`"), "field": FIELDS.get(field, "")},
-                        **{"section": SECTIONS.get(row["section"]), "on": machine_of(result)},
+                        **{"section": SECTIONS.get(row["section"]), "on": _short(result)},
                     )
                     part = source.part if name == ours[0] else "others"
                     known = {"what": what, "us": us, "part": part}
@@ -199,7 +208,7 @@ def _cpu(source: Source, file: str, result: Row) -> Iterator[Comparison]:
             if name in times:
                 speeds = {x: time / times[name] for x, time in others.items()}
                 us = {x: unit * time for x, time in _ours(times, name).items()} if unit else {}
-                what = source.title.format(name=name, on=machine_of(result))
+                what = source.title.format(name=name, on=_short(result))
                 yield from source.made(file, result, row, speeds, what=what, us=us)
 
 

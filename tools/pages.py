@@ -47,9 +47,9 @@ def stale_parts(path: Path, parts: Mapping[str, Iterable[str]]) -> Stale:
     return [] if new == old else [(path, lambda: new)]
 
 
-def folded(title: str, lines: Iterable[str]) -> Iterator[str]:
-    """Yield a part of a page that opens by a click."""
-    yield f'??? note "{title}"'
+def folded(title: str, lines: Iterable[str], *, is_open: bool = False) -> Iterator[str]:
+    """Yield a part of a page that opens and closes by a click."""
+    yield f'???{"+" * is_open} note "{title}"'
     yield ""
     yield from (f"    {line}" if line else "" for line in lines)
 

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks import cpu
 from benchmarks.report import Row
 from tools.comparisons import NAMES, machine_of
-from tools.pages import paragraphs, shown, table
+from tools.pages import folded, shown, table
 
 # Fields whose column has another heading than their name, or a format.
 HEADINGS = {
@@ -55,11 +55,13 @@ def by_section(result: Row) -> dict[str, list[Row]]:
     return found
 
 
+SHORT = 20  # rows of a table that is open at first
+
+
 def sections(found: Mapping[str, list[Row]], captions: Mapping[str, str]) -> Iterator[str]:
-    """Tabulate each section, with its caption."""
+    """Tabulate each section below its caption; a long table opens by a click."""
     for name, rows in found.items():
-        yield from paragraphs(captions[name])
-        yield from table_of(rows)
+        yield from folded(captions[name], table_of(rows), is_open=len(rows) <= SHORT)
 
 
 def table_of(rows: list[Row]) -> Iterator[str]:

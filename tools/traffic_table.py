@@ -55,7 +55,7 @@ def hbm_bytes(row: Row, implementation: str) -> int | None:
 def lines(result: Row) -> Iterator[str]:
     machine, rows = result["machine"], result["rows"]
     origin = f"`{machine['command'].strip()}`: {machine['gpu']}, {machine['date']}"
-    yield from paragraphs(OPENING, f"Measured by {origin}.")
+    yield from paragraphs(OPENING, f"Measured by {origin}. <!-- age: {FILE} -->")
     for row in rows:
         if "paper" in row:
             yield from paragraphs(PAPER)

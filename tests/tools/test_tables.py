@@ -63,8 +63,10 @@ def test_a_new_result_makes_pages_stale_and_writing_repairs_them(
     origin = "Measured by `python -m something`: A CPU, 2 threads, NumPy 2, LLVM 20,"
     assert f"## A CPU, 2 threads\n\n{origin}" in tables
     assert "| f32 | forward | 256 | 2 | 4 |" in tables
+    assert '???+ note "GFLOP/s, B = 1, H = 8"' in tables  # open: it is short
     # Columns of numbers are aligned at the right.
-    assert "| causal | llvm | PyTorch |\n| --- | ---: | ---: |\n| no | 1288 | 644 |" in tables
+    head = "    | causal | llvm | PyTorch |\n    | --- | ---: | ---: |\n    | no | 1288 | 644 |"
+    assert head in tables
     assert "| yes | 8.12 | 1.02 |" in tables
     assert "| options | mask | 3 | 1.5 |" in tables
 
@@ -115,8 +117,8 @@ def test_libraries_without_a_speedup_say_why() -> None:
     ]
     result = {"machine": MACHINE, "section": "options", "rows": rows}
     lines = list(options.lines(read() | {"gpu_options": result}))
-    assert "- FlexAttention failed: `MemoryError: no room` (2 times)." in lines
-    assert "- FlashAttention-4 had other results: 0.5 away (once)." in lines
+    assert "    - FlexAttention failed: `MemoryError: no room` (2 times)." in lines
+    assert "    - FlashAttention-4 had other results: 0.5 away (once)." in lines
 
 
 def test_loops_are_compared_with_repeated_calls_and_other_libraries() -> None:

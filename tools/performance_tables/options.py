@@ -6,15 +6,15 @@ from typing import Any
 
 from benchmarks.report import Row
 from tools.comparisons import NAMES
-from tools.pages import paragraphs, shown, table
+from tools.pages import folded, paragraphs, shown, table
 from tools.performance_tables.slower import microseconds
-from tools.tables import by_section, columns, exclusions, origin_of, sections, table_of
+from tools.tables import SHORT, by_section, columns, exclusions, origin_of, sections, table_of
 
 FRAMEWORK_SECTIONS = {
-    "host": "Microseconds on the CPU of a call of 16 tokens, B = 1, H = 8, D = 64, bf16:",
-    "passes": "Milliseconds of both passes of attention, B = 1, H = 16, D = 128, bf16:",
-    "block": "Milliseconds of both passes of a block of width 4096, compiled by PyTorch:",
-    "training": "Milliseconds of a step of training, width 768, B = 4, float32:",
+    "host": "Microseconds on the CPU of a call of 16 tokens, B = 1, H = 8, D = 64, bf16",
+    "passes": "Milliseconds of both passes of attention, B = 1, H = 16, D = 128, bf16",
+    "block": "Milliseconds of both passes of a block of width 4096, compiled by PyTorch",
+    "training": "Milliseconds of a step of training, width 768, B = 4, float32",
 }
 
 
@@ -61,7 +61,8 @@ def lines(results: Mapping[str, Row]) -> Iterator[str]:
             sizes = ", ".join(f"{x} = {size}" for x, size in known.items())
             origin = f"{sizes}, {row['dtype']}. {origin_of(f'gpu_{name}', result)}"
             yield from paragraphs(f"## {title}", origin)
-            yield from made(result["rows"])
+            rows = result["rows"]
+            yield from folded(f"{len(rows)} rows", made(rows), is_open=len(rows) <= SHORT)
     if (result := results.get("frameworks_gpu")) is not None:
         yield from paragraphs("## Inside PyTorch", origin_of("frameworks_gpu", result))
         yield from sections(by_section(result), FRAMEWORK_SECTIONS)
@@ -121,15 +122,14 @@ def nonfinite(result: Row) -> Iterator[str]:
     for row in result["rows"]:
         call = f"{row['case']}, {row['dtype']}, N = {row['N']}, D = {row['D']}", row["pass"]
         calls.setdefault(call, {})[row.get("values", "failed")] = row
-    for title, single in (("One value:", True), ("Many values:", False)):
+    for title, single in (("One value", True), ("Many values", False)):
         some = [fault for fault in faults if fault.startswith("one ") is single]
         rows = [
             [*call, shown(found.get("clean", {}).get("ms"), ".3f")]
             + [shown(found.get(fault, {}).get("slowdown"), ".2f") for fault in some]
             for call, found in calls.items()
         ]
-        yield from paragraphs(title)
-        yield from table(["call", "pass", "finite, ms", *some], rows)
+        yield from folded(title, table(["call", "pass", "finite, ms", *some], rows))
 
 
 def _stress(results: Mapping[str, Row]) -> Iterator[str]:
