@@ -17,6 +17,7 @@ ALIASES = {
     "dropout": "dropout_p",
     "enable_gqa": "leave it out: k may have fewer heads than q",
     "is_causal": "causal",
+    "key_padding_mask": "mask=~key_padding_mask[:, None, None] if True marks padding",
     "logits_soft_cap": "softcap",
     "max_seqlen_k": "leave it out: cu_seqlens_k says how long each sequence is",
     "max_seqlen_q": "leave it out: cu_seqlens_q says how long each sequence is",
