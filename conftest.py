@@ -43,7 +43,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
-    if session.config.getoption("poison"):
+    if session.config.getoption("poison", False):  # absent from `pytest --pyargs`
         from tests import poison
 
         poison.install(pytest.MonkeyPatch())
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     The tests of a file are shuffled, in the same way in all shares. Neighbouring tests need the
     same kernels, and processes would wait for one another to compile them.
     """
-    if not config.getoption("shard"):
+    if not config.getoption("shard", None):
         return
     share, count = map(int, config.getoption("shard").split("/"))
     items.sort(key=lambda item: (item.path, hashlib.sha256(item.nodeid.encode()).digest()))

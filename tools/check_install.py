@@ -3,6 +3,7 @@
 python tools/check_install.py dist/*                                  on this Python
 python tools/check_install.py dist/* --python python3.11 python3.13   on each of these
 python tools/check_install.py dist/* --oldest                         with the oldest libraries
+python tools/check_install.py --pins cpu torch      print the oldest versions that extras accept
 """
 
 import argparse
@@ -27,10 +28,11 @@ def oldest(requirements: Iterable[str]) -> list[str]:
     return [f"{x[1]}=={x[2]}" for x in found if x]
 
 
-def oldest_libraries() -> list[str]:
-    """Return the pins of what the extra ``cpu`` installs."""
+def oldest_libraries(extras: Iterable[str]) -> list[str]:
+    """Return the pins of what extras install."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    return oldest([*project["dependencies"], *project["optional-dependencies"]["cpu"]])
+    optional = (x for extra in extras for x in project["optional-dependencies"][extra])
+    return oldest([*project["dependencies"], *optional])
 
 
 def checked(archive: Path, base: str, pins: list[str], folder: Path) -> int:
@@ -61,11 +63,15 @@ def main() -> int:
     """Check each archive on each Python; the exit status is 1 if one has a fault."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("archives", nargs="+", type=Path, metavar="ARCHIVE", help="wheels and source archives")
+    add("archives", nargs="*", type=Path, metavar="ARCHIVE", help="wheels and source archives")
     add("--python", nargs="+", default=[sys.executable], help="interpreters (default: this one)")
     add("--oldest", action="store_true", help="with the oldest versions of the libraries")
+    add("--pins", nargs="+", metavar="EXTRA", help="print the oldest versions, and check nothing")
     arguments = parser.parse_args()
-    pins = oldest_libraries() if arguments.oldest else []
+    if arguments.pins:
+        print(*oldest_libraries(arguments.pins))
+        return 0
+    pins = oldest_libraries(["cpu"]) if arguments.oldest else []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = product(arguments.archives, arguments.python)
         done = [

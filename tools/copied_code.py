@@ -1,11 +1,11 @@
-"""Let the copy button of an interactive example copy its code alone: a hook of MkDocs."""
+"""Let the copy button of an interactive example copy only its code: a hook of MkDocs."""
 
 import html
 import re
 from typing import Any
 
 _BLOCK = re.compile(r'<div class="highlight">(.*?)</div>', re.DOTALL)
-_PROMPTS = (">>> ", "... ", ">>>", "...")
+_PROMPT = re.compile(r"(?:>>>|\.\.\.)(?: |$)|\$ |\(Pdb\) ")  # of Python, a shell and a debugger
 
 
 def code_of(session: str) -> str:
@@ -14,8 +14,8 @@ def code_of(session: str) -> str:
     >>> code_of(">>> for x in (1, 2):\n...     print(x)\n1\n2\n")
     'for x in (1, 2):\n    print(x)'
     """
-    lines = (line for line in session.splitlines() if line.startswith(_PROMPTS))
-    return "\n".join(line[4:] for line in lines)
+    lines = ((line, _PROMPT.match(line)) for line in session.splitlines())
+    return "\n".join(line[prompt.end() :] for line, prompt in lines if prompt)
 
 
 def on_page_content(content: str, **_: Any) -> str:
@@ -23,7 +23,7 @@ def on_page_content(content: str, **_: Any) -> str:
 
     def marked(found: re.Match[str]) -> str:
         text = html.unescape(re.sub(r"<[^>]*>", "", found[1]))
-        if not text.startswith(">>> "):
+        if not _PROMPT.match(text):
             return found[0]
         copied = html.escape(code_of(text)).replace("\n", "&#10;")
         return f'<div class="highlight" data-copy="{copied}">{found[1]}</div>'
