@@ -118,6 +118,19 @@ def test_the_speeds_are_those_of_the_results(name: str) -> None:
         assert f"geometric means of {len(speedups)} configurations each" in text
 
 
+def test_the_fractions_of_linear_scaling_are_those_of_the_results() -> None:
+    results = ROOT / "benchmarks" / "results" / "distributed_cpu.json"
+    uneven, even = [], []
+    for row in json.loads(results.read_text(encoding="utf-8"))["rows"]:
+        if row["causal"] and row["N"] == 16384 and row["schedule"] in {"ring", "heads"}:
+            is_uneven = (row["schedule"], row["layout"]) == ("ring", "contiguous")
+            (uneven if is_uneven else even).append(row["fraction_of_linear"])
+    assert "contiguous parts reaches less than two thirds of" in TEXTS["docs/distributed.md"]
+    assert max(uneven) < 2 / 3
+    assert "parts and heads reach about\nnine tenths" in TEXTS["docs/distributed.md"]
+    assert 0.85 < min(even) < max(even) < 1
+
+
 def test_every_name_that_messages_know_is_explained() -> None:
     there = re.findall(r"^\| (.*?) \|", TEXTS["docs/migration.md"], re.MULTILINE)
     named = set(re.findall(r"\w+", " ".join(there)))
