@@ -120,7 +120,8 @@ def test_the_speeds_are_those_of_the_results(name: str) -> None:
 
 def test_the_fractions_of_linear_scaling_are_those_of_the_results() -> None:
     results = ROOT / "benchmarks" / "results" / "distributed_cpu.json"
-    uneven, even = [], []
+    uneven: list[float] = []
+    even: list[float] = []
     for row in json.loads(results.read_text(encoding="utf-8"))["rows"]:
         if row["causal"] and row["N"] == 16384 and row["schedule"] in {"ring", "heads"}:
             is_uneven = (row["schedule"], row["layout"]) == ("ring", "contiguous")
