@@ -23,13 +23,24 @@ class Queue(NamedTuple):
     settle: Call  # until nothing disturbs the next run
 
     @classmethod
-    def of(cls, drain: Call = int, pause: float = PAUSE) -> "Queue":
-        """Pause before a run, until the threads of other libraries sleep; on a GPU, do not."""
+    def of(cls) -> "Queue":
+        """Pause before a run, until the threads of other libraries sleep."""
 
         def settle() -> None:
             gc.collect()
+            time.sleep(PAUSE)
+
+        return cls(int, settle)
+
+    @classmethod
+    def of_gpu(cls, drain: Call) -> "Queue":
+        """Wait before a run for plans that earlier calls have asked for in the background."""
+        from tileattn.backends.cupy import improvement
+
+        def settle() -> None:
+            gc.collect()
+            improvement.finish()
             drain()
-            time.sleep(pause)
 
         return cls(drain, settle)
 

@@ -24,7 +24,7 @@ from benchmarks.device import Gpu
 from benchmarks.libraries import Arrays, Library, Step
 from benchmarks.report import Row
 
-PEERS = ("cudnn", "fa3", "fa4", "fa4_split")
+PEERS = ("cudnn", "fa3", "fa4")
 HEAD_DIMS = (128,)
 ITEM = 2  # bytes of bfloat16
 
@@ -119,7 +119,7 @@ def replayed(library: Library, call: Call, device: Gpu) -> Call:
 
     def replay() -> Any:
         graph.replay()
-        return out
+        return out, call  # whose arrays the graph reads
 
     return replay
 

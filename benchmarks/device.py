@@ -27,6 +27,7 @@ SETTLE_SECONDS = 0.3  # until a busy GPU has reached the clocks of its power lim
 LEAST_CALLS, MOST_CALLS = 10, 1000
 LEAST_ROUNDS, MOST_ROUNDS = 3, 30  # rounds of calls that are timed separately
 L2_CYCLE = 4  # a cycle through the input sets reads this many times the L2
+LONGEST_WAIT = 0.05  # seconds; CUDA queues about a thousand launches, which take the host as long
 COPY_BYTES = 1 << 30
 
 
@@ -42,6 +43,7 @@ class Gpu:
 
         self.xp = cupy
         self._properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+        self._host_seconds = 0.0  # of a call of the last sample
 
     @classmethod
     def required(cls) -> "Gpu":
@@ -111,14 +113,27 @@ class Gpu:
         return [times[n :: len(calls)] for n in range(len(calls))]
 
     def _sample(self, calls: Sequence[Call], count: int) -> list[float]:
+        """Return the device seconds of calls in turn.
+
+        The GPU begins when the host has queued as much as it can: otherwise the times of short
+        calls would contain gaps in which the GPU waits for a library's code on the host.
+        """
         event = self.xp.cuda.Event
         pairs = [(event(), event()) for _ in range(count)]
+        begin = time.perf_counter()
+        self.wait(min(count * self._host_seconds, LONGEST_WAIT))
         for (start, stop), call in zip(pairs, itertools.cycle(calls), strict=False):
             start.record()
             call()
             stop.record()
+        self._host_seconds = (time.perf_counter() - begin) / count
         pairs[-1][1].synchronize()
         return [self.xp.cuda.get_elapsed_time(*pair) / 1e3 for pair in pairs]
+
+    def wait(self, seconds: float) -> None:
+        """Keep the GPU busy for a time, without power or memory."""
+        nanoseconds = np.int64(1e9 * seconds)
+        _spin()((1,), (1,), (nanoseconds,))
 
     def launch_overhead(self, call: Call, count: int = 100, rounds: int = 9) -> float:
         """Return the CPU launch overhead in seconds, per call of many in a row."""
@@ -160,6 +175,21 @@ class Gpu:
             "torch": None if torch is None else torch.__version__,
             "peers": peers.versions(),
         }
+
+
+@lru_cache(maxsize=1)
+def _spin() -> Any:
+    """Return a kernel that runs for so many nanoseconds."""
+    import cupy
+
+    source = r"""
+    extern "C" __global__ void spin(long long duration) {
+        long long start, now;
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+        do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        while (now - start < duration);
+    }"""
+    return cupy.RawKernel(source, "spin")
 
 
 def repeats(seconds: float) -> int:

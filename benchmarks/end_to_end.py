@@ -306,7 +306,7 @@ def main(argv: list[str] | None = None) -> None:
     machine: Callable[[], Row]
     if arguments.gpu:
         device, machine = "cuda", Gpu.required().machine
-        queue = Queue.of(torch.cuda.synchronize, pause=0)
+        queue = Queue.of_gpu(torch.cuda.synchronize)
     else:
         torch.set_num_threads(threads.worker_count())
         device, queue = "cpu", Queue.of()

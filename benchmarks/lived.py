@@ -269,8 +269,8 @@ def _bench(on_gpu: bool, names: Sequence[str]) -> tuple[Bench, dict[str, str], C
     every = [*peers.ours(on_gpu), *found.values()]
     if on_gpu:
         gpu = Gpu.required()
-        drain = gpu.xp.cuda.get_current_stream().synchronize
-        return Bench(Loops(gpu.xp, GPU), every, Queue.of(drain, pause=0)), missing, gpu.machine
+        queue = Queue.of_gpu(gpu.xp.cuda.get_current_stream().synchronize)
+        return Bench(Loops(gpu.xp, GPU), every, queue), missing, gpu.machine
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads.worker_count())

@@ -62,12 +62,18 @@ class Comparison(NamedTuple):
         """True if two digits show the speed as less than 1."""
         return self.speed < 0.995
 
+    @property
+    def is_certain(self) -> bool:
+        """True if no time spreads so far that the speedup means little."""
+        return max(self.spread.values(), default=0.0) <= WIDE
+
     def uncertainty(self, baseline: str) -> float:
         """Return the larger spread of both times, at least 1 %: twins in one run differ by that."""
         return max(LEAST_SPREAD, *(self.spread.get(x, 0.0) for x in ("ours", baseline)))
 
 
 LEAST_SPREAD = 0.01
+WIDE = 0.1  # an interquartile range over a median, from which a speedup is uncertain
 
 AXES = (
     *("pass", "loop", "model", "case", "option", "function", "lengths", "schedule", "layout"),

@@ -43,22 +43,6 @@ def _timed(row: Row, us: dict[str, float | None]) -> Row:
     }
 
 
-def _decode(row: Row) -> Iterator[Row]:
-    rate = {"gbytes_per_second": {"tileattn": row["gbytes_per_second"]}}
-    yield _timed(row | rate, {"tileattn": row["us"], **row.pop("peers_us")})
-
-
-def _packed(row: Row) -> Iterator[Row]:
-    ms, fa4, batch = row.pop("ms"), row.pop("fa4_ms"), row["of_batch"]
-    us = {"tileattn": 1e3 * ms, "batch": batch and 1e3 * ms * batch, "fa4": fa4 and 1e3 * fa4}
-    yield _timed(row, us)
-
-
-def _options(row: Row) -> Iterator[Row]:
-    ms = {"tileattn": row.pop("ms"), **row.pop("peers_ms")}
-    yield _timed(row, {name: 1e3 * time for name, time in ms.items()})
-
-
 def _functions(row: Row) -> Iterator[Row]:
     ours, flex, of_plain = row.pop("tileattn_ms"), row.pop("flex_ms"), row.pop("of_plain")
     for kind, ms, other, plain in zip(
@@ -69,8 +53,5 @@ def _functions(row: Row) -> Iterator[Row]:
 
 
 EARLIER: dict[str, Callable[[Row], Iterator[Row]]] = {
-    "gpu_decode": _decode,
-    "gpu_packed": _packed,
-    "gpu_options": _options,
     "gpu_functions": _functions,
 }

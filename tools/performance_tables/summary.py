@@ -8,14 +8,13 @@ from benchmarks.configurations import PASSES
 from benchmarks.part import PARTS
 from benchmarks.report import Row
 from tileattn.cli.bench import BENCHMARKS
-from tools.comparisons import NAMES, Comparison, machine_of, source_of
+from tools.comparisons import NAMES, WIDE, Comparison, machine_of, source_of
 from tools.pages import folded, paragraphs, table
 from tools.tables import libraries_of
 
 TABLES = ("grid", "decode", "packed", "options", "loops", "precision", "generic", "cpu", "ranks")
 """Parts that are a table of speedups and no more."""
 
-WIDE = 0.1  # an interquartile range over a median, from which a speedup is uncertain
 RANGES = ("B", "H", "Hq", "Hkv", "N", "Nk", "D", "tokens")
 
 
@@ -38,7 +37,8 @@ def origins(results: Mapping[str, Row]) -> Iterator[str]:
 
 def headline(results: Mapping[str, Row], found: Iterable[Comparison]) -> Iterator[str]:
     """Say how fast the grid in bfloat16 is, beside which versions of which libraries."""
-    passes = {kind: [x for x in found if x.file == f"gpu_{kind}_bf16"] for kind in PASSES}
+    certain = [x for x in found if x.is_certain]
+    passes = {kind: [x for x in certain if x.file == f"gpu_{kind}_bf16"] for kind in PASSES}
     means = (
         f"the {kind} pass at {geometric_mean(one.speed for one in some):.2f} times"
         for kind, some in passes.items()
@@ -50,8 +50,8 @@ def headline(results: Mapping[str, Row], found: Iterable[Comparison]) -> Iterato
     )
     yield from paragraphs(
         f"On an {some[0].where} in bfloat16, tileattn runs {' and '.join(means)} the speed of the "
-        f"fastest of {', '.join(first)} and {last}: geometric means of {len(some)} configurations "
-        "each."
+        f"fastest of {', '.join(first)} and {last}: geometric means of {len(some)} and "
+        f"{len(passes['backward'])} configurations."
     )
 
 
@@ -63,7 +63,8 @@ def part(name: str, found: Iterable[Comparison]) -> Iterator[str]:
         return
     groups: dict[str, list[Comparison]] = {}
     for one in some:
-        groups.setdefault(_title(one), []).append(one)
+        if one.is_certain:
+            groups.setdefault(_title(one), []).append(one)
     head = ["", "speedup, mean", "least", "most", "slower", "of", "compared with the fastest of"]
     yield from table(head, ([title, *_summary(group)] for title, group in groups.items()))
     yield from paragraphs(*filter(None, (sizes(some), spreads(some))))
@@ -111,7 +112,7 @@ def spreads(found: Sequence[Comparison]) -> str:
     if not widest:
         return ""
     wide = sum(x > WIDE for x in widest)
-    more = f" In {wide} of {len(widest)} calls it exceeds 10 %: uncertain." if wide else ""
+    more = f" In {wide} of {len(widest)} calls it exceeds 10 %: these do not count." if wide else ""
     return (
         f"The interquartile range of a time is {100 * median(widest):.1f} % of its median in the "
         f"middle call, {100 * max(widest):.0f} % at most.{more}"
