@@ -1,4 +1,4 @@
-"""Speed on the CPU: both backends, with PyTorch and naive NumPy as baselines, in one run.
+"""Speed on the CPU: both backends, beside PyTorch, OpenVINO, ONNX Runtime and naive NumPy.
 
     python -m tileattn bench cpu                         everything: about twelve minutes
     python -m tileattn bench cpu --quick                 small sizes: about a minute
@@ -42,6 +42,7 @@ from benchmarks.configurations import (
     option_cases,
     sparse_cases,
 )
+from benchmarks.engines import ENGINES, Engine
 from benchmarks.implementations import Implementation, Naive, Peer, Tileattn
 from benchmarks.libraries import Sdpa
 from benchmarks.report import Row
@@ -50,8 +51,14 @@ from tileattn.backends import threads
 PAUSE = 0.1  # seconds: so long do idle threads of OpenBLAS spin before they sleep
 WARMUP = 0.05  # seconds, in which cores wake up
 OURS = ("llvm", "numpy")
-PAIRS = (("llvm", "torch"), ("llvm", "numpy"), ("llvm", "naive"), ("numpy", "torch"))
-TITLES = {"torch": "PyTorch", "naive": "naive NumPy"}
+OTHERS = ("torch", "openvino", "onnxruntime", "naive")
+PAIRS = (("llvm", "numpy"), *(("llvm", name) for name in OTHERS), ("numpy", "torch"))
+TITLES = {
+    "torch": "PyTorch",
+    "openvino": "OpenVINO",
+    "onnxruntime": "ONNX Runtime",
+    "naive": "naive NumPy",
+}
 LONGEST_NAIVE = 4096
 DECODED, SMALL = 4096, 16  # keys; tokens
 
@@ -114,6 +121,11 @@ def find() -> tuple[dict[str, Implementation], dict[str, str]]:
         sys.modules["torch"].set_num_threads(threads.worker_count())
     except ImportError:
         missing["torch"] = "it is not installed: pip install torch"
+    for name, make in ENGINES.items():
+        try:
+            found[name] = make()
+        except ImportError:
+            missing[name] = f"it is not installed: pip install {name} onnx"
     return found | {"naive": Naive(np)}, missing
 
 
@@ -294,7 +306,8 @@ def main(argv: list[str] | None = None) -> None:
     implementations, missing = find()
     report.show_missing(missing)
     torch = sys.modules["torch"].__version__ if "torch" in implementations else None
-    machine = report.host() | {"torch": torch}
+    engines = {n: x.version for n, x in implementations.items() if isinstance(x, Engine)}
+    machine = report.host() | {"torch": torch, "peers": engines}
     print(report.line(machine))
     seconds = arguments.seconds / (10 if arguments.quick else 1)
     bench = Bench(implementations, seconds, arguments.quick)

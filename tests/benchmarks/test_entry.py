@@ -10,6 +10,7 @@ import pytest
 
 import tileattn
 from benchmarks import cpu, report
+from benchmarks.engines import ENGINES
 from benchmarks.part import PARTS, commands
 from tileattn.cli.bench import BENCHMARKS
 from tileattn.cli.commands import main
@@ -49,11 +50,14 @@ def test_the_speed_of_the_cpu_is_written_with_its_origin(
 ) -> None:
     monkeypatch.setattr(cpu, "shortest_seconds", lambda calls, _: dict.fromkeys(calls, 0.5))
     monkeypatch.setattr(report, "of_process", lambda _, text, __: cpu.child(text))
-    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in ("torch", *ENGINES):
+        monkeypatch.setitem(sys.modules, name, None)
     cpu.main(["--quick", "--name", "mine", "--to", str(tmp_path)])
     result = json.loads((tmp_path / "mine.json").read_text(encoding="utf-8"))
     assert result["machine"]["command"] == "python -m tileattn bench cpu --quick --name mine"
-    assert set(report.host()) | {"torch", "commit", "date", "command"} == set(result["machine"])
+    assert set(report.host()) | {"torch", "peers", "commit", "date", "command"} == set(
+        result["machine"]
+    )
     rows = {row["section"]: row for row in reversed(result["rows"])}  # the first of each
     assert set(rows) == set(cpu.SECTIONS)
     assert rows["grid"]["gflops"]["numpy"] == float(f"{4 * 8 * 256**2 * 64 / 0.5 / 1e9:.4g}")

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import gpu, implementations
 from benchmarks.configurations import PASSES, Configuration, Inputs, Mask, normal
+from benchmarks.engines import ENGINES
 from benchmarks.implementations import Flex, Naive, NaiveTorch, Peer, Tileattn
 from benchmarks.libraries import Sdpa
 from tests.benchmarks.fake_gpu import Fake
@@ -96,3 +97,15 @@ def test_the_blocks_of_flex_are_those_of_the_mask(torch: Any, lead: tuple[int, i
     assert made.BLOCK_SIZE == (128, 128)
     assert made.seq_lengths == (500, 640)
     assert not made.kv_num_blocks.any()  # all are full
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_inference_engines_compute_the_same(name: str, causal: bool) -> None:
+    for module in ("onnx", name):
+        pytest.importorskip(module, reason="a baseline, and no dependency: pip install it")
+    x = Inputs(*(normal(np, (2, 3, 20, 8), "f32", seed) for seed in range(4)))
+    out = np.asarray(ENGINES[name]().forward(x, Mask(causal))())
+    wanted = reference.forward(*x[:3], causal=causal)
+    bounds = error_bound(*x, causal=causal)
+    assert_attention_close(wanted._replace(out=out), wanted, bounds, names=["out"])

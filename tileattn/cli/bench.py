@@ -7,7 +7,7 @@ from typing import Any
 from tileattn.cli.arguments import add_json, print_json, refused
 
 BENCHMARKS = {
-    "cpu": "speed on NumPy arrays, both backends; baselines: PyTorch, naive NumPy",
+    "cpu": "speed on NumPy arrays, both backends; baselines: PyTorch, OpenVINO, ONNX Runtime",
     "decode": "speed of decoding on the GPU; baselines: cuDNN, FlashAttention",
     "distributed": "speed of ranks that share a sequence; baseline: one rank",
     "distributed_gpu": "speed of GPUs that share a sequence; baseline: one GPU",
