@@ -6,6 +6,7 @@ They compute the forward pass in float32; a causal mask is an attribute of their
 import importlib
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 from benchmarks.configurations import Call, Inputs, Mask
 from benchmarks.implementations import Implementation
