@@ -210,7 +210,7 @@ def check_errors(comm: Any) -> None:
 
     link = communicator(comm, SECONDS, cupy.empty(0))
     x = cupy.zeros((2, 8, 32), np.float32 if link.rank == 0 else np.float16)
-    with pytest.raises(ValueError, match="dtype is"):
+    with pytest.raises(ValueError, match="dtype must be the same on all ranks"):
         dist.forward(x, x, x, comm, timeout=SECONDS)
 
 
