@@ -34,8 +34,9 @@ demo: $(VENV)/demo.stamp  ## compare with the plain formula, and train a small G
 	$(BIN)/python examples/beside_plain.py
 	$(BIN)/python examples/char_gpt.py $(ARGS)
 
-# Neighbouring tests need the same kernels and fixtures: a process takes a run of them.
-PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+# Neighbouring tests need the same kernels and fixtures: a process takes a run of them. Images of
+# Python set PYTHONDONTWRITEBYTECODE: every process that a test starts would compile the package.
+PYTEST = OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 test: setup  ## run the quick tests, with a third of the random examples (options: ARGS="...")
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not gpu and not slow" $(ARGS)
 test-all: setup  ## run every test that needs no GPU, as continuous integration does
