@@ -2,7 +2,7 @@
 
 import ctypes
 import ctypes.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tileattn.expressions.parameters import lifted, renumbered
 from tileattn.expressions.trace import _input_count
 from tileattn.kernels.cuda.families.cuda_text import NEAR, functions_text
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
+from tileattn.kernels.cuda.jit.compile import SOURCES, Compiled, compiled
 from tileattn.kernels.cuda.plan.device import device_of_arch
 from tileattn.kernels.cuda.plan.layout import CallLayout, array_layout
 from tileattn.kernels.cuda.plan.params import aux_name, slots, template
@@ -235,10 +235,10 @@ def planned(name: str, arch: str, dtype: Any, D: int, Nq: int, Nk: int) -> tuple
 @pytest.mark.slow
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("name", sorted(GALLERY))
-def test_the_gallery_compiles(name: str) -> None:
+def test_the_gallery_compiles(name: str, compiled_quickly: Callable[..., Compiled]) -> None:
     arch = ("sm_80", "sm_90a")[sorted(GALLERY).index(name) % 2]
     for launch in planned(name, arch, np.float16, 64, 67, 93)[0].launches:
-        made = compiled(launch.key, arch)
+        made = compiled_quickly(launch.key, arch)
         assert made.registers is not None
         assert COMPLAINT.search(made.log) is None, made.log
 
@@ -252,7 +252,9 @@ def test_the_gallery_compiles(name: str) -> None:
         ("tree", np.float16, 40),
     ],
 )
-def test_every_kernel_with_functions_compiles(name: str, dtype: Any, D: int) -> None:
+def test_every_kernel_with_functions_compiles(
+    name: str, dtype: Any, D: int, compiled_quickly: Callable[..., Compiled]
+) -> None:
     plans = planned(name, "sm_90a", dtype, D, 67, 93)
     keys = {launch.key for plan in plans for launch in plan.launches if launch.key.functions}
     found = {key.kernel.removeprefix("backward_").removeprefix("naive_") for key in keys}
@@ -260,7 +262,7 @@ def test_every_kernel_with_functions_compiles(name: str, dtype: Any, D: int) -> 
     arrays = {"tree": {"classify_tiles"}, "relative_bias": {"daux", "daux_sum"}}.get(name, set())
     assert found == arrays | own | {"large_scores", "dkdv", "dq"}
     for key in keys:
-        made = compiled(key, "sm_90a")
+        made = compiled_quickly(key, "sm_90a")
         assert COMPLAINT.search(made.log) is None, made.log
 
 

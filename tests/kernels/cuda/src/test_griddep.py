@@ -18,7 +18,7 @@ from tools.sass import Instruction, Section, disassembled, parsed
 ALONE = {"append_kv", "rope", "join_rows", "add_halves", "add_rows", "store_values"}
 
 OF_PLANS = {kernel: key for kernel, key in FIRST.items() if kernel not in ALONE}
-OF_FLAGGED = {key.kernel: key for arch, key in CASES if arch == ARCH and key.head_flags}
+OF_FLAGGED = {key.kernel: key for arch, key in reversed(CASES) if arch == ARCH and key.head_flags}
 
 # Instructions that read or write global memory, or may do so.
 _GLOBAL = {
