@@ -27,6 +27,7 @@ HEADINGS = {
     "exp_ms": "exp, ms",
     "memory_ms": "memory, ms",
     "percent": "% of roofline",
+    "spread": "uncertain: spread, %",
 }
 FORMATS = {
     **dict.fromkeys(("ms", "density", "compute_ms", "exp_ms", "memory_ms"), ".3f"),

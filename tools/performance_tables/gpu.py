@@ -5,7 +5,7 @@ from statistics import geometric_mean
 
 from benchmarks import gpu, roofline
 from benchmarks.report import Row
-from tools.comparisons import NAMES, SOURCES
+from tools.comparisons import NAMES, SOURCES, WIDE
 from tools.pages import folded, paragraphs, shown
 from tools.performance_tables import memory
 from tools.performance_tables.slower import microseconds
@@ -56,7 +56,9 @@ def _comparison(result: Row, ceilings: Row) -> Iterator[str]:
     grid = all("tflops" in row for row in result["rows"])
     percents = roofline.percents(result, ceilings) if grid else [None] * len(result["rows"])
     for row, percent in zip(result["rows"], percents, strict=True):
+        most = max(row["spread"].values(), default=0.0)
         found = {"percent": percent, "fastest": min(row["speedup_over"].values(), default=None)}
+        found |= {"most_spread": most, "spread": shown(100 * most, ".0f") if most > WIDE else None}
         for name in gpu.OURS:
             if grid:
                 found[f"{name}, TFLOP/s"] = shown(gpu.verified(row).get(name), ".0f")
@@ -64,7 +66,12 @@ def _comparison(result: Row, ceilings: Row) -> Iterator[str]:
                 found[f"{name}, us"] = microseconds(row["us"].get(name))
         rows.append(row | found | {NAMES.get(x, x): y for x, y in row["speedup_over"].items()})
     baselines = dict.fromkeys(NAMES.get(x, x) for row in rows for x in row["speedup_over"])
-    names = [*COLUMNS["comparison"], *(baselines if len(baselines) > 1 else ()), "fastest"]
+    names = [
+        *COLUMNS["comparison"],
+        *(baselines if len(baselines) > 1 else ()),
+        "fastest",
+        "spread",
+    ]
     names = [x for x in names if any(row.get(x) not in (None, "") for row in rows)]
     if len({row["dtype"] for row in rows}) == 1:
         names.remove("dtype")
@@ -75,8 +82,9 @@ def _comparison(result: Row, ceilings: Row) -> Iterator[str]:
 
 
 def _mean(rows: Sequence[Row], baselines: Iterable[str]) -> str:
-    """Say how many rows there are, and the mean speedup over each baseline."""
+    """Say how many rows there are, and the mean speedup over each baseline in certain ones."""
     said = [f"{len(rows)} configurations"]
+    rows = [row for row in rows if row["most_spread"] <= WIDE]
     for name in baselines:
         speeds = [row[name] for row in rows if name in row]
         if speeds:
