@@ -22,6 +22,7 @@ from benchmarks.libraries import Arrays, Library, Step
 from benchmarks.report import Row
 
 PEERS = ("cudnn", "flash", "efficient", "math", "fa3", "fa4")
+IN_16_BITS = ("cudnn", "flash", "fa3", "fa4")  # which have no kernels for float32
 MOST_SCORES = 1 << 30  # that the unfused attention stores
 
 
@@ -102,7 +103,10 @@ def compared(
 ) -> Iterator[Row]:
     """Time each pass of all libraries in turns."""
     fits = model.B * model.H * model.N * model.Nk <= MOST_SCORES
-    there = {name: x for name, x in libraries.items() if fits or name != "math"}
+    without = () if fits else ("math",)
+    if dtype == "f32":
+        without = (*without, *IN_16_BITS)
+    there = {name: x for name, x in libraries.items() if name not in without}
     steps = steps_of(model, dtype, device)
     known = {**model.options, **({"bias": "(1, H, N, Nk)"} if model.bias else {})}
     for kind, found in compare(steps, there, device, dtype):

@@ -101,7 +101,12 @@ def libraries_of(machine: Row) -> str:
     """List the versions of the libraries that took part; a results file names those it loaded."""
     known = {"PyTorch": machine.get("torch")}
     known |= {NAMES.get(name, name): version for name, version in machine.get("peers", {}).items()}
-    return ", ".join(f"{name} {version}" for name, version in known.items() if version)
+    return ", ".join(versioned(name, version) for name, version in known.items() if version)
+
+
+def versioned(name: str, version: str) -> str:
+    """Add a version to a name: a number, or the package that brings this build."""
+    return f"{name} of {version}" if " " in version else f"{name} {version}"
 
 
 def origin_of(name: str, result: Row) -> str:

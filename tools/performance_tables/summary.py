@@ -10,7 +10,7 @@ from benchmarks.report import Row
 from tileattn.cli.bench import BENCHMARKS
 from tools.comparisons import NAMES, WIDE, Comparison, machine_of, source_of
 from tools.pages import folded, paragraphs, table
-from tools.tables import libraries_of
+from tools.tables import libraries_of, versioned
 
 TABLES = ("grid", "decode", "packed", "options", "loops", "precision", "generic", "cpu", "ranks")
 """Parts that are a table of speedups and no more."""
@@ -46,7 +46,7 @@ def headline(results: Mapping[str, Row], found: Iterable[Comparison]) -> Iterato
     some = passes["forward"]
     versions = results[some[0].file]["machine"].get("peers", {})
     *first, last = (
-        f"{NAMES[name]} {versions.get(name, '(version not recorded)')}" for name in some[0].speeds
+        versioned(NAMES[name], versions.get(name, "unknown")) for name in some[0].speeds
     )
     yield from paragraphs(
         f"On an {some[0].where} in bfloat16, tileattn runs {' and '.join(means)} the speed of the "
