@@ -20,11 +20,7 @@ class Flash(Torch):
 
     def attend(self, step: Step) -> Callable[..., Any] | None:
         drops = ("dropout_p", "seed") if self.has_dropout else ()
-        if (
-            step.rows[0].dtype.itemsize != HALF_BYTES
-            or step.learned
-            or step.without("mask_mod", *OPTIONS, *drops)
-        ):
+        if step.learned or step.without("mask_mod", *OPTIONS, *drops):
             return None
         given, own = step.options, self._own(step)
         if "kv_lengths" in given:
