@@ -5,6 +5,7 @@ from typing import Any
 
 from benchmarks import gpu
 from benchmarks.report import Row, load
+from tools.comparisons import WIDE
 from tools.drawing import N_LABEL, Picture, Theme, drawn_from, label_ends, plot, short
 
 FILES = ("gpu_forward_bf16", "gpu_backward_bf16")
@@ -14,7 +15,9 @@ NAMES = {"tileattn": "tileattn", "cudnn": "cuDNN", "fa4": "FA-4", "fa3": "FA-3"}
 def picture(results: Path) -> Picture:
     """Make the picture of the bfloat16 grid, one panel for each pass, mask and head dimension."""
     loaded = [load(results, name) for name in FILES]
-    rows = [row for result in loaded for row in result["rows"]]
+    every = [row for result in loaded for row in result["rows"]]
+    rows = [row for row in every if max(row["spread"].values(), default=0.0) <= WIDE]
+    left_out = f"{len(every) - len(rows)} configurations whose times spread are left out. "
     panels: dict[tuple[str, bool, int], dict[str, list[list[float]]]] = {}
     for row in rows:
         lines = panels.setdefault((row["pass"], row["causal"], row["D"]), {})
@@ -29,7 +32,7 @@ def picture(results: Path) -> Picture:
         alt=f"Line charts of TFLOP/s against sequence length, in bfloat16 on an {machine}, one for "
         f"each pass, mask and head dimension. {_wins(rows)}",
         caption=f"Forward and backward in bfloat16 on an {machine}; higher is faster, and FA is "
-        f"FlashAttention. {drawn_from(*FILES)}",
+        f"FlashAttention. {left_out if len(rows) < len(every) else ''}{drawn_from(*FILES)}",
     )
 
 
