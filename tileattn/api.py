@@ -282,7 +282,8 @@ def backward(
     options = read_functions(options)
     key = signature(rows, backend, options)
     valid: PreparedCall | SeenCall | None = CALLS.get(key)
-    if wrt is None and workspace is None and type(deterministic) is bool:
+    asked = wanted(wrt, options)
+    if asked is None and workspace is None and type(deterministic) is bool:
         done: Gradients | None
         if isinstance(valid, PreparedCall):
             launch = valid.cached.get(deterministic)
@@ -293,7 +294,7 @@ def backward(
             return done
     call, operands = validated(valid, q, k, v, backend, options, extra)
     problem = call.problem
-    operands = operands._replace(wrt=wanted(wrt, options))
+    operands = operands._replace(wrt=asked)
     check_flags(deterministic=deterministic)
     if workspace is not None:
         inputs = {"q": q, "k": k, "v": v, **extra, **options, **aux_arrays(options)}

@@ -145,7 +145,8 @@ def shapes_of(name: str) -> str:
 
 
 ROWS = ("q", "k", "v")
-DIFFERENTIABLE = (*ROWS, *options_with(gradient=True))
+_LEARNED = options_with(gradient=True)
+DIFFERENTIABLE = (*ROWS, *_LEARNED)
 """Names of the inputs that have a gradient."""
 
 SEEDS = options_with(value="integer")
@@ -159,7 +160,7 @@ FUNCTIONS = options_with(value="function")
 
 
 def wanted(wrt: Any, options: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the names of the gradients that ``wrt`` asks for; None for all."""
+    """Return the names of the gradients that ``wrt`` asks for; None if these are all of a call."""
     if wrt is None:
         return None
     what = f"a sequence of names among {', '.join(DIFFERENTIABLE)}"
@@ -171,4 +172,6 @@ def wanted(wrt: Any, options: Mapping[str, Any]) -> frozenset[str] | None:
             raise ValueError(must_be("wrt", what, wrt))
         if name in OPTIONS and options.get(name) is None:
             raise ValueError(f"wrt must not have {name!r}: the call has no {name}")
-    return frozenset(names)
+    found = frozenset(names)
+    given = (name for name in _LEARNED if options.get(name) is not None)
+    return None if found.issuperset((*ROWS, *given)) else found

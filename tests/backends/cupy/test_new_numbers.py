@@ -11,10 +11,11 @@ import pytest
 
 import tileattn
 from tests.backends.cupy.fake_cupy import Machine, asked_by
-from tests.backends.cupy.test_workspace import inputs
+from tests.backends.cupy.test_workspace import HQ, inputs
+from tileattn import api
 from tileattn.backends.cupy import backend, cached_passes, executable
 from tileattn.backends.cupy.driver_launch import LaunchBlock
-from tileattn.call.prepared import CALLS
+from tileattn.call.prepared import CALLS, SEEN_OFTEN
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, launch_plan
 
 SIZES = 1, 7, 60, 64, 65, 128, 150, 200, 257, 400
@@ -177,6 +178,26 @@ def test_the_second_call_of_a_kind_is_not_planned(
         else:
             tileattn.backward(**given, **options, deterministic=deterministic)
     assert len(planned) == 1
+
+
+@pytest.mark.parametrize("learned", [(), ("sinks",)])
+def test_names_of_all_gradients_ask_for_all(
+    h200: Machine, learned: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a call with new numbers nor one that repeats is validated."""
+    options = {name: h200.array((HQ,)) for name in learned}
+    names = ("v", *learned, "k", "q")
+    given = {Nq: inputs(h200, np.float16, Nq=Nq) for Nq in (208, 200, 192)}
+    tileattn.backward(**given[208], wrt=names, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "validated", None)
+        for Nq in (200, 192):
+            found = tileattn.backward(**given[Nq], wrt=names, **options)
+            assert [found.dq.shape[2], found.dsinks is not None] == [Nq, bool(learned)]
+    for _ in range(SEEN_OFTEN):
+        tileattn.backward(**given[200], wrt=[*"qkv"])
+    monkeypatch.setattr(api, "validated", None)
+    tileattn.backward(**given[200], wrt=[*"qkv"])
 
 
 def test_a_pass_without_all_results_starts_no_other_call(h200: Machine) -> None:
