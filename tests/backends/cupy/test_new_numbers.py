@@ -16,6 +16,7 @@ from tileattn import api
 from tileattn.backends.cupy import backend, cached_passes, executable
 from tileattn.backends.cupy.driver_launch import LaunchBlock
 from tileattn.call.prepared import CALLS, SEEN_OFTEN
+from tileattn.call.straight_line import Paths
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, launch_plan
 
 SIZES = 1, 7, 60, 64, 65, 128, 150, 200, 257, 400
@@ -198,6 +199,26 @@ def test_names_of_all_gradients_ask_for_all(
         tileattn.backward(**given[200], wrt=[*"qkv"])
     monkeypatch.setattr(api, "validated", None)
     tileattn.backward(**given[200], wrt=[*"qkv"])
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (None, 5), "softcap": 2.0}])
+def test_lengths_that_run_the_same_kernels_take_one_path(
+    h200: Machine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each path compiles all paths of its kind again."""
+    programs = []
+    add = Paths.add
+
+    def noted(self: Paths, function: Any, arguments: Any, end: Any) -> bool:
+        programs.append(end[0])
+        return add(self, function, arguments, end)
+
+    monkeypatch.setattr(Paths, "add", noted)
+    for N in (320, 310, 333, 400, 401, 600, 640, 555):  # some fill their last tile
+        given = inputs(h200, np.float16, B=1, Nq=N, Nk=N, D=64, Dv=64)
+        tileattn.forward(*map(given.get, "qkv"), **options)
+        tileattn.backward(**given, **options)
+    assert len(programs) == len({*programs}) > 1
 
 
 def test_a_pass_without_all_results_starts_no_other_call(h200: Machine) -> None:

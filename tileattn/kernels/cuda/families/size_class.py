@@ -158,12 +158,14 @@ def suits_tall_rows(P: Problem, tuning: Tuning) -> bool:
     many keys: with few, more of a tile lies beyond the diagonals. Packed lengths are known only on
     the device.
     """
+    if P.is_packed or P.has_pair_mask:
+        return False
     left, right = P.window
-    padded = -(-P.Nq // TALL_ROWS) * TALL_ROWS
-    full = not P.is_packed and padded <= tuning.padded_queries * P.Nq
-    keys = 0 if right is None else P.Nq if left is None else min(left + right + 1, P.Nk)
-    uncut = P.window == (None, None) or keys >= tuning.tall_mask_keys
-    return full and uncut and not P.has_pair_mask
+    if left is not None or right is not None:
+        keys = 0 if right is None else P.Nq if left is None else min(left + right + 1, P.Nk)
+        if keys < tuning.tall_mask_keys:
+            return False  # whether queries fill the last tile would only split a compiled path
+    return -(-P.Nq // TALL_ROWS) * TALL_ROWS <= tuning.padded_queries * P.Nq
 
 
 def is_head_major(P: Problem, tuning: Tuning) -> bool:
