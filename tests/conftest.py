@@ -1,5 +1,6 @@
-"""Hypothesis profiles, and the backends that the contract suite runs on."""
+"""Hypothesis profiles, the collector, and the backends that the contract suite runs on."""
 
+import gc
 import hashlib
 import os
 import sys
@@ -53,6 +54,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for test in tests if PROFILE == "quick" else ():
         if (own := getattr(test, name, None)) is not None:
             setattr(test, name, settings(own, max_examples=-(-own.max_examples // 3)))
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """Let objects go by their counts of references alone."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class SmallTiles(NumpyBackend):

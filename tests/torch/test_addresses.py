@@ -365,15 +365,53 @@ def test_new_offsets_need_no_arrays(gpu: Machine, monkeypatch: pytest.MonkeyPatc
     assert names == ["forward", "backward"]
 
 
+def spaced(x: Any) -> Any:
+    """Copy a tensor into every second row of a buffer of tokens, heads and columns."""
+    B, H, N, D = x.shape
+    whole = torch.zeros(B, 2 * N + 1, H, D + 8, dtype=x.dtype)
+    view = on_gpu(whole[:, 1::2, :, 8:].transpose(1, 2))
+    return view.requires_grad_(x.requires_grad)
+
+
+@pytest.mark.parametrize("has_other_strides", [False, True])
 def test_numbers_that_repeat_get_a_plan_of_their_own(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+    gpu: Machine, has_other_strides: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = on_arrays(monkeypatch)
     launched(gpu, numbered(40)[0])
     names.clear()
+    rows = [*map(spaced, numbered(40)[0])] if has_other_strides else numbered(37)[0]
     for n in range(SEEN_OFTEN + 3):
-        launched(gpu, numbered(37)[0])
+        launched(gpu, rows)
         assert names == ["forward", "backward"] * (n >= SEEN_OFTEN)
+
+
+@pytest.mark.parametrize("options", [{"kv_lengths": [9, 4]}, {"softcap": 2.0, "seed": 3}])
+@pytest.mark.usefixtures("without_collector")
+def test_a_call_holds_only_its_results(
+    gpu: Machine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is planned, new or repeated, and without a collection of garbage."""
+    held = []
+    empty = torch.empty
+
+    def noted(*size: Any, **given: Any) -> Any:
+        x = empty(*size, **given)
+        held.append((x.untyped_storage()._weak_ref(), x.untyped_storage().data_ptr()))
+        return x
+
+    monkeypatch.setattr(torch, "empty", noted)
+    bias = on_gpu(torch.rand(4, 5, 9)).requires_grad_()
+    for n in range(SEEN_OFTEN + 3):
+        gpu.allocated.clear()
+        held.clear()
+        results = [*both(*tensors(torch.float32), bias=bias, scale=0.1 + (n > 0), **options)]
+        own = {x.untyped_storage().data_ptr() for x in results}
+        alive = {at for known, at in held if not torch.UntypedStorage._expired(known)}
+        assert alive == own
+        results.clear()
+        assert all(torch.UntypedStorage._expired(known) for known, _ in held)
+        assert gpu.allocated == []  # from CuPy's pool
 
 
 def test_bad_numbers_of_a_known_kind_are_refused(gpu: Machine) -> None:

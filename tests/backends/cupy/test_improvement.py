@@ -1,8 +1,7 @@
 """Plans with tables, which come when a call repeats: when, and what they keep alive; no GPU."""
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -242,18 +241,7 @@ def test_a_thread_may_give_up_while_another_asks(
 # --- what is kept -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _without_collector() -> Iterator[None]:
-    """Let objects go by their counts of references alone."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@pytest.mark.usefixtures("_without_collector")
+@pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("expressed", [False, True])
 def test_a_pending_plan_keeps_no_mask(gpu: Machine, expressed: bool) -> None:
     q = gpu.array((1, 16, 3000, 64), np.float16)
@@ -270,7 +258,7 @@ def test_a_pending_plan_keeps_no_mask(gpu: Machine, expressed: bool) -> None:
     gpu.planner.work()
 
 
-@pytest.mark.usefixtures("_without_collector")
+@pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("fails", [False, True])
 def test_plans_keep_no_array_of_the_caller(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch, fails: bool
