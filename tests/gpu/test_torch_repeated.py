@@ -67,6 +67,7 @@ def test_repeated_calls_with_tensors_make_no_arrays(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their gradients have the bits of the first call, too; tiles without any are zero."""
+    CALLS.clear()
     given, options = drawn(torch.float32), _options()[name] | {"window": (30, 5)}
     learned = [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
 
