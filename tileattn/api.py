@@ -8,7 +8,7 @@ from tileattn.backends import registry
 from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.known_calls import first_run, validated
 from tileattn.backends.protocol import Explanation
-from tileattn.call.options import Options, wanted
+from tileattn.call.options import ROWS, Options, wanted
 from tileattn.call.parse import aux_arrays, four_axes, refuse_pages
 from tileattn.call.prepared import CALLS, PreparedCall, SeenCall, signature
 from tileattn.call.problem import Problem
@@ -283,13 +283,14 @@ def backward(
     key = signature(rows, backend, options)
     valid: PreparedCall | SeenCall | None = CALLS.get(key)
     asked = wanted(wrt, options)
-    if asked is None and workspace is None and type(deterministic) is bool:
-        done: Gradients | None
-        if isinstance(valid, PreparedCall):
+    has_rows = asked is None or asked.issuperset(ROWS)
+    if has_rows and workspace is None and type(deterministic) is bool:
+        done: Gradients | None = None
+        if not isinstance(valid, PreparedCall):
+            done = first_run(valid, key, rows, backend, options, deterministic, asked)
+        elif asked is None:
             launch = valid.cached.get(deterministic)
             done = launch and launch(rows, options, None)
-        else:
-            done = first_run(valid, key, rows, backend, options, deterministic)
         if done is not None:
             return done
     call, operands = validated(valid, q, k, v, backend, options, extra)

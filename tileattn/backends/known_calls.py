@@ -1,5 +1,6 @@
 """Look a call up among earlier ones; validate it, and choose its backend, as far as it is new."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from tileattn.backends import registry
@@ -32,10 +33,12 @@ def first_run(
     backend: str,
     options: Options,
     deterministic: bool | None,
+    gradients: Iterable[str] | None = None,
 ) -> Any:
     """Run a call that was made few times or never, if its kind is known and arithmetic is enough.
 
-    Return None if it must be validated and planned.
+    The backward pass computes the ``gradients`` of q, k, v and these; None stands for all. Return
+    None if it must be validated and planned.
     """
     if seen is None:
         known: KnownKind | None = CALLS.get(kind_signature(rows, backend, options))
@@ -49,7 +52,8 @@ def first_run(
     call: PreparedCall | None = known.call
     if call is None or call.backend is not known.able[0]:
         return None  # the preferred backend may support these numbers
-    result = call.first(known.kind, rows, options, deterministic)
+    asked = None if gradients is None else tuple(gradients)
+    result = call.first(known.kind, rows, options, deterministic, None, asked)
     if result is not None and seen is None:
         CALLS.keep(key, SeenCall(known))
     return result

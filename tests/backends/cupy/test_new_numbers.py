@@ -181,24 +181,34 @@ def test_the_second_call_of_a_kind_is_not_planned(
     assert len(planned) == 1
 
 
-@pytest.mark.parametrize("learned", [(), ("sinks",)])
-def test_names_of_all_gradients_ask_for_all(
-    h200: Machine, learned: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("named", [(), ("sinks",), ("bias",), ("sinks", "bias")])
+def test_gradients_that_are_named_need_no_validation(
+    h200: Machine, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a call with new numbers nor one that repeats is validated."""
-    options = {name: h200.array((HQ,)) for name in learned}
-    names = ("v", *learned, "k", "q")
-    given = {Nq: inputs(h200, np.float16, Nq=Nq) for Nq in (208, 200, 192)}
+    """Those of options that are not named are not computed."""
+    names = ("v", *named, "k", "q")
+    given = {N: inputs(h200, np.float16, Nq=N) for N in (208, 200, 192)}
+    options = {"sinks": h200.array((HQ,)), "bias": h200.array((HQ, 1, 1))}
     tileattn.backward(**given[208], wrt=names, **options)
-    with monkeypatch.context() as patch:
-        patch.setattr(api, "validated", None)
-        for Nq in (200, 192):
-            found = tileattn.backward(**given[Nq], wrt=names, **options)
-            assert [found.dq.shape[2], found.dsinks is not None] == [Nq, bool(learned)]
-    for _ in range(SEEN_OFTEN):
-        tileattn.backward(**given[200], wrt=[*"qkv"])
     monkeypatch.setattr(api, "validated", None)
-    tileattn.backward(**given[200], wrt=[*"qkv"])
+    for N in (200, 192):
+        h200.launches.clear()
+        found = tileattn.backward(**given[N], wrt=names, **options)
+        assert found.dq.shape == given[N]["q"].shape
+        for name in options:
+            is_named = name in named
+            assert (getattr(found, f"d{name}") is not None) is is_named
+            assert any(params[f"d{name}"] for *_, params in h200.launches) is is_named
+
+
+def test_names_of_all_gradients_ask_for_all(h200: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that repeats is not validated."""
+    given = inputs(h200, np.float16)
+    for _ in range(SEEN_OFTEN + 1):
+        tileattn.backward(**given, wrt=("v", "k", "q"))
+    monkeypatch.setattr(api, "validated", None)
+    for wrt in (None, ("q", "k", "v")):
+        assert tileattn.backward(**given, wrt=wrt).dq.shape == given["q"].shape
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (None, 5), "softcap": 2.0}])
