@@ -5,9 +5,8 @@
 
 The rate counts the bytes of the keys and values within the lengths. Calls are replayed as CUDA
 graphs, as in serving, over caches several times as large as the L2. cuDNN takes caches of equal
-lengths, FlashAttention-3 and 4 also other lengths and pages. FlashAttention-4 is timed as called by
-default and with splits of the keys (fa4_split). Results are compared with tileattn's. A row that
-failed says why. The file is gpu_decode.json.
+lengths, FlashAttention-3 and 4 also other lengths and pages. Results are compared with tileattn's.
+A row that failed says why. The file is gpu_decode.json.
 """
 
 import argparse

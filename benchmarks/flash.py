@@ -65,18 +65,15 @@ class Flash(Torch):
 class FlashAttention4(Flash):
     """FlashAttention-4, or FlashAttention-2 with the same arguments."""
 
-    def __init__(
-        self, name: str = "FlashAttention-4", module: str = "flash_attn.cute", **always: Any
-    ) -> None:
+    def __init__(self, name: str = "FlashAttention-4", module: str = "flash_attn.cute") -> None:
         super().__init__(name)
         self._module = importlib.import_module(module)
-        self._always = always
 
     def plain(self, own: dict[str, Any]) -> Callable[..., Any]:
-        return _first(partial(self._module.flash_attn_func, **self._always, **own))
+        return _first(partial(self._module.flash_attn_func, **own))
 
     def packed(self, own: dict[str, Any]) -> Callable[..., Any]:
-        return _first(partial(self._module.flash_attn_varlen_func, **self._always, **own))
+        return _first(partial(self._module.flash_attn_varlen_func, **own))
 
     def ragged(self, own: dict[str, Any]) -> Callable[[Any], Callable[..., Any]]:
         return lambda lengths: self.packed(own | {"seqused_k": lengths})

@@ -64,6 +64,12 @@ class AsBatch(Arrays):
         batch = tuple(x.swapaxes(1, 2) for x in rows)
         return super().passes(Step(batch, {"causal": step.options["causal"]}))
 
+    def heads_first(self, call: Call) -> Any:
+        """Call; return arrays of packed sequences."""
+        found = call()
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple(x.swapaxes(1, 2).reshape(-1, H, x.shape[-1]).swapaxes(0, 1) for x in found)
+
 
 def step_of(xp: Any, lengths: Lengths, D: int, causal: bool) -> Step:
     """Draw the arrays of a call; tokens come first in memory, as FlashAttention takes them."""

@@ -24,11 +24,10 @@ PEERS: dict[str, Callable[[], Library]] = {
     "fa2": FlashAttention2,
     "fa3": FlashAttention3,
     "fa4": FlashAttention4,
-    "fa4_split": partial(FlashAttention4, "FlashAttention-4, split", num_splits=0),
     "flex": partial(Flex, "FlexAttention"),
 }
 ON_CPU = ("sdpa",)
-IN_LOOPS = tuple(name for name in PEERS if name not in ("math", "fa4_split"))
+IN_LOOPS = tuple(name for name in PEERS if name != "math")
 FA3 = Path("fa3")  # in a folder of packages: _C.so, and VERSION, which names the build
 
 

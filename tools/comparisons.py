@@ -23,7 +23,6 @@ NAMES = {
     "efficient": "PyTorch memory-efficient",
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
-    "fa4_split": "FlashAttention-4 split",
     "flash": "FlashAttention-2",
     "flex": "FlexAttention",
     "math": "PyTorch unfused",

@@ -30,7 +30,7 @@ def _renewed(name: str, result: Row) -> Row:
 
 
 def _timed(row: Row, us: dict[str, float | None]) -> Row:
-    """Add times in microseconds, and the speedups over those of other libraries."""
+    """Add times in microseconds, and the speedups over other libraries."""
     known = {name: time for name, time in us.items() if time is not None}
     others = known.keys() - {"tileattn", "batch"}
     failed = row.get("failed") or {}

@@ -94,6 +94,7 @@ def test_equal_lengths_are_compared_with_a_batch(tmp_path: Path) -> None:
     rows = written(tmp_path, "gpu_packed")
     assert [row["pass"] for row in rows] == [*PASSES] * 8
     assert [row["of_batch"] for row in rows[::4]] == [1, 1, None, None]
+    assert {*map(str, (row["mismatch"] for row in rows))} == {"{}"}  # of the batch, too
 
 
 class Off(Arrays):

@@ -34,7 +34,7 @@ SECTIONS = (*gpu.COMPARISONS, "models")
 
 
 def lines(results: Mapping[str, Row]) -> Iterator[str]:
-    """Make a folded table of each comparison, then those of bounds and memory."""
+    """Make a folded table of each comparison, then the tables of bounds and of memory."""
     ceilings = results["gpu_ceilings"]
     compared = [name for name in results if results[name].get("section") in SECTIONS]
     known = [name for name in SOURCES if name in compared]
