@@ -16,6 +16,16 @@ __device__ inline u32 cluster_rank() {
     return rank;
 }
 
+// The address as a matrix descriptor holds it. In a cluster a shared address has the number of its CTA above
+// these bits, where descriptors have the offset between slices.
+__device__ inline u32 address_in_cta(u32 address) {
+#if KEY_PAIR
+    return address & 0x3FFFF;
+#else
+    return address;
+#endif
+}
+
 // The address in the other CTA that corresponds to this one.
 __device__ inline u32 peer_address(u32 address) {
     u32 peer;

@@ -1,6 +1,7 @@
 // Layer 2. Shared-memory tiles as TMA writes them and as wgmma reads them.
 #pragma once
 
+#include "cluster.cuh"
 #include "tma_sm90.cuh"
 #include "wgmma_sm90.cuh"
 
@@ -77,7 +78,7 @@ struct SmemTile {
     // registers.
     __device__ u64 describe(int offset, int known, int between_slices = SLICE) const {
         constexpr u64 CONSTANT = u64(ATOM >> 4) << 32 | u64(1) << 62;
-        const u32 low = u32(between_slices >> 4) << 16 | (address + offset) >> 4;
+        const u32 low = u32(between_slices >> 4) << 16 | address_in_cta(address + offset) >> 4;
         if constexpr (SLICES <= 2) return (CONSTANT | low) + (known >> 4);
         u64 descriptor;
         asm("mov.b64 %0, {%1, %2};"
