@@ -114,7 +114,7 @@ def test_gradients_are_written_where_they_are_returned(
     assert (params["dq_accum"] == 0) == deterministic
     options = {"bias": gpu.array((NQ, NK), np.float32), "sinks": gpu.array((HQ,), np.float64)}
     grads = gradients(gpu, **given, **options, deterministic=deterministic)
-    assert kernels(gpu)[-2:] == ["backward_dbias", "backward_dsinks"]
+    assert kernels(gpu)[-3:] == ["backward_dbias", "backward_dbias_sum", "backward_dsinks"]
     params, like = gpu.launches[-1][-1], like | {f"d{name}": x for name, x in options.items()}
     for name, x in like.items():
         found = getattr(grads, name)

@@ -28,7 +28,7 @@ class TunedNumber(NamedTuple):
     source: Source
 
 
-_BOTH, _H100 = "H100 SXM and H200", "H100 SXM"
+_BOTH, _H100, _H200 = "H100 SXM and H200", "H100 SXM", "H200"
 _EITHER = "H100 SXM or H200 (not recorded which)"
 
 
@@ -68,6 +68,7 @@ _ALTERNATE = _row("every second wave of key blocks starts at the diagonal", _H10
 _IN_FLIGHT = _row("key blocks of 1,024 keys of a head at a time")
 _STAGGER = _row("deterministic, D = 128, causal, up to 8192 keys: stagger heads evenly", _H100)
 _STAGGER_AGAIN = _row("stagger heads at 16384 too; one wave up to 512 keys", _BOTH)
+_DBIAS = _row("thread blocks share the tiles of a broadcast bias", _H200)
 _HALF_WAVE = _row("half a wave of key blocks at a time", _H100)
 
 
@@ -131,6 +132,13 @@ class Tuning:
         32, 128, "rows", "the Hopper kernel if > x share keys", _SPLIT_WGMMA
     )
     warp_splits: int = _tuned(16, 0, "splits", "one warp joins the splits of a row if <= x", _JOIN)
+    # Gradient of a bias.
+    dbias_tasks: int = _tuned(
+        396, 1, "thread blocks", "share tiles of a broadcast bias until there are x", _DBIAS
+    )
+    small_ds_tiles: float = _tuned(
+        1.5, _NEVER, "ratio", "tiles of 64 x 64 if larger ones have >= x as many pairs", _DBIAS
+    )
     # Head groups: heads whose keys and values stay in the L2 cache together.
     grid_l2_share: float = _tuned(
         2.0, 0.5, "L2 caches", "that a head group fills, generic forward kernel", _FAMILIES
@@ -328,7 +336,10 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(128, 64, 4, 2, 2, tuned=True), TileSize(64, 64, 4, 1, 2)),
     },
     # One warpgroup per 64 queries.
-    ("backward_dbias_sm90", 2): {128: (TileSize(128, 128, 8),)},
+    ("backward_dbias_sm90", 2): {
+        64: (TileSize(128, 128, 8), TileSize(64, 64, 4, 1, 1, 3)),
+        128: (TileSize(128, 128, 8), TileSize(64, 64, 4, 1, 1, 2)),
+    },
     ("backward_daux_sm90", 2): {128: (TileSize(128, 128, 8),)},
     ("backward_daux", 2): {256: (TileSize(64, 64, 4),)},
     ("backward_daux", 4): {
@@ -337,7 +348,7 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     },
     ("backward_daux", 8): {256: (TileSize(32, 16, 2),)},
     ("backward_dbias", 4): {
-        128: (TileSize(128, 64, 4, 2, 2, tuned=True, spills=True),),
+        128: (TileSize(128, 64, 4, 2, 2, tuned=True, spills=True), TileSize(64, 64, 4, 1, 1, 2)),
         256: (TileSize(64, 32, 4, 2, 2),),
     },
     ("backward_dbias", 8): {

@@ -31,7 +31,8 @@ from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forw
 # Kernels that compute no scores: what a score depends on is nothing to them.
 SCORELESS = {
     *("add_halves", "add_rows", "append_kv", "join_rows", "rope"),
-    *("backward_daux_sum", "backward_dq_convert", "backward_dq_convert_sm90"),
+    *("backward_daux_sum", "backward_dbias_sum"),
+    *("backward_dq_convert", "backward_dq_convert_sm90"),
     *("backward_dsinks", "backward_preprocess", "forward_combine"),
     *("classify_tiles", "list_key_tiles", "list_query_tiles", "rank_key_tiles"),
     *("count_key_blocks", "count_query_blocks", "order_key_blocks", "order_query_blocks"),

@@ -34,6 +34,7 @@ from tileattn.kernels.cuda.plan.params import PAIRS, PARAMS, template
 Fields = dict[str, Any]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 BEFORE = ("backward_preprocess", "backward_large_scores")
+DBIAS = ("backward_dbias", "backward_dbias_sum")
 SUMMED = ("backward_dkdv", "backward_dq_convert", "backward_dq")  # dq in memory, then repairs
 NAIVE = ("naive_large_scores", "naive_dkdv", "naive_dq")
 LONG: Fields = {"D": 64, "Dv": 64, "Nq": 3000, "Nk": 3000}
@@ -262,7 +263,7 @@ def test_what_the_backward_pass_launches(dtype: str) -> None:
         "bias": contiguous((1, 1, NQ, NK), "float32"),
     }
     plan = backward(asked(dtype, ("bias", "sinks")), **more)
-    assert kernels(plan) == [*BEFORE, *SUMMED, "backward_dbias", "backward_dsinks"]
+    assert kernels(plan) == [*BEFORE, *SUMMED, *DBIAS, "backward_dsinks"]
     assert (plan.launches[-1].grid, plan.launches[-1].key.threads) == (HQ, 128)
     assert plan.launches[-1].key.dtype == dtype
     plan = backward(asked(dtype), deterministic=True)
@@ -303,7 +304,7 @@ def test_sizes_of_zero_and_beyond_the_tiles(sizes: Any, expected: list[str]) -> 
     queries = problem.B * problem.Hq * problem.Nq
     assert kernels(forward(problem, **more)) == ([first] if queries else [])
     if queries * problem.Nk:
-        expected = [*expected, f"{'naive' if problem.Dv > 256 else 'backward'}_dbias"]
+        expected = [*expected, *(["naive_dbias"] if problem.Dv > 256 else DBIAS)]
     plan = backward(problem, **more)
     assert kernels(plan) == [*expected, *["backward_dsinks"] * (problem.Hq > 0)]
     assert all(launch.grid > 0 for launch in plan.launches)

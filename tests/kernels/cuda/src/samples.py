@@ -48,7 +48,7 @@ _SETS = (
     {"forward", "naive_forward"},
     {"backward_preprocess", "backward_dkdv", "backward_dq_convert", "naive_dkdv"},
     {"backward_dq", "naive_dq", "backward_large_scores", "naive_large_scores"},
-    {"backward_dbias", "backward_dsinks", "naive_dbias"},
+    {"backward_dbias", "backward_dbias_sum", "backward_dsinks", "naive_dbias"},
 )
 
 _HOPPERS = (HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)

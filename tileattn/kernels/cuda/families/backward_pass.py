@@ -11,7 +11,7 @@ from tileattn.kernels.cuda.families.context import (
     LaunchContext,
     rows_of_block,
 )
-from tileattn.kernels.cuda.families.ds_tiles import daux_launches, dbias_launch
+from tileattn.kernels.cuda.families.ds_tiles import daux_launches, dbias_launches
 from tileattn.kernels.cuda.families.families import gradient_launches
 from tileattn.kernels.cuda.families.grid import Grid
 from tileattn.kernels.cuda.families.key import KernelKey
@@ -50,10 +50,10 @@ def backward_launches(
     before += begins
     if queries and keys:
         before.append(generic.large_scores_launch(P, context))
-    after = []
+    after: list[KernelLaunch] = []
     written = any(launch.key.write_dbias for launch in own)
     if context.dbias and queries and "Nk" not in empty_axes(P) and not written:
-        after.append(dbias_launch(P, context))
+        after += dbias_launches(P, context)
     after += daux_launches(P, context)
     if sinks and "Hq" not in empty_axes(P):
         key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS, packed=P.is_packed)

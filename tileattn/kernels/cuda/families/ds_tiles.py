@@ -1,5 +1,7 @@
 """The kernels that sum dS: gradients of a bias, and of arrays that a ``score_mod`` reads."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tileattn.call.problem import Problem
@@ -10,24 +12,44 @@ from tileattn.kernels.cuda.families.context import (
     KernelLaunch,
     LaunchContext,
 )
-from tileattn.kernels.cuda.families.grid import Grid
+from tileattn.kernels.cuda.families.grid import Grid, GridSizes
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import DAUX_WINDOW_BYTES
 
-DBIAS, DAUX = "backward_dbias", "backward_daux"
+DBIAS, DBIAS_SUM, DAUX = "backward_dbias", "backward_dbias_sum", "backward_daux"
 
+_SUM_WARPS = 8
+_SUM_ELEMENTS = 128  # of dbias for each thread block, as in ``src/backward_dbias_sum.cu``
+_WHY_SUM = "several thread blocks have sums of each element"
 _DAUX_WINDOW_LEAST = 32 * 1024  # bytes of shared memory that tiles leave for private sums
 
 
-def dbias_launch(problem: Problem, context: LaunchContext) -> KernelLaunch:
-    """Launch the kernel that sums dbias over the axes along which the bias is broadcast."""
+def dbias_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+    """Launch the kernel that sums dbias over the axes along which the bias is broadcast.
+
+    If thread blocks share tiles of dbias, another kernel adds up their sums.
+    """
     launch = _launch(DBIAS, problem, context)
     if launch.traits.pair_by_pair:
-        return launch._replace(blocks=Grid("bias", together=ROW_WARPS))
-    grid = Grid("bias", launch.key.block_q, launch.key.block_k)
+        return (launch._replace(blocks=Grid("bias", together=ROW_WARPS)),)
+    key = launch.key
+    grid = Grid("bias", key.block_q, key.block_k, tasks=context.tuning.dbias_tasks)
+    total = KernelKey(DBIAS_SUM, key.dtype, warps_m=_SUM_WARPS, bias=key.bias)
+    copies = grid._replace(over="copies of dbias", together=_SUM_ELEMENTS)
     if launch.tensor_maps:  # the kernel for Hopper is persistent
-        grid = grid._replace(most=context.sm_count)
-    return launch._replace(blocks=grid)
+        grid = grid._replace(most=context.sm_count * key.min_blocks_per_sm)
+    return launch._replace(blocks=grid), KernelLaunch(total, copies, why=_WHY_SUM)
+
+
+def dbias_copies(launches: Iterable[KernelLaunch], sizes: GridSizes) -> tuple[int, dict[str, int]]:
+    """Return the copies of dbias that thread blocks sum into, and their bytes in the workspace.
+
+    The only copy is dbias itself. Zero copies: no kernel sums over tiles.
+    """
+    rules = (launch.blocks for launch in launches if launch.key.kernel == DBIAS_SUM)
+    copies = next((rule.copies(sizes) for rule in rules), 0)
+    size = math.prod(sizes.bias_shape) * sizes.problem.accum_dtype.itemsize
+    return copies, {"dbias_sums": copies * size} if copies > 1 else {}
 
 
 def daux_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:

@@ -31,8 +31,17 @@ from tileattn.kernels.cuda.families.shared_memory import (
     generic_bytes,
     generic_static_bytes,
 )
-from tileattn.kernels.cuda.families.size_class import has_keys, has_queries
-from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, tuned_tiles
+from tileattn.kernels.cuda.families.size_class import (
+    has_keys,
+    has_queries,
+    suits_small_ds_tiles,
+)
+from tileattn.kernels.cuda.families.tiles import (
+    MAX_HEAD_DIM,
+    bucket,
+    smallest_first,
+    tuned_tiles,
+)
 from tileattn.kernels.cuda.tuning import TileSize
 
 NAIVE = {
@@ -42,6 +51,8 @@ NAIVE = {
     "backward_dbias": "naive_dbias",
     "backward_large_scores": "naive_large_scores",
 }
+
+_STAGES_BIAS = ("backward_dbias", "backward_daux")  # in shared memory, also if it is not aligned
 
 _REPAIRS = (
     "for heads with large scores, NaN or infinity; usually there are none, and it returns at once"
@@ -160,7 +171,7 @@ def configure(
     options = option_fields(P, context)
     options["mask_vector_width"] = context.mask_vector_width
     options["alignment_bytes"] = context.alignment_bytes
-    for tile in tiles or _tiles(kernel, P, context.mask_block_k):
+    for tile in tiles or _tiles(kernel, P, context):
         if pair or not tile.pair:
             launch = _tiled(kernel, tile, P, context, options)
             if launch is not None:
@@ -170,12 +181,13 @@ def configure(
     return KernelLaunch(key, OPEN, why=why, traits=replace(_NAIVE, main=kernel in _MAIN))
 
 
-def _tiles(kernel: str, P: Problem, mask_block_k: int) -> tuple[TileSize, ...]:
+def _tiles(kernel: str, P: Problem, context: LaunchContext) -> tuple[TileSize, ...]:
     """List the tiles of a kernel, the fastest first.
 
-    With a block mask of ``mask_block_k`` keys a block, forward tiles whose keys align with the
-    blocks come first. A tile that straddles two blocks is often partial, which costs most.
+    With a block mask, forward tiles whose keys align with the blocks come first. A tile that
+    straddles two blocks is often partial, which costs most.
     """
+    mask_block_k = context.mask_block_k
 
     def straddles(tile: TileSize) -> bool:
         return max(tile.block_k, mask_block_k) % min(tile.block_k, mask_block_k) > 0
@@ -185,6 +197,8 @@ def _tiles(kernel: str, P: Problem, mask_block_k: int) -> tuple[TileSize, ...]:
     best = tuned_tiles(kernel, P.dtype.itemsize, bucket(max(P.D, P.Dv)))
     if mask_block_k and kernel == "forward":
         best = tuple(sorted(best, key=straddles))
+    if kernel == "backward_dbias" and suits_small_ds_tiles(P, context.tuning):
+        best = smallest_first(best)
     return best + (_SMALL_KEYS if kernel == "backward_dkdv" else _SMALL)
 
 
@@ -193,7 +207,8 @@ def _tiled(
 ) -> KernelLaunch | None:
     """Launch a kernel with a tile; None if it does not fit in shared memory."""
     size, bias_alignment = P.dtype.itemsize, context.bias_alignment_bytes
-    bias_size = NAMED[context.bias].itemsize if bias_alignment else 0
+    staged = context.bias and (bias_alignment or kernel in _STAGES_BIAS)
+    bias_size = NAMED[context.bias].itemsize if staged else 0
     unit = 32 * tile.warps_n if tile.pair else 1
     dim, value = bucket(P.D, unit), bucket(P.Dv, unit)
     shared_bytes = generic_bytes(kernel, tile, dim, value, size, bias_size)

@@ -1,5 +1,6 @@
 """Rules for the number of thread blocks of a launch; sizes are filled in later."""
 
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -8,6 +9,7 @@ from tileattn.call.problem import Problem
 _ROW_PAD = 128  # queries; longest query block; all lengths but `TALL_ROWS` divide it
 TALL_ROWS = 80  # queries of a block, not used for packed sequences
 _UNBOUNDED = (1 << 63) - 1
+_ROWS_OF_COPY = 4  # rows of score tiles that a thread block sums into a copy of dbias, at least
 
 
 Over = Literal[
@@ -19,6 +21,7 @@ Over = Literal[
     "heads",
     "splits",
     "bias",
+    "copies of dbias",
     "learned",
     "elements",
     "tile rows",
@@ -61,6 +64,9 @@ class Grid(NamedTuple):
         Upper bound of the thread blocks, for persistent kernels.
     above : int
         The kernel runs only if there are more blocks than this.
+    tasks : int
+        Divide the score tiles of each tile of dbias among thread blocks until there are about as
+        many thread blocks as this.
     """
 
     over: Over
@@ -72,6 +78,7 @@ class Grid(NamedTuple):
     together: int = 1
     most: int = _UNBOUNDED
     above: int = -1
+    tasks: int = 1
 
     def thread_blocks(self, sizes: GridSizes) -> int | None:
         """Count the thread blocks for some sizes; None if the kernel does not run."""
@@ -99,15 +106,30 @@ class Grid(NamedTuple):
                 rows = block_count(P, P.group * P.Nq, self.block)
                 return split_count(P, self.split_keys) * P.B * P.Hkv * rows
             case "bias":
-                b, h, rows, columns = sizes.bias_shape
-                tiles = 1 if rows == 1 else -(-P.Nq // self.block)
-                return b * h * tiles * (1 if columns == 1 else -(-P.Nk // self.block_k))
+                return self._bias_tiles(sizes) * self.copies(sizes)
+            case "copies of dbias":
+                return math.prod(sizes.bias_shape) if self.copies(sizes) > 1 else 1
             case "learned":
                 return sizes.learned[self.number] * (-(-P.Nq // self.block) if self.block else 1)
             case "elements":
                 return sizes.elements[self.number]
         lines = ("tile rows", "listed rows", "listed columns").index(self.over)
         return sizes.mask_lines[lines]
+
+    def copies(self, sizes: GridSizes) -> int:
+        """Count the thread blocks that share a tile of dbias: each sums into a copy of its own.
+
+        It does not depend on the GPU, and so the bits of dbias do not.
+        """
+        P, (b, h, queries, _) = sizes.problem, sizes.bias_shape
+        rows = -(-P.Nq // self.block) if queries == 1 else 1  # of score tiles
+        rows *= (P.B if b == 1 else 1) * (P.Hq if h == 1 else 1)
+        return max(1, min(-(-rows // _ROWS_OF_COPY), self.tasks // self._bias_tiles(sizes)))
+
+    def _bias_tiles(self, sizes: GridSizes) -> int:
+        P, (b, h, queries, keys) = sizes.problem, sizes.bias_shape
+        rows = 1 if queries == 1 else -(-P.Nq // self.block)
+        return b * h * rows * (1 if keys == 1 else -(-P.Nk // self.block_k))
 
 
 OPEN = Grid("heads")

@@ -45,10 +45,11 @@ from tileattn.kernels.cuda.families.size_class import (
     has_short_keys,
     has_two_group_keys,
     is_head_major,
+    suits_small_ds_tiles,
     suits_tall_rows,
     tall_columns,
 )
-from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, tuned_tiles
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, smallest_first, tuned_tiles
 from tileattn.kernels.cuda.tuning import TileSize
 
 HOPPER = "forward_sm90"
@@ -241,8 +242,12 @@ def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLa
         return None
     kernel += "_sm90"
     dim, value = _buckets(HOPPER_BACKWARD, P)
-    for tile in tuned_tiles(kernel, P.dtype.itemsize, max(dim, value)):
-        shared = hopper_ds_bytes(tile, dim, value, _bias_size(context))
+    tiles = tuned_tiles(kernel, P.dtype.itemsize, max(dim, value))
+    if suits_small_ds_tiles(P, context.tuning):
+        tiles = smallest_first(tiles)
+    bias_size = NAMED[context.bias].itemsize if context.bias else 0
+    for tile in tiles:
+        shared = hopper_ds_bytes(tile, dim, value, bias_size)
         if shared <= min(HOPPER_LIMIT - HOPPER_STATIC, context.shared_limit):
             key = _key(kernel, P, context, dim, value, tile, shared)
             maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)

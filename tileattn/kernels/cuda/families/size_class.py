@@ -19,6 +19,7 @@ FEW_SPLITS = 2  # stands for any number of splits that a warp can join
 
 _SHARED_ROWS = (16, 32, 64, FEW_ROWS, MOST_ROWS, MOST_ROWS + 1)
 _NO_AXES: frozenset[str] = frozenset()
+_DS_BLOCKS = (64, 128)  # queries and keys of a small and of a large tile that sums dS
 _KEY_BLOCKS = (64, 128)  # keys of a tile of the Hopper backward kernels
 # Positions have 32 bits; the margin is for what the last tile goes beyond.
 _MOST_POSITIONS = (1 << 31) - (1 << 16)
@@ -40,6 +41,7 @@ class SizeClass(NamedTuple):
     tall_columns: tuple[int, ...]
     suits_tall_rows: bool
     is_head_major: bool
+    suits_small_ds_tiles: bool
     delta_beside: tuple[int, ...]
 
 
@@ -60,6 +62,7 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         tall_columns(P, tuning),
         suits_tall_rows(P, tuning),
         is_head_major(P, tuning),
+        suits_small_ds_tiles(P, tuning),
         tuple([n for n in _KEY_BLOCKS if delta_beside(P, n, tuning, sm_count)]),
     )
 
@@ -181,6 +184,17 @@ def is_head_major(P: Problem, tuning: Tuning) -> bool:
         return False
     part, of = tuning.head_major_window
     return of * (left + (right or 0)) <= part * P.Nk
+
+
+def suits_small_ds_tiles(P: Problem, tuning: Tuning) -> bool:
+    """Return True if large tiles of the kernels that sum dS lie mostly past the ends."""
+    if not P.has_bias:
+        return False
+
+    def pairs(block: int) -> int:
+        return -(-P.Nq // block) * -(-P.Nk // block) * block * block
+
+    return pairs(_DS_BLOCKS[1]) >= tuning.small_ds_tiles * pairs(_DS_BLOCKS[0])
 
 
 def delta_beside(P: Problem, block_k: int, tuning: Tuning, sm_count: int) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.families.ds_tiles import dbias_copies
 from tileattn.kernels.cuda.families.grid import GridSizes, padded_rows
 from tileattn.kernels.cuda.plan.layout import ITEMSIZES, ROWS, CallLayout
 from tileattn.kernels.cuda.plan.params import CELLS, ON_DEVICE, PACKED, SECTIONS, scalar_fields
@@ -157,12 +158,12 @@ class Filler:
         decided = self._decided(P, layout, mask, {**carried, **(ends or {})}, bias)
         if decided is None:
             return None
-        grids, schedule, workspace = decided
+        grids, schedule, workspace, copies = decided
         cells, size = self._base.copy(), self._itemsize
         for n, at, axes, shift in self._strides:
             cells[at : at + axes] = _elements(arrays[n], shift, axes)
         if bias:
-            cells[_BIAS : _BIAS + 4] = bias
+            cells[_BIAS : _BIAS + 5] = (*bias, copies)
         if self._slopes is not None:
             (sequences, heads), at = arrays[self._slopes].shape, CELLS["alibi_slopes_b"]
             cells[at] = heads if sequences > 1 else 0
@@ -205,8 +206,11 @@ class Filler:
         mask: MaskTiles | None,
         carried: Mapping[str, int],
         bias: tuple[int, ...],
-    ) -> tuple[Sequence[int], Schedule, Workspace] | None:
-        """Return what follows from the problem; None if it runs other kernels than the plan."""
+    ) -> tuple[Sequence[int], Schedule, Workspace, int] | None:
+        """Return what follows from the problem, the copies of dbias last.
+
+        None if it runs other kernels than the plan.
+        """
         kind, sizes = self._kind, GridSizes(P, bias)
         if mask is not None:
             if bool(mask.launches) is not self._classifies:
@@ -221,9 +225,11 @@ class Filler:
                 grids.append(grid)
         main = KernelLaunch(*self._main, grids[self._place])
         schedule = schedule_of(P, layout, (main,), kind.device, tables=False)
+        copies, dbias_parts = dbias_copies(kind.launches, sizes)
         parts = {**carried, **schedule.parts, **(mask.parts if mask is not None else {})}
+        parts |= dbias_parts
         workspace = workspace_of(P, self._running, parts, schedule.zeros, kind.direction)
-        return grids, schedule, workspace
+        return grids, schedule, workspace, copies
 
 
 def _elements(x: Any, shift: int, axes: int) -> list[int]:

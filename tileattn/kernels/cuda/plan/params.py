@@ -26,7 +26,7 @@ POINTERS = (
     *("partial_out", "partial_sums"),
     *("dout", "dlse", "delta", "lse_log2", "row_max"),
     *("dq", "dk", "dv", "dq_accum", "head_flags", "row_counter", "dq_semaphore", "dq_counter"),
-    *("bias", "dbias", "mask", "dsinks", "block_kinds", "block_bits"),
+    *("bias", "dbias", "dbias_sums", "mask", "dsinks", "block_kinds", "block_bits"),
     *("tile_kinds", "tile_ranks", "tile_list", "assignment", "origin"),
 )
 """Arrays, in the order of their addresses: a short call writes only the first ones."""
@@ -60,7 +60,7 @@ SECTIONS: dict[str, list[tuple[str, Any]]] = {
     "masks": [
         (name, np.int64)
         for name in (
-            *("bias_B", "bias_H", "bias_Nq", "bias_Nk"),
+            *("bias_B", "bias_H", "bias_Nq", "bias_Nk", "dbias_copies"),
             *("mask_block_q", "mask_block_k", "kinds_tile_q", "kinds_tile_k"),
         )
     ],

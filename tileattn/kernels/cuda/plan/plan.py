@@ -13,6 +13,7 @@ import numpy as np
 
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import KernelLaunch
+from tileattn.kernels.cuda.families.ds_tiles import dbias_copies
 from tileattn.kernels.cuda.families.grid import GridSizes
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan import params
@@ -191,6 +192,7 @@ def launch_plan(
         {x.array: math.prod(x.shape) for x in found},
         mask.lines,
     )
+    dbias, dbias_parts = dbias_copies(kind.launches, sizes)
     launches = with_grids((*mask.launches, *kind.launches), sizes)
     schedule = schedule_of(P, layout, launches, device, tables=tables)
     constants = _constants(kind, P, layout)
@@ -204,7 +206,7 @@ def launch_plan(
     arrays |= mask.arrays
     made = {name: x.nbytes for name, x in copied.items()}
     made |= {name: -(-len(x.data) // WORD) * WORD for name, x in carried.items()}
-    made |= {**schedule.parts, **mask.parts}
+    made |= {**schedule.parts, **mask.parts, **dbias_parts}
     sums = {name: x.nbytes for name, x in learned.items() if layout.get(name) is None}
     results = {"out"} if kind.direction == "forward" else {"dsinks"}
     return LaunchPlan(
@@ -215,6 +217,7 @@ def launch_plan(
             **kind.fields,
             **params.number_fields(P, layout, arrays, schedule.fields),
             **params.split_fields(P, arrays, kind.fields),
+            "dbias_copies": dbias,
         },
         copies_in={name: x for name, x in copied.items() if name not in results},
         copies_out={name: x for name, x in copied.items() if name in results},

@@ -5,7 +5,7 @@
 
 static_assert(DS_BYTES + SHARES_BYTES == SHARED_BYTES, "what a launch brings");
 
-extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, MIN_BLOCKS_PER_SM)
     backward_dbias_sm90(const __grid_constant__ Params p, const __grid_constant__ BackwardMaps maps) {
     extern __shared__ __align__(1024) char memory[];
     auto for_tiles = [&](auto run) {

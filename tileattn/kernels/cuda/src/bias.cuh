@@ -1,15 +1,16 @@
 // Layer 3. The bias of a warp's scores. If its rows are contiguous and aligned, it is staged: the warp
 // copies its part asynchronously to shared memory, and reads it as an accumulator fragment. In Hopper's
 // backward kernel one warp copies the parts of all warps into one tile. Otherwise each lane reads single
-// elements.
+// elements, or STAGE copies them to shared memory one by one: for kernels that read a tile many times.
 #pragma once
 
 #include "score_mod.cuh"
 
 // The bias of MT x NT atoms of scores. Its rows in memory are queries: the columns of TRANSPOSED scores.
-template <bool TRANSPOSED, int MT, int NT>
+template <bool TRANSPOSED, int MT, int NT, bool STAGE = false>
 struct WarpBias {
-    static constexpr bool STAGED = BIAS_ALIGNMENT_BYTES > 0;
+    static constexpr bool ALIGNED = BIAS_ALIGNMENT_BYTES > 0;
+    static constexpr bool STAGED = ALIGNED || (STAGE && HAS_BIAS);
     static constexpr bool ONE_TILE = TRANSPOSED && PRODUCER_WARPS > 0;  // shared by all warps
     using Share = Tile<BiasElement, TRANSPOSED ? 8 * NT : 16 * MT,
                        (TRANSPOSED ? 16 * MT : 8 * NT) * (ONE_TILE ? WARPS_M : 1)>;
@@ -25,12 +26,21 @@ struct WarpBias {
     // copies and the warp has synchronised.
     __device__ void load(const ScoreMod& score_mod, int i, int j) const {
         static_assert(!ONE_TILE);
-        if constexpr (STAGED) {
-            __syncwarp();  // all lanes have read the previous bias
+        if constexpr (STAGED) __syncwarp();  // all lanes have read the previous bias
+        if constexpr (ALIGNED) {
             share.template load<WARP, BIAS_ALIGNMENT_BYTES>(
                 score_mod.bias + i * score_mod.bias_i + j, score_mod.bias_i, score_mod.Nq - i,
                 score_mod.Nk - j, threadIdx.x % WARP);
             copy_commit();
+        } else if constexpr (STAGED) {
+#pragma unroll 4
+            for (int x = threadIdx.x % WARP; x < 16 * MT * 8 * NT; x += WARP) {
+                const int r = x / (8 * NT), c = x % (8 * NT);
+                const bool inside = i + r < score_mod.Nq && j + c < score_mod.Nk;
+                share.element(Share::at(r, c)) =
+                    inside ? score_mod.bias[(i + r) * score_mod.bias_i + (j + c) * score_mod.bias_j]
+                           : BiasElement{};
+            }
         }
     }
 

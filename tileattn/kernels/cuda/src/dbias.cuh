@@ -1,5 +1,6 @@
 // Layer 3. dbias of a broadcast bias: dS summed over the broadcast axes, in a fixed order. One tile of the
-// bias at a time.
+// bias at a time. If there are few tiles, several CTAs share one: each sums some of its score tiles into a
+// copy of dbias, and backward_dbias_sum adds up the copies.
 #pragma once
 
 #include "ds_steps.cuh"
@@ -42,14 +43,15 @@ constexpr int SHARES_BYTES =
     (BLOCK_Q * WARPS_N > BLOCK_K * WARPS_M ? BLOCK_Q * WARPS_N : BLOCK_K * WARPS_M) *
     int(sizeof(Accum));
 
-// A tile of the bias.
+// A tile of the bias, and one of the CTAs that share it.
 struct DbiasTile {
     const Params& p;
     const bool one_row, one_column;
     const int q_blocks, k_blocks;
-    int r, c;
+    int share, r, c;
     i64 b, h;
 
+    // Tiles are numbered one share after the other: CTAs that run at the same time load the same q and k.
     __device__ DbiasTile(const Params& p, i64 number)
         : p(p),
           one_row(p.bias_Nq == 1),
@@ -58,7 +60,8 @@ struct DbiasTile {
           k_blocks(int((p.Nk + BLOCK_K - 1) / BLOCK_K)) {
         const int height = one_row ? 1 : q_blocks, width = one_column ? 1 : k_blocks;
         const int within = int(number % (i64(height) * width));
-        const i64 bh = number / (i64(height) * width);
+        i64 bh = number / (i64(height) * width);
+        share = int(bh / (p.bias_B * p.bias_H)), bh %= p.bias_B * p.bias_H;
         // L2 swizzle: CTAs that run at the same time load few tiles of q and few of k.
         const int top = within / (SWIZZLE * width) * SWIZZLE,
                   rows_of_group = min(SWIZZLE, height - top);
@@ -69,27 +72,40 @@ struct DbiasTile {
 
     __device__ Steps steps() const {
         return {p, Axis(p.bias_B == 1, b, p.B), Axis(p.bias_H == 1, h, p.Hq),
-                Axis(one_row, r, q_blocks), Axis(one_column, c, k_blocks)};
+                Axis(one_row, r, q_blocks), Axis(one_column, c, k_blocks), share, int(p.dbias_copies)};
     }
 
     __device__ void write(Fragment<Accum, MT, NT>& sum, char* memory) const {
+        if (p.dbias_copies > 1) {
+            const i64 i = p.bias_Nk, h = p.bias_Nq * i, b = p.bias_H * h;
+            write(static_cast<Accum*>(p.dbias_sums) + share * p.bias_B * b, {b, h, i, 1}, sum, memory);
+        } else {
+            write(static_cast<BiasElement*>(p.dbias), p.dbias_at, sum, memory);
+        }
+    }
+
+    // Write to an array with these strides.
+    template <class Value>
+    __device__ void write(Value* dbias, const Pairs& at, Fragment<Accum, MT, NT>& sum,
+                          char* memory) const {
         const int warp_m = threadIdx.x / WARP / WARPS_N, warp_n = threadIdx.x / WARP % WARPS_N;
         const int row0 = first_row(), column0 = first_column();
         const Lane lane;
         auto row = [&](int m, int e) { return row0 + 16 * m + lane.row(e); };
-        BiasElement* const dbias = static_cast<BiasElement*>(p.dbias) + b * p.dbias_at.b +
-                                   h * p.dbias_at.h + r * BLOCK_Q * p.dbias_at.i +
-                                   c * BLOCK_K * p.dbias_at.j;
+        dbias += b * at.b + h * at.h + r * BLOCK_Q * at.i + c * BLOCK_K * at.j;
         const int rows = one_row ? 1 : int(p.Nq) - r * BLOCK_Q;
         const int columns = one_column ? 1 : int(p.Nk) - c * BLOCK_K;
         auto write = [&](int i, int j, Accum x) {
             if (i < rows && j < columns)
-                dbias[i * p.dbias_at.i + j * p.dbias_at.j] = narrow<BiasElement>(x);
+                dbias[i * at.i + j * at.j] = narrow<Value>(x);
         };
         if (!one_row && !one_column) {
-            struct alignas(2 * sizeof(BiasElement)) Two {
-                BiasElement x, y;
+            struct alignas(2 * sizeof(Value)) Two {
+                Value x, y;
             };
+            // Rows of an even length, one after the other: dbias is contiguous, like the copies.
+            constexpr bool EVEN =
+                BIAS_ALIGNMENT_BYTES > 0 && BIAS_ALIGNMENT_BYTES % (2 * sizeof(BiasElement)) == 0;
 #pragma unroll
             for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -98,13 +114,10 @@ struct DbiasTile {
                     for (int n = 0; n < NT; ++n) {
                         const int i = row(m, e), j = column0 + 8 * n + lane.column(0);
                         const Accum x = sum.x[m][n][e], y = sum.x[m][n][e + 1];
-                        if constexpr (BIAS_ALIGNMENT_BYTES % sizeof(Two) == 0 &&
-                                      BIAS_ALIGNMENT_BYTES > 0) {
-                            // dbias is contiguous and has the shape of the bias, so its rows are aligned,
-                            // too.
+                        if constexpr (EVEN) {
                             if (i < rows && j < columns)
-                                *reinterpret_cast<Two*>(dbias + i * p.dbias_at.i + j) = {
-                                    narrow<BiasElement>(x), narrow<BiasElement>(y)};
+                                *reinterpret_cast<Two*>(dbias + i * at.i + j) = {narrow<Value>(x),
+                                                                                narrow<Value>(y)};
                         } else {
                             write(i, j, x);
                             write(i, j + 1, y);
@@ -144,11 +157,11 @@ struct DbiasTile {
     }
 };
 
-// The number of tiles of the bias.
+// The number of tiles of the bias, for each CTA that shares them.
 __device__ inline i64 dbias_tiles(const Params& p) {
     const i64 rows = p.bias_Nq == 1 ? 1 : (p.Nq + BLOCK_Q - 1) / BLOCK_Q;
     const i64 columns = p.bias_Nk == 1 ? 1 : (p.Nk + BLOCK_K - 1) / BLOCK_K;
-    return p.bias_B * p.bias_H * rows * columns;
+    return p.dbias_copies * p.bias_B * p.bias_H * rows * columns;
 }
 
 // Sum and write one tile of dbias. for_each(steps, add) calls add(ds, b, h) for the dS of each step. All

@@ -27,6 +27,13 @@ struct Axis {
         at = begin;
         return false;
     }
+    // Advance by n indices, and return how often that passes the last one.
+    __device__ int advance(int n) {
+        if (is_one()) return n;
+        const int size = end - begin, to = at - begin + n, passes = to / size;
+        at = begin + to - passes * size;
+        return passes;
+    }
 };
 
 // The score tiles that a CTA sums over, keys fastest: rows of tiles share, share + shares, share + 2 *
@@ -47,8 +54,14 @@ struct Steps {
     }
     // Advance by some rows of tiles. Returns false after the last.
     __device__ bool skip(int rows) {
-        for (; rows; --rows)
-            if (!(q.next() || h.next() || next_entry())) return false;
+        if constexpr (PACKED) {  // each sequence has its own number of rows
+            for (; rows; --rows)
+                if (!(q.next() || h.next() || next_entry())) return false;
+        } else {
+            b.at += h.advance(q.advance(rows));
+            if (b.at >= b.end) return false;
+            sequence = Sequence(p, b.at);
+        }
         return true;
     }
     __device__ bool next_entry() {

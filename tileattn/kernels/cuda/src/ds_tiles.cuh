@@ -17,7 +17,7 @@ constexpr int TILE_BYTES = STAGES > 1                  ? SCORE_BYTES + VALUE_BYT
                                                        : VALUE_BYTES;
 
 constexpr int BIAS_AT = TILE_BYTES + 2 * BLOCK_Q * int(sizeof(Accum));
-constexpr int DS_BYTES = BIAS_AT + WarpBias<false, MT, NT>::BYTES;  // of dynamic shared memory
+constexpr int DS_BYTES = BIAS_AT + WarpBias<false, MT, NT, true>::BYTES;  // of dynamic shared memory
 
 // Call sum(ds, b, h) for the dS of each step, which is 0 past the last query. All threads call.
 template <class Sum>
@@ -29,7 +29,7 @@ __device__ inline void for_each_ds(const Params& p, Steps step, char* memory, Su
     using Row = Accum[BLOCK_Q];
     Row& lse_log2 = reinterpret_cast<Row*>(memory + TILE_BYTES)[0];
     Row& deltas = reinterpret_cast<Row*>(memory + TILE_BYTES)[1];
-    const WarpBias<false, MT, NT> bias(memory + BIAS_AT);
+    const WarpBias<false, MT, NT, true> bias(memory + BIAS_AT);
     const int row0 = first_row(), column0 = first_column();
     const Lane lane;
     auto load_keys = [&] {

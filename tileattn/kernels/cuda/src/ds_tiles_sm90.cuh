@@ -14,7 +14,7 @@ using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
 using DoutTile = SmemTile<BLOCK_Q, VALUE_DIM>;
 using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
 constexpr int BIAS_AT = QueryTile::BYTES + KeyTile::BYTES + DoutTile::BYTES + ValueTile::BYTES;
-constexpr int DS_BYTES = BIAS_AT + WarpBias<false, MT, NT>::BYTES;  // of dynamic shared memory
+constexpr int DS_BYTES = BIAS_AT + WarpBias<false, MT, NT, true>::BYTES;  // of dynamic shared memory
 
 // Static shared memory.
 struct SharedStorage {
@@ -85,7 +85,7 @@ struct DsConsumer {
     // Call sum(ds, b, h) for the dS of each step, which is 0 past the last query.
     template <class Sum>
     __device__ __forceinline__ void for_each_ds(Steps step, Sum sum) {
-        const WarpBias<false, MT, NT> bias(smem.memory + BIAS_AT);
+        const WarpBias<false, MT, NT, true> bias(smem.memory + BIAS_AT);
         const int row0 = first_row(), m0 = row0 / WARPGROUP_ROWS * WARPGROUP_ROWS;
         const bool leader = threadIdx.x % WARPGROUP == 0;
         const Lane lane;

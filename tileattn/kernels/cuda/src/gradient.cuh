@@ -41,8 +41,8 @@ struct TileGradient {
 
     // From Q K^T to P. lse_log2(m, n, e) is the logsumexp of the element's query in base 2. In a `large`
     // head row_max(m, n, e) is first subtracted from the score.
-    template <class RowMax, class Lse>
-    __device__ void recompute_p(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
+    template <class Bias, class RowMax, class Lse>
+    __device__ void recompute_p(const ScoreMod& score_mod, const Bias& bias,
                                 const AttentionMask& attn_mask, const Dropout& dropout, int kind,
                                 bool large, RowMax row_max, Lse lse_log2) {
         p.apply(score_mod, bias, [&](int m, int n, int e, Accum of_softcap, Accum of_function) {

@@ -41,6 +41,7 @@ struct Fields {
     u32* dq_counter;            // of each key head (dq_counter.cuh)
     const void* bias;
     void* dbias;
+    void* dbias_sums;           // copies of dbias that CTAs sum into, if there are several
     const void* mask;
     void* dsinks;
     const int* block_kinds;
@@ -76,6 +77,7 @@ struct Fields {
 
     // --- masks ----------------------------------------------------------------------------
     i64 bias_B, bias_H, bias_Nq, bias_Nk;
+    i64 dbias_copies;                // CTAs that share a tile of dbias
     i64 mask_block_q, mask_block_k;  // queries and keys of a block of the block mask
     i64 kinds_tile_q, kinds_tile_k;  // queries and keys of a tile in tile_kinds
 

@@ -30,9 +30,9 @@ struct Scores : Fragment<Accum, MT, NT> {
     }
 
     // Apply the score modifiers to Q K^T. record(m, n, e, dsoftcap, dfunction) gets their derivatives.
-    template <class Record>
-    __device__ void apply(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
-                          Record record, int begin = 0, int end = NT) {
+    template <class Bias, class Record>
+    __device__ void apply(const ScoreMod& score_mod, const Bias& bias, Record record, int begin = 0,
+                          int end = NT) {
         if constexpr (FOLD) return;
         if (HAS_SOFTCAP && IS_16_BIT && all_near(score_mod, begin, end))
             modify<true>(score_mod, bias, record, begin, end);
@@ -40,9 +40,9 @@ struct Scores : Fragment<Accum, MT, NT> {
             modify<false>(score_mod, bias, record, begin, end);
     }
 
-    template <bool IS_NEAR, class Record>
-    __device__ void modify(const ScoreMod& score_mod, const WarpBias<TRANSPOSED, MT, NT>& bias,
-                           Record record, int begin, int end) {
+    template <bool IS_NEAR, class Bias, class Record>
+    __device__ void modify(const ScoreMod& score_mod, const Bias& bias, Record record, int begin,
+                           int end) {
         Accum added[2][4];
         auto visit = [&](Accum& s, int i, int j, int m, int n, int e) {
             if (HAS_BIAS && n % 2 == 0 && e == 0) bias.read(added, score_mod, row, column, m, n);

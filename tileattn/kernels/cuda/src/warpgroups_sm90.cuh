@@ -14,7 +14,8 @@ static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
 // Registers of a thread, in units of 8 (setmaxnreg). The producer warpgroup keeps what it needs, which is
 // more if it counts splits of the keys, and gives the rest to the consumers.
-constexpr int ALL_REGISTERS = 65536 / WARPGROUP / (WARPGROUPS + 1) / 8 * 8 * (WARPGROUPS + 1);
+constexpr int ALL_REGISTERS =
+    65536 / WARPGROUP / MIN_BLOCKS_PER_SM / (WARPGROUPS + 1) / 8 * 8 * (WARPGROUPS + 1);
 constexpr int NEEDED_REGISTERS = SPLIT_KV ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - NEEDED_REGISTERS) / WARPGROUPS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = ALL_REGISTERS - WARPGROUPS * CONSUMER_REGISTERS;
