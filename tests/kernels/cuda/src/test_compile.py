@@ -33,8 +33,8 @@ pytestmark = pytest.mark.usefixtures("nvrtc")
 Case = tuple[str, KernelKey]
 
 ARCHS = ("sm_89", "sm_86", "sm_75", "sm_80", "sm_90a", "sm_120", "sm_100")
-# Both GPUs of a pair get the same text from the preprocessor, so each compiles half of the kernels. The
-# length of a kernel's name decides, so that a new kernel does not move others to the other GPU.
+# Both GPUs of a pair get the same text from the preprocessor, so each compiles half of the kernels.
+# The length of a kernel's name decides: a new kernel does not move others to the other GPU.
 PAIRS = (("sm_86", "sm_89"), ("sm_100", "sm_120"))
 NAMES = sorted(source.stem for source in SOURCES.glob("*.cu"))
 
