@@ -314,8 +314,13 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     # dK and dV leave registers for half of a tile.
     ("backward_halves_sm90", 2): {192: (TileSize(64, 128, 8, 1, 2),)},
     # Wide heads: two warpgroups share 64 keys; in the dq kernel one warpgroup has 64 queries.
-    ("backward_wide_sm90", 2): {256: (TileSize(64, 64, 8, 1, 3), TileSize(64, 64, 8, 1, 2))},
-    ("backward_wide_dq_sm90", 2): {256: (TileSize(128, 64, 8, 1, 4), TileSize(128, 64, 8, 1, 3))},
+    # Above 256 columns two thread blocks have half of the columns each.
+    ("backward_wide_sm90", 2): {512: (TileSize(64, 64, 8, 1, 3), TileSize(64, 64, 8, 1, 2))},
+    ("backward_wide_dq_sm90", 2): {
+        256: (TileSize(128, 64, 8, 1, 4), TileSize(128, 64, 8, 1, 3)),
+        384: (TileSize(128, 64, 8, 1, 4),),
+        512: (TileSize(128, 32, 8, 1, 5),),
+    },
     ("backward_dq", 2): {
         64: (TileSize(128, 64, 4, 1, 2, tuned=True, spills=True),),
         128: (TileSize(128, 32, 4, 1, 2, tuned=True, spills=True),),

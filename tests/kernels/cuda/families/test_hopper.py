@@ -48,8 +48,8 @@ STAGED = {"bias": "float32", "bias_alignment_bytes": 16}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("the GPU does not have compute capability 9.0", {}, {"arch": "sm_90"}),
     ("dtype is neither float16 nor bfloat16", {"dtype": NAMED["float32"]}, {}),
-    ("a head dimension is above 256", {"D": 264}, {}),
-    ("a head dimension is above 256", {"Dv": 264}, {}),
+    ("a head dimension is above 256", {"D": 520}, {}),
+    ("a head dimension is above 256", {"Dv": 520}, {}),
     *((EMPTY, {name: 0}, {}) for name in ("B", "Hq", "Hkv", "Nq", "Nk", "D", "Dv")),
     (LONG, {"B": 1 << 10, "Hq": 1 << 10, "Nq": 1 << 11}, {}),
     (LONG, {"Nk": MANY}, {}),

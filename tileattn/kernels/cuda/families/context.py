@@ -126,8 +126,8 @@ class KernelLaunch(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """Groups of warps, each with work tiles of its own."""
-        return self.grid * self.key.groups
+        """Groups of warps, or pairs of thread blocks, each with work tiles of its own."""
+        return self.grid * self.key.groups // (1 + self.key.pair)
 
 
 def option_fields(problem: Problem, context: LaunchContext) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from tileattn.kernels.cuda.families.generic import GENERIC_BACKWARD, GENERIC_FOR
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARD_FAMILY, HOPPER_FORWARD_FAMILY
 from tileattn.kernels.cuda.families.latent import LATENT_FAMILY
 from tileattn.kernels.cuda.families.pages import PAGES_FAMILY
+from tileattn.kernels.cuda.families.paired import PAIRED_BACKWARD_FAMILY
 from tileattn.kernels.cuda.families.size_class import has_queries
 from tileattn.kernels.cuda.families.split import SPLIT_FAMILY
 from tileattn.kernels.cuda.families.split_sm90 import SPLIT_HOPPER_FAMILY
@@ -20,7 +21,7 @@ FORWARD: tuple[Family, ...] = (
     HOPPER_FORWARD_FAMILY,
     GENERIC_FORWARD,
 )
-BACKWARD: tuple[Family, ...] = (HOPPER_BACKWARD_FAMILY, GENERIC_BACKWARD)
+BACKWARD: tuple[Family, ...] = (PAIRED_BACKWARD_FAMILY, HOPPER_BACKWARD_FAMILY, GENERIC_BACKWARD)
 
 
 def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:

@@ -127,8 +127,7 @@ def large_scores_launch(problem: Problem, context: LaunchContext) -> KernelLaunc
     else:
         launch = configure("backward_large_scores", problem, context)
     launch = launch._replace(key=replace(launch.key, dropout=False, origin=False))
-    launch = _over_queries(launch)
-    return launch if dq.traits.pair_by_pair else repairing(launch, context, LARGE_SCORES)
+    return repairing(_over_queries(launch), context, LARGE_SCORES)
 
 
 def _over_queries(launch: KernelLaunch, columns: int = 1) -> KernelLaunch:
@@ -150,7 +149,8 @@ def _with_repairs(
 
 def repairing(launch: KernelLaunch, context: LaunchContext, flags: int) -> KernelLaunch:
     """Restrict a kernel to flagged heads, with at most as many thread blocks as run at a time."""
-    most = min(launch.blocks.most, context.sm_count * launch.key.min_blocks_per_sm)
+    each = _NAIVE_BLOCKS if launch.traits.pair_by_pair else launch.key.min_blocks_per_sm
+    most = min(launch.blocks.most, context.sm_count * each)
     key, blocks = replace(launch.key, head_flags=flags), launch.blocks._replace(most=most)
     return launch._replace(key=key, blocks=blocks, why=_REPAIRS)
 
@@ -235,6 +235,7 @@ def _dq_sums(P: Problem, key: KernelKey) -> Parts:
 
 
 _MAIN = ("forward", "backward_dkdv")
+_NAIVE_BLOCKS = 8  # thread blocks of a naive kernel that run at a time on an SM
 _NAIVE = KernelTraits(pair_by_pair=True)
 _DKDV = KernelTraits(main=True, workspace=_dq_sums)
 

@@ -71,19 +71,23 @@ _BACKWARD_BUCKETS = {
     HOPPER_WIDE: ((128, 192, 256), (128, 192, 256)),
 }
 _PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
-_SUPPORTED = "wgmma and tensor maps"
+SUPPORTED = "wgmma and tensor maps"
 _DQ_CONVERT = "one thread block for each tile of dq"
 _NAN_SAFE = "for heads with NaN or infinity; usually there are none, and it returns at once"
 
-_UNSUPPORTED: tuple[Clause, ...] = (
+UNSUPPORTED_ANY_DIM: tuple[Clause, ...] = (
     NOT_HOPPER,
     NOT_16_BIT,
-    (f"a head dimension is above {MAX_HEAD_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_HEAD_DIM),
     ("an array is empty", lambda P, _: bool(empty_axes(P)) or 0 in (P.D, P.Dv)),
     ("an array has nearly 2**31 rows or more", lambda P, _: not fits_positions(P)),
     ("the head dimension of v is not a multiple of 8", lambda P, _: P.Dv % 8 > 0),
     NOT_ALIGNED,
     NO_TENSOR_MAPS,
+)
+_UNSUPPORTED: tuple[Clause, ...] = (
+    *UNSUPPORTED_ANY_DIM[:2],
+    (f"a head dimension is above {MAX_HEAD_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_HEAD_DIM),
+    *UNSUPPORTED_ANY_DIM[2:],
     (
         "no tile has room for the bias",
         lambda P, context: _bias_size(context) > 0 and not _forward_tiles(P, context),
@@ -124,7 +128,7 @@ def forward_launch(
     P, tuning, tile = problem, context.tuning, (tiles or _forward_tiles(problem, context))[0]
     dim, value = (bucket(n) if tiles else _forward_bucket(n) for n in (P.D, P.Dv))
     shared = hopper_forward_bytes(tile, dim, value, _bias_size(context))
-    key = _key(HOPPER, P, context, dim, value, tile, shared)
+    key = key_of(HOPPER, P, context, dim, value, tile, shared)
     # The kernel is persistent: a thread block takes one query block after another.
     grid = Grid("queries", key.block_q, most=context.sm_count)
     # A box lies in one page: its keys are the largest power of two that divides page and tile.
@@ -133,7 +137,7 @@ def forward_launch(
     maps = (("q", HOPPER_GROUP_ROWS), ("k", box), ("v", box))
     # Long blocks wait for memory, short ones for the tensor cores: small head groups mix them.
     share = tuning.short_l2_share if has_dynamic_keys(P, tuning) else _FORWARD.l2_share
-    why, traits = f"{_SUPPORTED}, {tile.why}", replace(_FORWARD, l2_share=share)
+    why, traits = f"{SUPPORTED}, {tile.why}", replace(_FORWARD, l2_share=share)
     return KernelLaunch(key, grid, key.smem_bytes, why, maps, traits=traits)
 
 
@@ -215,13 +219,13 @@ def _key_launch(P: Problem, context: LaunchContext) -> KernelLaunch:
         if (shared := hopper_backward_bytes(tile, dim, value, _bias_size(context)))
         <= HOPPER_LIMIT - HOPPER_STATIC
     )
-    key = _key(kernel, P, context, dim, value, tile, shared)
+    key = key_of(kernel, P, context, dim, value, tile, shared)
     key = replace(key, add_dq=kernel != HOPPER_WIDE, head_major=is_head_major(P, tuning))
     # The kernel is persistent: a thread block takes one key block after another.
     grid = Grid("keys", key.block_k, most=context.sm_count)
     maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
-    why = f"{_SUPPORTED}, {tile.why}"
-    in_order, traits = context.deterministic and key.add_dq, _BACKWARD[kernel]
+    why = f"{SUPPORTED}, {tile.why}"
+    in_order, traits = context.deterministic and key.add_dq, BACKWARD_TRAITS[kernel]
     return KernelLaunch(key, grid, key.smem_bytes, why, maps, in_order, traits)
 
 
@@ -249,9 +253,9 @@ def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLa
     for tile in tiles:
         shared = hopper_ds_bytes(tile, dim, value, bias_size)
         if shared <= min(HOPPER_LIMIT - HOPPER_STATIC, context.shared_limit):
-            key = _key(kernel, P, context, dim, value, tile, shared)
+            key = key_of(kernel, P, context, dim, value, tile, shared)
             maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
-            return KernelLaunch(key, OPEN, shared, f"{_SUPPORTED}, {tile.why}", maps)
+            return KernelLaunch(key, OPEN, shared, f"{SUPPORTED}, {tile.why}", maps)
     return None
 
 
@@ -277,11 +281,11 @@ def _wide_dq(P: Problem, context: LaunchContext, own: KernelKey) -> KernelLaunch
         for tile in tuned_tiles(HOPPER_WIDE_DQ, P.dtype.itemsize, max(dim, value))
         if (shared := hopper_wide_dq_bytes(tile, dim, value)) <= HOPPER_LIMIT - HOPPER_STATIC
     )
-    key = _key(HOPPER_WIDE_DQ, P, context, dim, value, tile, shared)
+    key = key_of(HOPPER_WIDE_DQ, P, context, dim, value, tile, shared)
     grid = Grid("queries", key.block_q, most=context.sm_count)
     rows = HOPPER_GROUP_ROWS
     maps = ("q", rows), ("k", key.block_k), ("v", key.block_k), ("dout", rows)
-    return KernelLaunch(key, grid, shared, f"{_SUPPORTED}, {tile.why}", maps, traits=_WIDE_DQ)
+    return KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=WIDE_DQ_TRAITS)
 
 
 def dq_columns(dim: int) -> int:
@@ -302,7 +306,7 @@ def _dq_convert(key: KernelKey) -> KernelLaunch:
     return KernelLaunch(convert, grid, why=_DQ_CONVERT, traits=_CONVERT)
 
 
-def _key(
+def key_of(
     kernel: str,
     P: Problem,
     context: LaunchContext,
@@ -358,12 +362,12 @@ _KEYS = KernelTraits(
     beside_rows=True,
     workspace=_backward_workspace,
 )
-_BACKWARD = {
+BACKWARD_TRAITS = {
     HOPPER_BACKWARD: replace(_KEYS, ordered_dq=True),
     HOPPER_HALVES: _KEYS,
     HOPPER_WIDE: _KEYS,
 }
-_WIDE_DQ = KernelTraits(persistent="queries", beside_rows=True)
+WIDE_DQ_TRAITS = KernelTraits(persistent="queries", beside_rows=True)
 _CONVERT = KernelTraits(beside_rows=True)
 
 

@@ -141,13 +141,15 @@ def hopper_backward_bytes(
     return kv + buffers + ds + dq + _tiled(rows, keys, bias_size)
 
 
-def hopper_wide_dq_bytes(tile: TileSize, dim: int, value: int) -> int:
+def hopper_wide_dq_bytes(tile: TileSize, dim: int, value: int, *, pair: bool = False) -> int:
     """Count the dynamic shared memory of the Hopper kernel for dq of wide heads.
 
-    It holds its queries and dout, and stages that hold keys and values alternately.
+    It holds its queries and dout, and stages that hold keys and values alternately. One of a
+    ``pair`` of thread blocks, with half of the columns, also holds a tile of partial scores.
     """
     rows = _swizzled(tile.block_q, dim) + _swizzled(tile.block_q, value)
-    return rows + tile.stages * _swizzled(tile.block_k, max(dim, value))
+    scores = tile.block_q * tile.block_k * 4 if pair else 0
+    return rows + scores + tile.stages * _swizzled(tile.block_k, max(dim, value))
 
 
 @cache

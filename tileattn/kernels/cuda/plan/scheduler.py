@@ -152,7 +152,7 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Sche
 
     Head groups change which heads run together, never the order of the sums within a dq tile.
     """
-    key, grid, in_order, tuning = launch.key, launch.grid, launch.in_order, device.tuning
+    key, grid, in_order, tuning = launch.key, launch.workers, launch.in_order, device.tuning
     is_causal = P.window[1] is not None
     sums = P.D * P.accum_dtype.itemsize if key.add_dq else 0
     row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
@@ -200,7 +200,7 @@ def _heads_in_cache(P: Problem, launch: KernelLaunch, row: int, device: Device) 
     read, and should have at least a wave of key blocks. With a long causal mask half of the L2
     cache or two waves are faster, there in whole waves. The same holds if dq is summed in order.
     """
-    grid, blocks = launch.grid, -(-P.Nk // launch.key.block_k)
+    grid, blocks = launch.workers, -(-P.Nk // launch.key.block_k)
     is_long = P.window[1] is not None and P.Nk >= device.tuning.whole_wave_keys
     share, waves = (2, 2) if is_long or launch.in_order else (4, 1)
     size = device.l2_bytes // share // (P.Nq * row)

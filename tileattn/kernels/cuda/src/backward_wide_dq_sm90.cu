@@ -1,8 +1,11 @@
 // Backward pass for q on Hopper, for head dimensions above 128: a producer thread loads values and keys
 // alternately into one circular buffer, and two consumer warpgroups accumulate dQ of 64 queries each in
 // registers. So nothing is added in device memory, and the order of the sums is fixed.
-#include "gemm_sm90.cuh"
+//
+// Above 256 columns a cluster of two CTAs shares a work tile (pair_sm90.cuh), and a warpgroup exchanges its
+// part of dP during the GEMM of S.
 #include "gradient.cuh"
+#include "pair_sm90.cuh"
 #include "row_counter.cuh"
 #include "tile_scheduler_sm90.cuh"
 #include "warpgroups_sm90.cuh"
@@ -11,17 +14,17 @@ static_assert(BLOCK_Q == WARPGROUP_ROWS * CONSUMERS && WARPS_N == 1, "64 queries
 static_assert(STAGES >= 3, "the next k is read before this one is released");
 
 constexpr int TURN_BARRIER = CONSUMER_BARRIER + 1;  // one for each warpgroup
-constexpr int NT = BLOCK_K / 8, DT = HEAD_DIM / 8;
+constexpr int NT = BLOCK_K / 8, DT = HEAD_COLUMNS / 8;
 // Columns of atoms whose scores are recomputed at a time. Derivatives, mask_mod and dropout need registers.
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
 constexpr bool CHUNKED = CHUNK < NT;
 static_assert(!HAS_BIAS, "there is no room for the bias");
 
 using WorkTile = FwdWorkTile;
-using QueryTile = SmemTile<WARPGROUP_ROWS, HEAD_DIM>;  // of one warpgroup
-using DoutTile = SmemTile<WARPGROUP_ROWS, VALUE_DIM>;
-using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
-using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
+using QueryTile = SmemTile<WARPGROUP_ROWS, HEAD_COLUMNS>;  // of one warpgroup
+using DoutTile = SmemTile<WARPGROUP_ROWS, VALUE_COLUMNS>;
+using KeyTile = SmemTile<BLOCK_K, HEAD_COLUMNS>;
+using ValueTile = SmemTile<BLOCK_K, VALUE_COLUMNS>;
 
 // What consumers must know of a tile of keys that the producer has found: only it evaluates the mask by
 // tiles.
@@ -36,16 +39,21 @@ struct StagedTile {
     __device__ int is_partial() const { return bits & 1; }
 };
 
-// Layout of dynamic shared memory: queries and dO of each warpgroup, then the stages.
+// Layout of dynamic shared memory: queries and dO of each warpgroup, then the stages. In paired CTAs a tile
+// for each warpgroup follows, where the other CTA's part of dP arrives, then that of S.
 constexpr int STAGE_BYTES = KeyTile::BYTES > ValueTile::BYTES ? KeyTile::BYTES : ValueTile::BYTES;
 constexpr int ROWS_BYTES = QueryTile::BYTES + DoutTile::BYTES;
-static_assert(CONSUMERS * ROWS_BYTES + STAGES * STAGE_BYTES == SHARED_BYTES, "what a launch brings");
+constexpr int EXCHANGE_BYTES = PAIR ? WARPGROUP_ROWS * BLOCK_K * 4 : 0;
+static_assert(CONSUMERS * (ROWS_BYTES + EXCHANGE_BYTES) + STAGES * STAGE_BYTES == SHARED_BYTES,
+              "what a launch brings");
 
 // Static shared memory.
 struct SharedStorage {
     u64 q_full[CONSUMERS], q_empty[CONSUMERS], full[STAGES], empty[STAGES];
     WorkTile work_tiles[CONSUMERS];
     StagedTile tiles[STAGES];  // if masks leave out tiles, the tile of each stage of v
+    PartialSums::Barriers sums[CONSUMERS];
+    PairClaims::Shared claims;
 };
 
 struct Smem {
@@ -58,6 +66,9 @@ struct Smem {
     }
     __device__ u32 stage(int stage) const {
         return tensors + CONSUMERS * ROWS_BYTES + stage * STAGE_BYTES;
+    }
+    __device__ u32 exchange(int warpgroup) const {
+        return stage(STAGES) + warpgroup * EXCHANGE_BYTES;
     }
     __device__ KeyTile k(int at) const { return {stage(at)}; }
     __device__ ValueTile v(int at) const { return {stage(at)}; }
@@ -75,6 +86,10 @@ struct Smem {
     __device__ void init() const {
         for (int g = 0; g < CONSUMERS; ++g) q_full(g).init(3), q_empty(g).init(WARPGROUP);
         for (int s = 0; s < STAGES; ++s) full(s).init(1), empty(s).init(CONSUMERS);
+        if constexpr (PAIR) {
+            for (int g = 0; g < CONSUMERS; ++g) storage.sums[g].init();
+            storage.claims.init();
+        }
         fence_barrier_init();
     }
 };
@@ -115,11 +130,19 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
     PipelineState<1> work_pipe;
     PipelineState<STAGES> pipe;
     WorkTile work{};
+    PairClaims claims{smem.storage.claims};
+    // The first columns of this CTA.
+    const int column = own_half() * HEAD_COLUMNS, v_column = own_half() * VALUE_COLUMNS;
+    auto claim = [&] {
+        auto claim = [&] { return atomicAdd(p.tile_counter + 1, 1); };
+        if constexpr (PAIR) return claims.next(claim);
+        return claim();
+    };
     // Claim the next work tile, longest first.
     auto find = [&] {
 #pragma unroll 1
         for (;;) {
-            const u32 index = leads() ? atomicAdd(p.tile_counter + 1, 1) : 0;
+            const u32 index = leads() ? claim() : 0;
             if (!get_work(p, int(uniform(index, PRODUCER_LANES)), work)) break;
             if (PACKED && work.q0 >= work.Nq(p)) continue;
             const u32 kv = u32(work.h) / u32(p.group);
@@ -141,8 +164,9 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
                 full.arrive(), full.arrive();
             else
                 BOTH_LOADS(
-                    smem.q(g).load<LOAD_UNROLL>(maps.q, row, work.h, work.entry(), full),
-                    smem.dout(g).load<LOAD_UNROLL>(maps.dout, row, work.h, work.entry(), full));
+                    smem.q(g).load<LOAD_UNROLL>(maps.q, row, work.h, work.entry(), full, column),
+                    smem.dout(g).load<LOAD_UNROLL>(maps.dout, row, work.h, work.entry(), full,
+                                                   v_column));
             share = work, share.q0 = q0;
             if (!HAS_TILE_LIST) {
                 const SlidingWindow window(p, work.sequence(p));
@@ -170,13 +194,13 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
                 if (HAS_TILE_LIST)
                     smem.storage.tiles[pipe.stage] = StagedTile::of({entry}, next < 0);
                 smem.v(pipe.stage).load<LOAD_UNROLL>(maps.v, row, kv, own.entry(),
-                                                     smem.full(pipe.stage));
+                                                     smem.full(pipe.stage), v_column);
             }
             pipe.advance();
             smem.empty(pipe.stage).wait(pipe.phase ^ 1);
             if (leads())
                 smem.k(pipe.stage).load<LOAD_UNROLL>(maps.k, row, kv, own.entry(),
-                                                     smem.full(pipe.stage));
+                                                     smem.full(pipe.stage), column);
             pipe.advance();
             entry = next;
             __syncwarp(PRODUCER_LANES);  // no lane misses a phase that it waits for
@@ -188,8 +212,8 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
 #pragma unroll 1
                 for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS) {
                     const int first = work.q_start + work.q0 + row;
-                    QueryTile::prefetch(maps.q, first, work.h, work.entry());
-                    DoutTile::prefetch(maps.dout, first, work.h, work.entry());
+                    QueryTile::prefetch(maps.q, first, work.h, work.entry(), column);
+                    DoutTile::prefetch(maps.dout, first, work.h, work.entry(), v_column);
                 }
         }
         if (entry < 0) {
@@ -223,6 +247,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     Fragment<Accum, 1, DT> dq;
     Atom<Element>::A ds[BLOCK_K / 16];
     Accum lse_log2[2], delta[2];
+    PartialSums sum(smem.exchange(warpgroup), smem.storage.sums[warpgroup]);
     const WarpBias<false, 1, NT> bias(nullptr);
 
     // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete.
@@ -250,13 +275,21 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         smem.full(v_stage).wait(pipe.phase);
         pipe.advance();
         if constexpr (HAS_TILE_LIST) staged = smem.storage.tiles[v_stage], tile = staged.tile();
-        zero_unattended(smem.v(v_stage), VALUE_DIM);
-        gemm_async<Element, VALUE_DIM>(dp, smem.dout(warpgroup), 0, smem.v(v_stage));
+        zero_unattended(smem.v(v_stage), VALUE_COLUMNS);
+        gemm_async<Element, VALUE_COLUMNS>(dp, smem.dout(warpgroup), 0, smem.v(v_stage));
         k_stage = pipe.stage;
         smem.full(k_stage).wait(pipe.phase);
         pipe.advance();
-        zero_unattended(smem.k(k_stage), HEAD_DIM);
-        gemm_async<Element, HEAD_DIM>(s, smem.q(warpgroup), 0, smem.k(k_stage));
+        zero_unattended(smem.k(k_stage), HEAD_COLUMNS);
+        gemm_async<Element, HEAD_COLUMNS>(s, smem.q(warpgroup), 0, smem.k(k_stage));
+    };
+    // Wait for dP, then for S, and in paired CTAs add the parts of the other CTA.
+    auto wait_dp_and_s = [&] {
+        warpgroup_wait<1>(dp);
+        release(v_stage);
+        if constexpr (PAIR) sum.send(dp), sum.add(dp), sum.release();
+        warpgroup_wait<0>(s);
+        if constexpr (PAIR) sum.send(s), sum.add(s), sum.release();
     };
     // From S and dP to dS, as an operand of dQ.
     auto compute_ds = [&] {
@@ -363,9 +396,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             wait_turn();
             issue_dp_and_s();
             pass_turn();
-            warpgroup_wait<1>(dp);
-            release(v_stage);
-            warpgroup_wait<0>(s);
+            wait_dp_and_s();
             // From dP and S of tile j to those of tile j + 1; q and dO are held throughout:
             //
             //     step                         GEMMs in flight      stages held
@@ -384,9 +415,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
                 pass_turn();
                 warpgroup_wait<2>(dq);
                 release(held);
-                warpgroup_wait<1>(dp);
-                release(v_stage);
-                warpgroup_wait<0>(s);
+                wait_dp_and_s();
             }
             smem.q_empty(warpgroup).arrive();  // safe: the GEMMs that read q and dO are complete
             compute_ds();
@@ -406,14 +435,14 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
                     for (int n = 0; n < DT; ++n) dq.x[0][n][2 * half] = dq.x[0][n][2 * half + 1] = 0;
         if (!all_finite_by_fma(dq)) head_flags(p, work.b, work.h / int(p.group)) |= FAILED;
         dq.scale(Accum(p.scale));
-        const int row = work.q0 + row0;
+        const int row = work.q0 + row0, column = own_half() * HEAD_COLUMNS;
         store_rows(rows_of<Element>(p.dq, p.dq_at, work.entry(), work.h) +
-                       (work.q_start + row) * p.dq_at.n,
-                   p.dq_at.n, dq, work.Nq(p) - row, int(p.D));
+                       (work.q_start + row) * p.dq_at.n + column,
+                   p.dq_at.n, dq, work.Nq(p) - row, int(p.D) - column);
     }
 }
 
-extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+extern "C" __global__ void CLUSTER __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_wide_dq_sm90(const __grid_constant__ Params p, const __grid_constant__ BackwardMaps maps) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
@@ -427,13 +456,15 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     else
         pass_kernel_before();
     __syncthreads();
+    sync_pair();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();
         const int warp = uniform(threadIdx.x / WARP);
         if (warp == WARPS_M && (!PRODUCES_ALONE || is_first_lane()))
-            produce(p, maps, smem), wait_for_prerequisites();
+            produce(p, maps, smem), wait_for_prerequisites(), sync_pair();
     } else {
         reg_alloc<CONSUMER_REGISTERS>();
         consume(p, smem, warpgroup);
+        sync_pair();
     }
 }

@@ -2,6 +2,9 @@
 // accumulators of dK or of dV for 64 keys fill the registers of a warpgroup. So one warpgroup accumulates
 // dV: it computes P and passes it to the other, which accumulates dK and computes dS. No registers are left
 // for dQ, which backward_wide_dq_sm90.cu computes.
+//
+// Above 256 columns a cluster of two CTAs shares a work tile (pair_sm90.cuh). Each GEMM of S and of dP gives a
+// part of it, which the CTAs exchange during the GEMM of dV or dK.
 #include "bwd_mainloop_sm90.cuh"
 
 static_assert(IS_WIDE && CONSUMERS == 2 && BLOCK_Q == WARPGROUP_ROWS);
@@ -31,12 +34,23 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     Fragment<Accum, 1, VT> dv;
     Operands probs;
     TileInputs inputs(smem);
+    PartialSums s_sum(smem.p(0), smem.storage.s_sums);
 
     auto issue_s = [&](int q0) {
         const QueryTile q = smem.q(q_pipe.stage);
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
-        zero_past_end<HEAD_DIM>(p, q, work, q0, DV_WARPGROUP);
-        gemm_async<Element, HEAD_DIM>(s, smem.k(), 0, q);
+        zero_past_end<HEAD_COLUMNS>(p, q, work, q0, DV_WARPGROUP);
+        gemm_async<Element, HEAD_COLUMNS>(s, smem.k(), 0, q);
+    };
+    auto issue_dv = [&] {
+        const DoutTile dout = smem.dout(dout_pipe.stage);
+        smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
+        zero_past_end<VALUE_COLUMNS>(p, dout, work, tile * BLOCK_Q, DV_WARPGROUP);
+        gemm_async<Element>(dv, probs, dout);
+    };
+    auto release_dout = [&] {
+        smem.dout_empty(dout_pipe.stage).arrive();  // safe: only dV's GEMM read it here
+        dout_pipe.advance();
     };
     // From S of tile j to S of tile j + 1, if there is `more`; k is held throughout:
     //
@@ -45,31 +59,40 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     //     issue dV of j              dV                   dO(j)
     //     issue S of j + 1, wait dV  S                    q(j + 1), dO(j)
     //     wait S                     -                    q(j + 1)
+    //
+    // Paired CTAs issue S of j + 1 before dV of j, and send their part during dV.
     auto step = [&](bool partial, bool more) {
+        // The dK warpgroup of the other CTA releases the tile, once it has used P.
+        if constexpr (PAIR) s_sum.add(s);
         inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q);
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         recompute_p(p, work.sequence(p), h, partial, smem.storage.lse_log2[q_pipe.stage], inputs, s,
                     probs);
         fence_async_shared();  // for lse; after the stores of P it would wait for them
-        smem.p_empty(p_pipe.stage).wait(p_pipe.phase ^ 1);
+        // In paired CTAs each thread replaces what it has added to S by its P.
+        if constexpr (!PAIR) smem.p_empty(p_pipe.stage).wait(p_pipe.phase ^ 1);
         store_exchange(smem.p(p_pipe.stage), s);
         smem.p_full(p_pipe.stage).arrive();
         p_pipe.advance();
         // Safe: the GEMM of S is complete. lse has been used: P, computed from it, is stored.
         smem.q_empty(q_pipe.stage).arrive();
         q_pipe.advance();
-        const DoutTile dout = smem.dout(dout_pipe.stage);
-        smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
-        zero_past_end<VALUE_DIM>(p, dout, work, tile * BLOCK_Q, DV_WARPGROUP);
-        gemm_async<Element>(dv, probs, dout);
+        if constexpr (PAIR) {
+            if (more) issue_s(next_q0(work, heads, h, tile));
+            issue_dv();
+            if (more) warpgroup_wait<1>(s), s_sum.send(s);
+            warpgroup_wait<0>(dv);
+            release_dout();
+            return;
+        }
+        issue_dv();
         if (more) {
             issue_s(next_q0(work, heads, h, tile));
             warpgroup_wait<1>(dv);
         } else {
             warpgroup_wait<0>(dv);
         }
-        smem.dout_empty(dout_pipe.stage).arrive();  // safe: only dV's GEMM read it here
-        dout_pipe.advance();
+        release_dout();
         if (more) warpgroup_wait<0>(s);
     };
 
@@ -84,6 +107,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
             v_pipe.advance();
             issue_s(first_q0(p, work));
             warpgroup_wait<0>(s);
+            if constexpr (PAIR) s_sum.send(s);
             for_each_tile<false, true>(p, work, heads, h, tile, step);
         }
         // Safe: all GEMMs that read k are complete, and the steps have read the work tile.
@@ -106,12 +130,24 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     Fragment<Accum, 1, QT> dp;
     Fragment<Accum, 1, DT> dk;
     Operands ds;
+    const PartialSums s_sum(smem.p(0), smem.storage.s_sums);
+    PartialSums dp_sum(smem.peer_dp(), smem.storage.dp_sums);
 
     auto issue_dp = [&](int q0) {
         const DoutTile dout = smem.dout(dout_pipe.stage);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
-        zero_past_end<VALUE_DIM>(p, dout, work, q0, DK_WARPGROUP);
-        gemm_async<Element, VALUE_DIM>(dp, smem.v(), 0, dout);
+        zero_past_end<VALUE_COLUMNS>(p, dout, work, q0, DK_WARPGROUP);
+        gemm_async<Element, VALUE_COLUMNS>(dp, smem.v(), 0, dout);
+    };
+    auto issue_dk = [&] {
+        const QueryTile q = smem.q(q_pipe.stage);
+        smem.q_full(q_pipe.stage).wait(q_pipe.phase);
+        zero_past_end<HEAD_COLUMNS>(p, q, work, tile * BLOCK_Q, DK_WARPGROUP);
+        gemm_async<Element>(dk, ds, q);
+    };
+    auto release_q = [&] {
+        smem.q_empty(q_pipe.stage).arrive();  // safe: only dK's GEMM read it here
+        q_pipe.advance();
     };
     // From dP of tile j to dP of tile j + 1, if there is `more`; v is held until the last dP, k
     // throughout:
@@ -121,7 +157,10 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     //     issue dK of j              dK                   q(j)
     //     issue dP of j + 1, wait dK dP                   q(j), dO(j + 1)
     //     wait dP                    -                    dO(j + 1)
+    //
+    // Paired CTAs issue dP of j + 1 before dK of j, and send their part during dK.
     auto step = [&](bool, bool more) {
+        if constexpr (PAIR) dp_sum.add(dp), dp_sum.release();
         // Safe: only GEMMs read v, and the last is complete.
         if (!more) smem.v_empty().arrive();
         {
@@ -133,23 +172,30 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         convert(ds, dp);
         // Safe: P and delta have been used by dS. Generic stores overwrite P, which need no fence; delta is
         // fenced below. The GEMM of dP is complete.
-        smem.p_empty(p_pipe.stage).arrive();
+        if constexpr (PAIR)
+            s_sum.release();
+        else
+            smem.p_empty(p_pipe.stage).arrive();
         p_pipe.advance();
         fence_async_shared();
         smem.dout_empty(dout_pipe.stage).arrive();
         dout_pipe.advance();
-        const QueryTile q = smem.q(q_pipe.stage);
-        smem.q_full(q_pipe.stage).wait(q_pipe.phase);
-        zero_past_end<HEAD_DIM>(p, q, work, tile * BLOCK_Q, DK_WARPGROUP);
-        gemm_async<Element>(dk, ds, q);
+        if constexpr (PAIR) {
+            if (more) issue_dp(next_q0(work, heads, h, tile));
+            issue_dk();
+            if (more) warpgroup_wait<1>(dp), dp_sum.send(dp);
+            warpgroup_wait<0>(dk);
+            release_q();
+            return;
+        }
+        issue_dk();
         if (more) {
             issue_dp(next_q0(work, heads, h, tile));
             warpgroup_wait<1>(dk);
         } else {
             warpgroup_wait<0>(dk);
         }
-        smem.q_empty(q_pipe.stage).arrive();  // safe: only dK's GEMM read it here
-        q_pipe.advance();
+        release_q();
         if (more) warpgroup_wait<0>(dp);
     };
 
@@ -165,6 +211,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             v_pipe.advance();
             issue_dp(first_q0(p, work));
             warpgroup_wait<0>(dp);
+            if constexpr (PAIR) dp_sum.send(dp);
             for_each_tile<false, true>(p, work, heads, h, tile, step);
         }
         smem.k_empty().arrive();  // safe: the steps have read the work tile
@@ -174,7 +221,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     }
 }
 
-extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+extern "C" __global__ void CLUSTER __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_wide_sm90(const __grid_constant__ Params p, const __grid_constant__ BackwardMaps maps) {
     run_backward(p, maps, [&](const Smem& smem, int warpgroup) {
         if (warpgroup == DV_WARPGROUP)

@@ -20,11 +20,18 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
     PipelineState<DOUT_STAGES> dout_pipe;
     WorkTile work{};
     Lockstep lockstep;
+    PairClaims claims{smem.storage.claims};
+    // The first columns of this CTA.
+    const int column = own_half() * HEAD_COLUMNS, v_column = own_half() * VALUE_COLUMNS;
+    auto claim = [&] {
+        if constexpr (PAIR) return claims.next([&] { return claim_work(p); });
+        return claim_work(p);
+    };
     auto load_q = [&](int h, int q0, const float* lse_log2) {
         const Barrier full = smem.q_full(q_pipe.stage);
         smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
         const QueryTile tile = smem.q(q_pipe.stage);
-        BOTH_LOADS(tile.load<LOAD_UNROLL>(maps.q, work.q_start + q0, h, work.entry(), full),
+        BOTH_LOADS(tile.load<LOAD_UNROLL>(maps.q, work.q_start + q0, h, work.entry(), full, column),
                    bulk_load(shared_address(smem.storage.lse_log2[q_pipe.stage]), lse_log2,
                              BLOCK_Q * 4, full));
         q_pipe.advance();
@@ -33,7 +40,8 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
         const Barrier full = smem.dout_full(dout_pipe.stage);
         smem.dout_empty(dout_pipe.stage).wait(dout_pipe.phase ^ 1);
         const DoutTile tile = smem.dout(dout_pipe.stage);
-        BOTH_LOADS(tile.load<LOAD_UNROLL>(maps.dout, work.q_start + q0, h, work.entry(), full),
+        BOTH_LOADS(tile.load<LOAD_UNROLL>(maps.dout, work.q_start + q0, h, work.entry(), full,
+                                          v_column),
                    bulk_load(shared_address(smem.storage.delta[dout_pipe.stage]), delta, BLOCK_Q * 4,
                              full));
         dout_pipe.advance();
@@ -43,7 +51,7 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
         smem.k_empty().wait(k_pipe.phase ^ 1);
         if (with_k)
             smem.k().load<LOAD_UNROLL>(maps.k, work.k_start + work.k0, work.kv, work.entry(),
-                                       smem.k_full());
+                                       smem.k_full(), column);
         else
             smem.k_full().arrive();
         smem.storage.work_tile = work;
@@ -51,7 +59,7 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
         k_pipe.advance();
     };
 #pragma unroll 1
-    while (get_work(p, claim_work(p), work)) {
+    while (get_work(p, claim(), work)) {
         // Skip a block past the end of a shorter sequence, or an index without a head (staggered heads).
         if (work.k0 >= work.Nk(p)) continue;
         wait_for_rows(p, i64(work.b) * p.Hkv + work.kv);
@@ -63,8 +71,8 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
             continue;
         }
         // Shared memory is occupied until the previous work tile is done, so prefetch to the L2 cache.
-        KeyTile::prefetch(maps.k, work.k_start + work.k0, work.kv, work.entry());
-        ValueTile::prefetch(maps.v, work.k_start + work.k0, work.kv, work.entry());
+        KeyTile::prefetch(maps.k, work.k_start + work.k0, work.kv, work.entry(), column);
+        ValueTile::prefetch(maps.v, work.k_start + work.k0, work.kv, work.entry(), v_column);
         const QueryTileList list(p, work);
         bool first = true;
         for_each_index(p, work, [&](int index, int begin, int end) {
@@ -81,7 +89,7 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
                     // v is released before k.
                     smem.v_empty().wait(v_pipe.phase ^ 1);
                     smem.v().load<LOAD_UNROLL>(maps.v, work.k_start + work.k0, work.kv,
-                                               work.entry(), smem.v_full());
+                                               work.entry(), smem.v_full(), v_column);
                     v_pipe.advance();
                     publish_work(true);
                 }
@@ -258,8 +266,8 @@ __device__ inline void zero_unattended(const Params& p, const Smem& smem, const 
             if (row < begin || row >= end) store_shared(tile.chunk(row, i % chunks * 16), zeros);
         }
     };
-    zero(smem.k(), HEAD_DIM);
-    zero(smem.v(), VALUE_DIM);
+    zero(smem.k(), HEAD_COLUMNS);
+    zero(smem.v(), VALUE_COLUMNS);
     fence_async_shared();
     sync_consumers();
 }
@@ -337,9 +345,10 @@ __device__ inline void store_gradient(const Params& p, const Smem& smem, void* t
                                       const PipelineState<DS_STAGES>& ds_pipe) {
     const int row = work.k0 + row0;
     if constexpr (IS_WIDE || IN_HALVES) {
+        const int column = own_half() * 8 * NT;
         store_rows(rows_of<Element>(target, at, work.entry(), work.kv) +
-                       (work.k_start + row) * at.n,
-                   at.n, acc, work.Nk(p) - row, columns);
+                       (work.k_start + row) * at.n + column,
+                   at.n, acc, work.Nk(p) - row, columns - column);
     } else {
         smem.ds_empty(ds_pipe.stage).wait(ds_pipe.phase ^ 1);
         store_rows_staged(smem.staging(ds_pipe.stage),
@@ -367,6 +376,7 @@ __device__ __forceinline__ void run_backward(const Params& p, const BackwardMaps
     if constexpr (!NAN_SAFE) launch_dependents();
     if (NAN_SAFE && !any_flagged_head(p)) return;
     __syncthreads();
+    sync_pair();
     if (warpgroup == CONSUMERS) {
         reg_dealloc<PRODUCER_REGISTERS>();
         // Branch by uniform warp number: divergent branches would need more registers than there are.
@@ -374,7 +384,7 @@ __device__ __forceinline__ void run_backward(const Params& p, const BackwardMaps
         if constexpr (BIAS_IS_LOADED)
             if (warp > WARPS_M + DQ_STORE_WARPS) return load_bias(p, smem);
         if (warp == WARPS_M) {
-            if (is_first_lane()) produce(p, maps, smem), wait_for_prerequisites();
+            if (is_first_lane()) produce(p, maps, smem), wait_for_prerequisites(), sync_pair();
             return;
         }
         if (threadIdx.x % WARP) return;
@@ -383,5 +393,6 @@ __device__ __forceinline__ void run_backward(const Params& p, const BackwardMaps
     } else {
         reg_alloc<CONSUMER_REGISTERS>();
         consume(smem, warpgroup);
+        sync_pair();
     }
 }

@@ -5,7 +5,7 @@
 #include "bwd_smem_sm90.cuh"
 #include "gradient.cuh"
 
-constexpr int QT = BLOCK_Q / 8, DT = HEAD_DIM / 8, VT = VALUE_DIM / 8;
+constexpr int QT = BLOCK_Q / 8, DT = HEAD_COLUMNS / 8, VT = VALUE_COLUMNS / 8;
 
 using TileScores = Scores<true, 1, QT>;
 // Columns of atoms whose scores are recomputed at a time. score_mod, mask_mod and dropout need registers.

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "bias.cuh"
-#include "gemm_sm90.cuh"
+#include "pair_sm90.cuh"
 #include "tile_scheduler_sm90.cuh"
 #include "warpgroups_sm90.cuh"
 
@@ -33,8 +33,10 @@ constexpr int DOUT_STAGES = DQ_BESIDE_DP ? STAGES - 1 : STAGES,
 constexpr int DS_STAGES = DQ_BESIDE_DP || ((IN_HALVES || DQ_IS_TRANSPOSED) && !NAN_SAFE) ? 1 : 2;
 // Stages for each warpgroup's part of dQ. A transposed stage holds the whole part.
 constexpr int DQ_STAGES = DQ_IS_TRANSPOSED || (IN_HALVES && NAN_SAFE) ? 1 : BIAS_IS_LOADED ? 2 : 3;
-// Wide heads: stages for P, which the dV warpgroup passes to the dK warpgroup.
-constexpr int P_STAGES = 2;
+// Wide heads: stages for P, which the dV warpgroup passes to the dK warpgroup. Paired CTAs have one, where
+// the other CTA's part of S arrives before, and a tile for its part of dP.
+constexpr int P_STAGES = PAIR ? 1 : 2, P_TILES = P_STAGES + PAIR;
+static_assert(!PAIR || IS_WIDE, "only wide heads have half of the columns in each CTA");
 
 // A warpgroup's part of a dQ tile: 64 queries or all, and some columns.
 struct DqShare {
@@ -63,10 +65,10 @@ __device__ constexpr DqShare dq_share(int warpgroup) {
 }
 
 using WorkTile = BwdWorkTile;
-using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
-using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
-using QueryTile = SmemTile<BLOCK_Q, HEAD_DIM>;
-using DoutTile = SmemTile<BLOCK_Q, VALUE_DIM>;
+using KeyTile = SmemTile<BLOCK_K, HEAD_COLUMNS>;
+using ValueTile = SmemTile<BLOCK_K, VALUE_COLUMNS>;
+using QueryTile = SmemTile<BLOCK_Q, HEAD_COLUMNS>;
+using DoutTile = SmemTile<BLOCK_Q, VALUE_COLUMNS>;
 using ScoreTile = SmemTile<BLOCK_Q, BLOCK_K>;  // dS, queries in rows
 
 // Layout of dynamic shared memory: the offset of each part. Parts that only some kernels have follow. Wide
@@ -75,7 +77,7 @@ struct Tensors {
     static constexpr int DS_BYTES = IS_WIDE ? 0 : DS_STAGES * ScoreTile::BYTES;
     static constexpr int DQ_TILE = DQ_ROWS * DQ_COPY_COLUMNS * 4;
     static constexpr int DQ_BYTES = IS_WIDE ? 0 : CONSUMERS * DQ_STAGES * DQ_TILE;
-    static constexpr int P_TILE = BLOCK_Q * BLOCK_K * 4, P_BYTES = IS_WIDE ? P_STAGES * P_TILE : 0;
+    static constexpr int P_TILE = BLOCK_Q * BLOCK_K * 4, P_BYTES = IS_WIDE ? P_TILES * P_TILE : 0;
 
     static constexpr int V = KeyTile::BYTES, Q = V + ValueTile::BYTES;
     static constexpr int DOUT = Q + Q_STAGES * QueryTile::BYTES;
@@ -94,6 +96,8 @@ struct SharedStorage {
     u64 k_full, k_empty, v_full, v_empty;
     u64 bias_full, bias_empty;
     u64 p_full[P_STAGES], p_empty[P_STAGES];
+    PartialSums::Barriers s_sums, dp_sums;
+    PairClaims::Shared claims;
     u64 ds_full[DS_STAGES], ds_empty[DS_STAGES];
     u64 dq_full[CONSUMERS][DQ_STAGES], dq_empty[CONSUMERS][DQ_STAGES];
     u64 q_full[Q_STAGES], q_empty[Q_STAGES], dout_full[DOUT_STAGES], dout_empty[DOUT_STAGES];
@@ -131,6 +135,7 @@ struct Smem {
         return tensors + Tensors::DQ + (warpgroup * DQ_STAGES + stage) * Tensors::DQ_TILE;
     }
     __device__ u32 p(int stage) const { return tensors + Tensors::P + stage * Tensors::P_TILE; }
+    __device__ u32 peer_dp() const { return p(P_STAGES); }
     __device__ KeyTile clean_k() const { return {tensors + Tensors::BYTES}; }
     __device__ char* bias() const { return memory + Tensors::BYTES; }
     // Staging memory of each warp, in the slice of dS that its warpgroup writes.
@@ -184,6 +189,8 @@ struct Smem {
         for (int s = 0; s < Q_STAGES; ++s) q_full(s).init(2), q_empty(s).init(ALL);
         for (int s = 0; s < DOUT_STAGES; ++s) dout_full(s).init(2), dout_empty(s).init(ALL);
         for (int s = 0; s < P_STAGES; ++s) p_full(s).init(WARPGROUP), p_empty(s).init(WARPGROUP);
+        if constexpr (PAIR)
+            storage.s_sums.init(), storage.dp_sums.init(), storage.claims.init();
         for (int s = 0; s < DS_STAGES; ++s) ds_full(s).init(ALL), ds_empty(s).init(ALL);
         for (int n = 0; n < CONSUMERS; ++n)
             for (int s = 0; s < DQ_STAGES; ++s)

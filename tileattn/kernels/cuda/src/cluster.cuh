@@ -43,6 +43,21 @@ __device__ inline void send_peer(u32 address, u32 barrier, double x, double y) {
         "d"(x), "d"(y), "r"(barrier)
         : "memory");
 }
+__device__ inline void send_peer(u32 address, u32 barrier, const float (&x)[4]) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(address),
+        "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
+        : "memory");
+}
+// The same for four bytes.
+__device__ inline void send_peer(u32 address, u32 barrier, u32 x) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+            address),
+        "r"(x), "r"(barrier)
+        : "memory");
+}
 // Arrive on an mbarrier of the other CTA. With `.release.cluster` the thread would first wait for its
 // adds to device memory.
 __device__ inline void arrive_at_peer(u32 barrier) {

@@ -220,24 +220,26 @@ __device__ inline void stage_transposed_dq(u32 target, const Fragment<float, 1, 
                          : "memory");
 }
 
-// Pass a fragment through shared memory to the same thread of another warpgroup.
+// Pass a fragment through shared memory to the same thread of another warpgroup: 16 bytes of each atom.
+constexpr int EXCHANGE_PITCH = 4 * WARP * 16;
+__device__ inline u32 exchange_slot(u32 tile) { return tile + threadIdx.x % (4 * WARP) * 16; }
 template <int NT>
 __device__ inline void store_exchange(u32 target, const Fragment<float, 1, NT>& c) {
-    const u32 to = target + threadIdx.x % (4 * WARP) * 16;
+    const u32 to = exchange_slot(target);
 #pragma unroll
     for (int n = 0; n < NT; ++n)
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + 64 * WARP * n),
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + EXCHANGE_PITCH * n),
                      "f"(c.x[0][n][0]), "f"(c.x[0][n][1]), "f"(c.x[0][n][2]), "f"(c.x[0][n][3])
                      : "memory");
 }
 template <int NT>
 __device__ inline void load_exchange(Fragment<float, 1, NT>& c, u32 source) {
-    const u32 from = source + threadIdx.x % (4 * WARP) * 16;
+    const u32 from = exchange_slot(source);
 #pragma unroll
     for (int n = 0; n < NT; ++n)
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(c.x[0][n][0]), "=f"(c.x[0][n][1]), "=f"(c.x[0][n][2]),
                        "=f"(c.x[0][n][3])
-                     : "r"(from + 64 * WARP * n)
+                     : "r"(from + EXCHANGE_PITCH * n)
                      : "memory");
 }

@@ -9,8 +9,8 @@ struct NaiveRow {
     int b, h, i;
     bool is_there;
 
-    __device__ NaiveRow(const Params& p, bool is_query) {
-        const i64 row = i64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
+    __device__ NaiveRow(const Params& p, bool is_query, int block) {
+        const i64 row = i64(block) * (THREADS / WARP) + threadIdx.x / WARP;
         const i64 heads = is_query ? p.Hq : p.Hkv;
         const int count = block_count<1>(p, is_query ? p.Nq : p.Nk);
         is_there = row < p.B * heads * count;
@@ -20,8 +20,20 @@ struct NaiveRow {
         const Sequence sequence(p, at.b);
         b = at.b, h = at.h, i = at.block;
         is_there = !PACKED || i < (is_query ? sequence.Nq : sequence.Nk);
+        if constexpr (ONLY_FLAGGED)
+            is_there = is_there && head_flags(p, b, is_query ? h / int(p.group) : h) & FLAGGED_HEADS;
     }
 };
+
+// Call run(row) for the row of each warp, or with ONLY_FLAGGED for all rows of flagged heads.
+template <class Run>
+__device__ inline void for_rows(const Params& p, bool is_query, Run run) {
+    const i64 rows = is_query ? p.B * p.Hq * block_count<1>(p, p.Nq) : p.B * p.Hkv * block_count<1>(p, p.Nk);
+    for_blocks(p, (rows + THREADS / WARP - 1) / (THREADS / WARP), [&](int block) {
+        const NaiveRow row(p, is_query, block);
+        if (row.is_there) run(row);
+    });
+}
 
 // P and dS of one pair.
 struct PairGradient {

@@ -4,6 +4,5 @@
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     naive_dkdv(const __grid_constant__ Params p) {
     overlap_launches();
-    const NaiveRow row(p, false);
-    if (row.is_there) key_row(p, row.b, row.h, row.i);
+    for_rows(p, false, [&](const NaiveRow& row) { key_row(p, row.b, row.h, row.i); });
 }

@@ -4,6 +4,5 @@
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     naive_dq(const __grid_constant__ Params p) {
     overlap_launches();
-    const NaiveRow row(p, true);
-    if (row.is_there) query_row(p, row.b, row.h, row.i);
+    for_rows(p, true, [&](const NaiveRow& row) { query_row(p, row.b, row.h, row.i); });
 }

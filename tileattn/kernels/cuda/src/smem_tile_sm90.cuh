@@ -26,28 +26,30 @@ struct SmemTile {
 
     u32 address;  // of a Storage
 
-    // Start TMA loads of the whole tile from row `row` on. Elements outside the tensor become zero. The
-    // loop over slices has UNROLL copies of a load.
+    // Start TMA loads of the whole tile from row `row` and column `column` on. Elements outside the tensor
+    // become zero. The loop over slices has UNROLL copies of a load.
     template <int UNROLL = SLICES>
-    __device__ void load(const TensorMap& map, int row, int head, int batch,
-                         const Barrier& full) const {
+    __device__ void load(const TensorMap& map, int row, int head, int batch, const Barrier& full,
+                         int column = 0) const {
         full.arrive_and_expect_tx(BYTES);
-        load_box<UNROLL>(map, 0, row, head, batch, full);
+        load_box<UNROLL>(map, 0, row, head, batch, full, column);
     }
 
     // Start TMA loads of one box of the map, to the rows from `at` on.
     template <int UNROLL = SLICES>
     __device__ void load_box(const TensorMap& map, int at, int row, int head, int batch,
-                             const Barrier& full) const {
+                             const Barrier& full, int column = 0) const {
 #pragma unroll UNROLL
         for (int n = 0; n < SLICES; ++n)
-            tma_load(address + n * SLICE + at * PITCH, map, n * WIDTH, row, head, batch, full);
+            tma_load(address + n * SLICE + at * PITCH, map, column + n * WIDTH, row, head, batch,
+                     full);
     }
 
     // Prefetch the data of `load` to the L2 cache.
-    __device__ static void prefetch(const TensorMap& map, int row, int head, int batch) {
+    __device__ static void prefetch(const TensorMap& map, int row, int head, int batch,
+                                    int column = 0) {
 #pragma unroll
-        for (int n = 0; n < SLICES; ++n) tma_prefetch(map, n * WIDTH, row, head, batch);
+        for (int n = 0; n < SLICES; ++n) tma_prefetch(map, column + n * WIDTH, row, head, batch);
     }
 
     // The address of a 16-byte chunk of a row.
