@@ -461,7 +461,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__((CONSUMERS + 1) * WARPGROUP
         reg_dealloc<PRODUCER_REGISTERS>();
         const int warp = uniform(threadIdx.x / WARP);
         if (warp == WARPS_M && (!PRODUCES_ALONE || is_first_lane()))
-            produce(p, maps, smem), wait_for_prerequisites(), sync_pair();
+            produce(p, maps, smem), wait_for_prerequisites();
     } else {
         reg_alloc<CONSUMER_REGISTERS>();
         consume(p, smem, warpgroup);

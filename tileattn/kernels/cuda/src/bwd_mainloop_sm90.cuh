@@ -384,7 +384,7 @@ __device__ __forceinline__ void run_backward(const Params& p, const BackwardMaps
         if constexpr (BIAS_IS_LOADED)
             if (warp > WARPS_M + DQ_STORE_WARPS) return load_bias(p, smem);
         if (warp == WARPS_M) {
-            if (is_first_lane()) produce(p, maps, smem), wait_for_prerequisites(), sync_pair();
+            if (is_first_lane()) produce(p, maps, smem), wait_for_prerequisites();
             return;
         }
         if (threadIdx.x % WARP) return;

@@ -76,6 +76,7 @@ struct PairClaims {
     };
     Shared& shared;
     u32 phase = 0;
+    bool claimed = false;
 
     // One thread of each CTA calls; claim() is called in the first CTA only.
     template <class Claim>
@@ -88,18 +89,19 @@ struct PairClaims {
             empty.wait(phase ^ 1);
             send_peer(peer_address(at), peer_address(full.address), number);
         } else {
+            // The first CTA waits for this before it sends again. So none is on its way after the last claim.
+            if (claimed) arrive_at_peer(peer_address(empty.address));
             full.arrive_and_expect_tx(4);
             full.wait(phase);
             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(number) : "r"(at) : "memory");
-            arrive_at_peer(peer_address(empty.address));
         }
-        phase ^= 1;
+        phase ^= 1, claimed = true;
         return number;
     }
 };
 
-// Wait for all threads of both CTAs that have not exited: at the start until both have initialised their
-// barriers, and at the end until no store or arrival is on its way.
+// Wait for all warps of both CTAs that have not exited: at the start until both have initialised their
+// barriers, and at the end until no store or arrival is on its way to this CTA. Warps must converge.
 __device__ inline void sync_pair() {
-    if constexpr (PAIR) arrive_at_peer(), wait_for_peer();
+    if constexpr (PAIR) __syncwarp(), arrive_at_peer(), wait_for_peer();
 }
