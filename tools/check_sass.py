@@ -37,7 +37,10 @@ from tools.sass import Instruction, disassembled, nvdisasm, parsed
 ARCH = "sm_90a"
 LINES = ("-lineinfo",)  # the machine code is the same
 DTYPES = ("float16", "bfloat16")
-PAIRS = (*product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS), (48, 112), (80, 80), (112, 48))
+PAIRS = (
+    *product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS),
+    *((48, 112), (80, 80), (112, 48), (320, 320), (384, 512), (512, 512)),
+)
 OPTIONS: tuple[tuple[str, ...], ...] = (
     *((), ("softcap",), ("alibi_slopes",), ("block_mask",)),
     *(("cu_seqlens_q",), ("kv_lengths",)),  # the latter of many rows, over splits of the keys
@@ -56,6 +59,7 @@ ALLOWED = {
     (HOPPER_BACKWARD, "q_empty", "lse_log2"): "of the next tile; q_empty frees the stage of dK",
     (HOPPER_WIDE, "dout_empty", "p"): "frees dout and delta; " + _BY_STORES,
     (HOPPER_WIDE, "p_empty", "p"): _BY_STORES,
+    (HOPPER_WIDE_DQ, "q_empty", "work_tiles"): _BY_STORES + "; q is read by GEMMs alone",
 }
 
 _BUFFER = re.compile(r"\bsmem\.(?:storage\.)?(\w+)")

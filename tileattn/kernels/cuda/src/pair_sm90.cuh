@@ -55,6 +55,11 @@ struct PartialSums {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) part.x[0][first + n][e] += other.x[0][n][e];
         }
+        // Each load has ended before the tile is released.
+        bool never = false;
+#pragma unroll
+        for (int n = 0; n < NT; ++n) never = never || part.x[0][n][3] == infinity<float>();
+        order_after(never);
     }
     // Let the other CTA send again: this warp has used what it read in the tile. All accesses to the tile
     // are generic, st.async included, so no proxy fence is needed.
