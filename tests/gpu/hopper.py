@@ -14,6 +14,7 @@ from tileattn.backends.cupy import describe
 from tileattn.call.parse import parse
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.hopper import HOPPER, HOPPER_BACKWARDS
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
 from tileattn.kernels.cuda.plan.layout import CallLayout, array_layout
 from tileattn.kernels.cuda.plan.plan import plan_backward, plan_forward
 from tileattn.testing import assert_attention_close, error_bound
@@ -24,6 +25,7 @@ B, HQ, HKV = 2, 6, 2
 DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 LENGTHS = [(1, 1), (1, 300), (300, 1), (129, 257), (64, 128), (200, 515), (513, 130)]
 SQUARE = [(64, 64), (128, 128)]
+PAIRED = [(512, 512), (384, 320), (264, 512)]
 WIDE = [(256, 256), (192, 192), (192, 128), (128, 192), (256, 64)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -139,7 +141,8 @@ def both(
     """Call both passes on copies on the GPU; ``own`` says whether Hopper kernels must run them."""
     q, k, v, dout = map(sent, given)
     there = {name: sent(x) for name, x in options.items()}
-    assert runs_forward(q, k, v, **there) is own
+    if max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM:
+        assert runs_forward(q, k, v, **there) is own
     assert runs_backward(q, k, v, dout, **there) is own
     more = {"dlse": sent(dlse), "deterministic": deterministic}
     with poisoned():

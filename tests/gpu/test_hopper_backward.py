@@ -15,6 +15,7 @@ from tests.gpu.hopper import (
     HQ,
     MASKS,
     OPTIONS,
+    PAIRED,
     SQUARE,
     WIDE,
     arrays,
@@ -46,7 +47,11 @@ def check_repeats(given: Given, times: int, **options: Any) -> None:
 
 @pytest.mark.usefixtures("few_sms")
 @pytest.mark.parametrize(
-    "dims", [*SQUARE, (64, 24), (128, 64), (64, 128), (72, 24), (192, 128), (192, 192), (256, 256)]
+    "dims",
+    [
+        *(*SQUARE, (64, 24), (128, 64), (64, 128), (72, 24)),
+        *((192, 128), (192, 192), (256, 256), *PAIRED),
+    ],
 )
 @pytest.mark.parametrize("window", [(None, None), (1, 0), (30, 200), (None, 0)])
 def test_work_tiles_of_one_tile_and_of_none(
@@ -59,7 +64,7 @@ def test_work_tiles_of_one_tile_and_of_none(
 
 
 @pytest.mark.parametrize("group", [1, 2, 6])
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, *WIDE[:3]])
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, *WIDE[:3], *PAIRED[1:]])
 def test_heads_that_share_keys(D: int, Dv: int, group: int) -> None:
     check(normal((1, 6, 6 // group, 257, 301, D, Dv), DTYPES[1]), window=(100, 20))
 
@@ -73,7 +78,7 @@ def test_heads_that_share_keys(D: int, Dv: int, group: int) -> None:
         # Hopper kernels for wide heads take no bias.
         *(
             (*dims, added)
-            for dims in ((192, 128), (256, 256))
+            for dims in ((192, 128), (256, 256), PAIRED[0])
             for added in ("alibi_slopes", "dropout_p")
         ),
     ],
@@ -93,7 +98,7 @@ def test_heads_that_share_keys_come_one_after_the_other(
 
 
 @pytest.mark.usefixtures("few_sms")
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, *WIDE[:3]])
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, *WIDE[:3], PAIRED[0]])
 def test_key_blocks_that_begin_at_the_diagonal(D: int, Dv: int) -> None:
     """Every second run of key blocks begins there; some queries see nothing."""
     made = normal((2, 4, 1, 515, 1037, D, Dv), DTYPES[1])
@@ -152,7 +157,7 @@ def test_keys_beside_an_attention_sink(D: int, gap: float) -> None:
 
 
 @pytest.mark.parametrize("options", ["causal", "lengths", "left"])
-@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (192, 128), (192, 192), (256, 256), *PAIRED])
 def test_every_byte_is_written_and_the_same_on_every_run(D: int, Dv: int, options: str) -> None:
     """Except dq where it is summed in any order; unattended keys have gradients of zero."""
     check_repeats(arrays(DTYPES[1], D, Dv, 500, 1000), 10, **filled(OPTIONS[options], 1000))
@@ -200,7 +205,7 @@ def test_captured_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (128, 64), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (128, 64), (192, 128), (256, 256), PAIRED[0]])
 def test_a_fixed_order_gives_the_same_bits_on_any_number_of_sms(
     D: int, Dv: int, options: str, request: Any
 ) -> None:
@@ -278,7 +283,7 @@ def test_a_fixed_order_gives_the_same_bits_under_any_load(D: int, Dv: int) -> No
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "q_offset": [40, -2000]}], ids=str)
 @pytest.mark.parametrize(("waves", "group", "Nq"), [(1, 1, 960), (1, 3, 330), (8, 1, 90)])
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 128), (256, 256)])
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 128), (256, 256), PAIRED[1]])
 def test_what_follows_begins_while_the_last_heads_run(
     D: int, Dv: int, waves: int, group: int, Nq: int, options: dict[str, Any]
 ) -> None:
@@ -310,7 +315,7 @@ def test_what_follows_begins_while_the_last_heads_run(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (192, 128), (256, 256), PAIRED[1]])
 def test_gradients_at_scores_beyond_float16(D: int, Dv: int, deterministic: bool) -> None:
     """The Hopper kernels make infinity of some of them; the repair kernels do not."""
     q, k, v, dout = arrays(np.float16, D, Dv, 300, 300)

@@ -81,7 +81,7 @@ def test_block_masks_at_lengths_that_no_tile_divides(mask: str, Nq: int, Nk: int
 
 @pytest.mark.usefixtures("few_sms")
 @pytest.mark.parametrize("mask", ["few", "dense", "documents"])
-@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 128), (256, 256)])
+@pytest.mark.parametrize(("D", "Dv"), [*SQUARE, (192, 128), (256, 256), (512, 320)])
 def test_masked_out_values_do_not_matter(D: int, Dv: int, mask: str) -> None:
     Nq, Nk = 400, 600
     given = arrays(DTYPES[1], D, Dv, Nq, Nk)

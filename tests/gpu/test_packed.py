@@ -99,7 +99,13 @@ def test_results(name: str, shift: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "D"),
-    [(np.float32, 64), (np.float64, 128), (np.float16, 20), (ml_dtypes.bfloat16, 36)],
+    [
+        (np.float32, 64),
+        (np.float64, 128),
+        (np.float16, 20),
+        (ml_dtypes.bfloat16, 36),
+        (np.float16, 320),
+    ],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_a_sequence_has_the_bits_that_it_has_alone(dtype: Any, D: int, causal: bool) -> None:

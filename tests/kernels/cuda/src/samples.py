@@ -82,6 +82,8 @@ _HOPPER_CASES = (
     ("float16", (256, 256), {"shared keys"}),
     ("bfloat16", (128, 128), {"many queries"}),
     ("float16", (96, 96), {"many queries"}),
+    ("bfloat16", (512, 512), {"sinks"}),
+    ("float16", (384, 320), {"block_mask", "softcap"}),
 )
 
 
@@ -108,7 +110,7 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
             context = context._replace(mask_block_k=_MASK_BLOCK)
         if "mask" in enabled_options:
             context = context._replace(mask_vector_width=(1, 2, 16)[combination % 3])
-        # No tile fits 512 columns, so naive kernels run.
+        # No generic tile fits 512 columns, so naive kernels run.
         for dim in (_HEAD_DIMS[combination % len(_HEAD_DIMS)], 512):
             keys = _keys(problem_of(dtype.name, dim, enabled_options), context)
             found |= dict.fromkeys(key for key in keys if key.kernel in kernels)

@@ -13,10 +13,10 @@ constexpr int WARPGROUPS = GROUPS * CONSUMERS;  // consumer warpgroups of the CT
 static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
 // Registers of a thread, in units of 8 (setmaxnreg). The producer warpgroup keeps what it needs, which is
-// more if it counts splits of the keys, and gives the rest to the consumers.
+// more if it counts splits of the keys or has half of the columns, and gives the rest to the consumers.
 constexpr int ALL_REGISTERS =
     65536 / WARPGROUP / MIN_BLOCKS_PER_SM / (WARPGROUPS + 1) / 8 * 8 * (WARPGROUPS + 1);
-constexpr int NEEDED_REGISTERS = SPLIT_KV ? 40 : 24;
+constexpr int NEEDED_REGISTERS = SPLIT_KV || PAIR ? 40 : 24;
 constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - NEEDED_REGISTERS) / WARPGROUPS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = ALL_REGISTERS - WARPGROUPS * CONSUMER_REGISTERS;
 
