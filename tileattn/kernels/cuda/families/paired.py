@@ -15,7 +15,7 @@ from tileattn.kernels.cuda.families.context import (
     LaunchContext,
 )
 from tileattn.kernels.cuda.families.family import Clause, Family, first_reason
-from tileattn.kernels.cuda.families.grid import Grid
+from tileattn.kernels.cuda.families.grid import OPEN, Grid
 from tileattn.kernels.cuda.families.shared_memory import (
     HOPPER_GROUP_ROWS,
     HOPPER_LIMIT,
@@ -85,7 +85,7 @@ def _launch(kernel: str, P: Problem, context: LaunchContext) -> KernelLaunch:
     key = hopper.key_of(kernel, P, context, dim, value, tile, shared_bytes(tile))
     key = replace(key, pair=True)
     why = f"{hopper.SUPPORTED}, {tile.why}, half of the columns each"
-    return KernelLaunch(key, generic.OPEN, key.smem_bytes, why)
+    return KernelLaunch(key, OPEN, key.smem_bytes, why)
 
 
 def _bucket(dim: int) -> int:
