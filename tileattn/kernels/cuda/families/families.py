@@ -12,9 +12,11 @@ from tileattn.kernels.cuda.families.paired import PAIRED_BACKWARD_FAMILY
 from tileattn.kernels.cuda.families.size_class import has_queries
 from tileattn.kernels.cuda.families.split import SPLIT_FAMILY
 from tileattn.kernels.cuda.families.split_sm90 import SPLIT_HOPPER_FAMILY
+from tileattn.kernels.cuda.families.wide import WIDE_FAMILY
 
 FORWARD: tuple[Family, ...] = (
     LATENT_FAMILY,
+    WIDE_FAMILY,
     SPLIT_HOPPER_FAMILY,
     SPLIT_FAMILY,
     PAGES_FAMILY,

@@ -84,6 +84,16 @@ def latent_bytes(tile: TileSize, dim: int) -> int:
     return _swizzled(tile.block_q, dim) + keys + _swizzled(tile.block_q, tile.block_k)
 
 
+def wide_bytes(tile: TileSize, dim: int) -> int:
+    """Count the dynamic shared memory of the Hopper kernel for wide heads.
+
+    It holds its queries, half of P, and stages of 128 columns of half of the keys of a tile.
+    """
+    half = tile.block_k // 2
+    stages = tile.stages * _swizzled(half, 128)
+    return _swizzled(tile.block_q, dim) + _swizzled(tile.block_q, half) + stages
+
+
 @cache
 def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
     """Count the dynamic shared memory of the Hopper forward kernel.

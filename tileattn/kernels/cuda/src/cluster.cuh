@@ -35,7 +35,7 @@ __device__ inline u32 peer_address(u32 address) {
     return peer;
 }
 
-// Start to store 16 bytes to the other CTA, whose mbarrier counts the bytes that have landed.
+// Start to store 8 or 16 bytes to the other CTA, whose mbarrier counts the bytes that have landed.
 __device__ inline void send_peer(u32 address, u32 barrier, double x, double y) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::
@@ -56,6 +56,20 @@ __device__ inline void send_peer(u32 address, u32 barrier, u32 x) {
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
             address),
         "r"(x), "r"(barrier)
+        : "memory");
+}
+__device__ inline void send_peer(u32 address, u32 barrier, float x, float y) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::
+            "r"(address),
+        "f"(x), "f"(y), "r"(barrier)
+        : "memory");
+}
+__device__ inline void send_peer(u32 address, u32 barrier, const u32 (&x)[4]) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(address),
+        "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier)
         : "memory");
 }
 // Arrive on an mbarrier of the other CTA. With `.release.cluster` the thread would first wait for its
