@@ -247,6 +247,7 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         64: (TileSize(128, 48, 4, 1, 2, 3, tuned=True, spills=True), TileSize(128, 64, 4)),
         128: (TileSize(128, 64, 4, 1, 2, 2, tuned=True, spills=True), TileSize(128, 32, 4)),
         256: (TileSize(128, 64, 8, tuned=True), TileSize(128, 32, 8)),
+        512: (TileSize(128, 64, 8), TileSize(64, 64, 4)),
     },
     # One warpgroup per 64 queries. Two groups are for few keys.
     ("forward_sm90", 2): {
@@ -265,6 +266,7 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         64: (TileSize(128, 32, 4, 1, 2, tuned=True, spills=True),),
         128: (TileSize(128, 32, 8, 1, 2, tuned=True),),
         256: (TileSize(128, 32, 8, tuned=True, spills=True), TileSize(64, 16, 4)),
+        512: (TileSize(64, 32, 4),),
     },
     ("forward", 8): {
         64: (TileSize(128, 32, 8, 1, 2, tuned=True),),
@@ -275,6 +277,7 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
             TileSize(32, 32, 2, 2, tuned=True, spills=True),
             TileSize(64, 16, 4),
         ),
+        512: (TileSize(64, 16, 4, pair=True), TileSize(32, 16, 2)),
     },
     ("backward_dkdv", 2): {
         64: (TileSize(128, 128, 4, 2, 2, 1, tuned=True, spills=True), TileSize(64, 64, 2, 2, 2)),

@@ -192,9 +192,9 @@ def _tiles(kernel: str, P: Problem, context: LaunchContext) -> tuple[TileSize, .
     def straddles(tile: TileSize) -> bool:
         return max(tile.block_k, mask_block_k) % min(tile.block_k, mask_block_k) > 0
 
-    if max(P.D, P.Dv) > MAX_HEAD_DIM:
+    best = tuned_tiles(kernel, P.dtype.itemsize, max(P.D, P.Dv))
+    if not best:
         return ()
-    best = tuned_tiles(kernel, P.dtype.itemsize, bucket(max(P.D, P.Dv)))
     if mask_block_k and kernel == "forward":
         best = tuple(sorted(best, key=straddles))
     if kernel == "backward_dbias" and suits_small_ds_tiles(P, context.tuning):
@@ -210,7 +210,7 @@ def _tiled(
     staged = context.bias and (bias_alignment or kernel in _STAGES_BIAS)
     bias_size = NAMED[context.bias].itemsize if staged else 0
     unit = 32 * tile.warps_n if tile.pair else 1
-    dim, value = bucket(P.D, unit), bucket(P.Dv, unit)
+    dim, value = bucket(P.D, unit), bucket(min(P.Dv, MAX_HEAD_DIM), unit)
     shared_bytes = generic_bytes(kernel, tile, dim, value, size, bias_size)
     # A bias must not lower the occupancy that the tile asks for.
     blocks = tile.min_blocks_per_sm if bias_size else 1

@@ -7,12 +7,14 @@ from tileattn.kernels.cuda.tuning import TILES, TileSize
 
 HEAD_DIM_BUCKETS = (32, 64, 96, 128, 192, 256)  # others are padded; Hopper kernels have more
 MAX_HEAD_DIM = HEAD_DIM_BUCKETS[-1]
+_WIDE_BUCKETS = (384, 512)  # of the kernels that have tiles for them
 
 
 @cache
 def bucket(dim: int, unit: int = 1) -> int:
     """Return the smallest bucket for a head dimension that is a multiple of ``unit``."""
-    return next(size for size in HEAD_DIM_BUCKETS if dim <= size and size % unit == 0)
+    buckets = (*HEAD_DIM_BUCKETS, *_WIDE_BUCKETS)
+    return next(size for size in buckets if dim <= size and size % unit == 0)
 
 
 def smallest_first(tiles: Sequence[TileSize]) -> tuple[TileSize, ...]:
@@ -22,5 +24,6 @@ def smallest_first(tiles: Sequence[TileSize]) -> tuple[TileSize, ...]:
 
 @cache
 def tuned_tiles(kernel: str, itemsize: int, dim: int) -> tuple[TileSize, ...]:
-    """Return the tile sizes of a kernel for a head dimension, the fastest first."""
-    return next(tiles for limit, tiles in TILES[kernel, itemsize].items() if dim <= limit)
+    """Return the tile sizes of a kernel for a head dimension, the fastest first; maybe none."""
+    rows = TILES[kernel, itemsize].items()
+    return next((tiles for limit, tiles in rows if dim <= limit), ())
