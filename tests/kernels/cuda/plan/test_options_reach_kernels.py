@@ -24,6 +24,7 @@ from tileattn.dtypes import NAMED
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.latent import LATENT
+from tileattn.kernels.cuda.families.wide import WIDE
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import CallLayout
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forward
@@ -74,6 +75,7 @@ SIZES = {
     "heads of 128": Sizes(1, 2, 2, 2100, 2100, 128, 128),
     "keys wider than values": Sizes(1, 2, 1, 200, 200, 192, 128),
     "wide heads": Sizes(2, 4, 2, 200, 300, 256, 256),
+    "heads of 512": Sizes(2, 4, 2, 200, 300, 512, 512),
     "odd columns": Sizes(2, 4, 2, 37, 53, 20, 28),
     "latent attention": Sizes(2, 16, 1, 5, 3000, 576, 512),
     "latent attention, many queries": Sizes(1, 16, 1, 200, 300, 576, 512),
@@ -194,7 +196,7 @@ def calls(names: tuple[str, ...], n: Sizes, dtype: str) -> tuple[Problem, Operan
         if "block_table" in options:
             options.pop("cu_seqlens_k")
     k = on_device((*shape, n.D), kind)
-    v = k[..., : n.Dv] if n.D > 256 else on_device((*shape, n.Dv), kind)
+    v = k[..., : n.Dv] if n.D > n.Dv > 256 else on_device((*shape, n.Dv), kind)
     return parse(q, k, v, options)
 
 
@@ -256,6 +258,7 @@ FAMILIES = {
     "split": {"forward_split"},
     "split_sm90": {"forward_sm90 split"},
     "latent": {LATENT},
+    "wide": {WIDE},
     "pages": {"forward_sm90 over pages"},
 }
 

@@ -15,6 +15,7 @@ from tileattn.kernels.cuda.families.hopper import (
     HOPPER_WIDE,
     HOPPER_WIDE_DQ,
 )
+from tileattn.kernels.cuda.families.wide import WIDE
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import CallLayout, contiguous, contiguous_inputs
 
@@ -40,7 +41,9 @@ def on_device(problem: Problem) -> CallLayout:
         (H200, "bfloat16", 200, [HOPPER, HOPPER_WIDE, HOPPER_WIDE_DQ]),
         (H200, "float32", 64, ["forward", "backward_dkdv", "backward_dq_convert"]),
         (A100, "float16", 64, ["forward", "backward_dkdv", "backward_dq_convert"]),
-        (A100, "float64", 300, ["naive_forward", "naive_dkdv", "naive_dq"]),
+        (A100, "float64", 300, ["forward", "naive_dkdv", "naive_dq"]),
+        (A100, "float64", 520, ["naive_forward", "naive_dkdv", "naive_dq"]),
+        (H200, "bfloat16", 512, [WIDE]),
     ],
 )
 def test_their_kernels(device: Device, dtype: str, D: int, names: list[str]) -> None:

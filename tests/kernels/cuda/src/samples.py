@@ -24,6 +24,7 @@ from tileattn.kernels.cuda.families.hopper import (
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.latent import LATENT_FAMILY
 from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS, tuned_tiles
+from tileattn.kernels.cuda.families.wide import WIDE
 from tileattn.kernels.cuda.plan.catalog import WINDOWS, context_of
 from tileattn.kernels.cuda.plan.device import device_of_arch
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, contiguous, contiguous_inputs
@@ -52,7 +53,7 @@ _SETS = (
 )
 
 _HOPPERS = (HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)
-_OF_HOPPER = (*_HOPPERS, HOPPER_DQ_CONVERT, *HOPPER_DS)
+_OF_HOPPER = (*_HOPPERS, WIDE, HOPPER_DQ_CONVERT, *HOPPER_DS)
 _ORDERS = ORDERS_QUERIES, ORDERS_KEYS, *COUNTS.values()
 _OF_AUX = (*TILE_LISTS, "backward_daux", "backward_daux_sm90", "backward_daux_sum")
 
@@ -84,6 +85,7 @@ _HOPPER_CASES = (
     ("float16", (96, 96), {"many queries"}),
     ("bfloat16", (512, 512), {"sinks"}),
     ("float16", (384, 320), {"block_mask", "softcap"}),
+    ("float16", (384, 320), {"softcap"}),
 )
 
 
@@ -110,8 +112,8 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
             context = context._replace(mask_block_k=_MASK_BLOCK)
         if "mask" in enabled_options:
             context = context._replace(mask_vector_width=(1, 2, 16)[combination % 3])
-        # No generic tile fits 512 columns, so naive kernels run.
-        for dim in (_HEAD_DIMS[combination % len(_HEAD_DIMS)], 512):
+        # No tile fits 520 columns, so naive kernels run.
+        for dim in (_HEAD_DIMS[combination % len(_HEAD_DIMS)], 512, 520):
             keys = _keys(problem_of(dtype.name, dim, enabled_options), context)
             found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
     # Kernels of flagged heads: for a few calls on each GPU, for all in four combinations in a row.
@@ -173,8 +175,9 @@ def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
 
 def _packed_keys(arch: str, combination: int) -> Iterator[KernelKey]:
     """List kernels of packed sequences: of one dtype, and the Hopper kernels."""
-    asked = [(DTYPES[combination % len(DTYPES)].name, (64, 512)[combination % 2])]
-    for dtype, dim in [*asked, ("float16", 64), ("bfloat16", 128), ("bfloat16", 256)]:
+    asked = [(DTYPES[combination % len(DTYPES)].name, (64, 520)[combination % 2])]
+    others = ("float16", 64), ("bfloat16", 128), ("bfloat16", 256), ("bfloat16", 512)
+    for dtype, dim in (*asked, *others):
         for key in _keys(problem_of(dtype, dim, {"cu_seqlens_q", "sinks"}), context_of(arch)):
             of_asked = (dtype, dim) == asked[0] and not key.head_flags
             if of_asked or key.kernel in (*_OF_HOPPER, *_ORDERS):

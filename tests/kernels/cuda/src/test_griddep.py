@@ -52,7 +52,14 @@ def too_early(
 
 
 # Kernels whose CTAs fill an SM: the next kernel has nothing to do before they all end.
-_ONE_AN_SM = ("daux_sm90", "dbias_sm90", "wide_dq_sm90", "forward_sm90", "latent_sm90")
+_ONE_AN_SM = (
+    "daux_sm90",
+    "dbias_sm90",
+    "wide_dq_sm90",
+    "forward_sm90",
+    "latent_sm90",
+    "forward_wide_sm90",
+)
 
 # Kernels that start while the previous one runs, and what precedes all other accesses: a load that
 # tells what is complete, or a fence that invalidates the L1 cache.
