@@ -209,6 +209,29 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, const
 #pragma unroll
         for (int part = VALUE_PARTS / 2; part < VALUE_PARTS; ++part) release_slot(VALUE_PARTS - part);
     };
+    // Zero the values of the last tile that are past the end of the keys. P is 0 there, but 0 x NaN is NaN,
+    // and the tail of a cache may hold anything. TMA has zeroed values past the end of the array. Each
+    // warpgroup does this for its own GEMM; the other one stores the same zeros.
+    auto zero_past_end = [&] {
+        const int tile = work.end - 1, length = work.window.length;
+        const bool is_array_end = work.sequence.k_start + length >= p.Nk;
+        if (!__any_sync(~0u, work.end * BLOCK_K > length && !is_array_end)) return;
+        constexpr int CHUNKS = VALUE_COLUMNS / 8;
+        const int thread = threadIdx.x % WARPGROUP;
+        const u32 zeros[4] = {};
+        PipelineState<STAGES> at = pipe;
+#pragma unroll 1
+        for (int part = 0; part < VALUE_PARTS; ++part, at.advance()) {
+            const ValueTile v{smem.slot(at.stage)};
+            const int begin = max(0, length - value_part(tile, part, rank));
+            smem.full(at.stage).wait(at.phase);
+#pragma unroll 1
+            for (int i = begin * CHUNKS + thread; i < PART_KEYS * CHUNKS; i += WARPGROUP)
+                store_shared(v.chunk(i / CHUNKS, i % CHUNKS * 16), zeros);
+        }
+        fence_async_shared();
+        sync_warpgroup(warpgroup);
+    };
     auto softmax = [&](int tile) {
         const int k0 = WorkTile::first_key(tile, rank);
         const ScoreMod score_mod(p, work.b, work.h);
@@ -249,6 +272,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, const
             convert_p();
         }
         send_p();
+        zero_past_end();
         acc.scale_rows(rescale);
         issue_pv();
         finish_pv();
