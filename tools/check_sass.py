@@ -30,6 +30,7 @@ from tileattn.kernels.cuda.families.hopper import (
 )
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS
+from tileattn.kernels.cuda.families.wide import WIDE
 from tileattn.kernels.cuda.jit.compile import SOURCES, compiled, sources_in
 from tileattn.kernels.cuda.plan import catalog
 from tools.sass import Instruction, disassembled, nvdisasm, parsed
@@ -37,6 +38,7 @@ from tools.sass import Instruction, disassembled, nvdisasm, parsed
 ARCH = "sm_90a"
 LINES = ("-lineinfo",)  # the machine code is the same
 DTYPES = ("float16", "bfloat16")
+_KERNELS = (HOPPER, WIDE, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)
 PAIRS = (
     *product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS),
     *((48, 112), (80, 80), (112, 48), (320, 320), (384, 512), (512, 512)),
@@ -82,10 +84,7 @@ def keys(
             *forward_launches(problem, context),
             *backward_launches(problem, context, deterministic=True, sinks=False),
         )
-        own = (
-            x.key for x in launches if x.key.kernel in (HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)
-        )
-        found |= dict.fromkeys(own)
+        found |= dict.fromkeys(x.key for x in launches if x.key.kernel in _KERNELS)
     return [*found, *(_latent_key(dtype) for dtype in dtypes)]
 
 
