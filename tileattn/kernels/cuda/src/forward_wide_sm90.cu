@@ -174,18 +174,20 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, const
             }
         }
     };
-    // Issue O += P V, a group of GEMMs for each part of the values: first for P of the other CTA.
-    auto issue_pv = [&] {
-        auto& d = accum_registers(acc);
-        if (threadIdx.x % WARPGROUP == 0)
-            smem.p_full(warpgroup).arrive_and_expect_tx(ProbTile::BYTES);
+    // Wait for P of the other CTA.
+    auto receive_p = [&] {
+        if (threadIdx.x % WARPGROUP == 0) smem.p_full(warpgroup).arrive_and_expect_tx(ProbTile::BYTES);
         smem.p_full(warpgroup).wait(p_phase);
         fence_async_shared();  // st.async is generic, wgmma is not
         p_phase ^= 1;
+    };
+    // Issue O += P V for some parts of the values, a group of GEMMs for each.
+    auto issue_pv = [&](int begin, int end) {
+        auto& d = accum_registers(acc);
         fence_operand(d);
         wgmma_fence();
 #pragma unroll
-        for (int part = 0; part < VALUE_PARTS; ++part, pipe.advance()) {
+        for (int part = begin; part < end; ++part, pipe.advance()) {
             smem.full(pipe.stage).wait(pipe.phase);
             const ValueTile v{smem.slot(pipe.stage)};
 #pragma unroll
@@ -199,15 +201,27 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, const
             wgmma_commit();
         }
     };
-    // Wait for PV, and release the values and P of the other CTA as they have been read.
+    // Release a quarter of the values, once all parts are issued.
+    constexpr int QUARTER = VALUE_PARTS / 4;
+    auto release_quarter = [&](int quarter) {
+#pragma unroll
+        for (int part = 0; part < QUARTER; ++part) release_slot(VALUE_PARTS - quarter * QUARTER - part);
+    };
+    // Issue the second half of PV, for P of the own keys. The first quarter of the values is released.
+    auto issue_own_pv = [&] {
+        issue_pv(VALUE_PARTS / 2, VALUE_PARTS);
+        wgmma_wait<3 * QUARTER>();
+        release_quarter(0);
+    };
+    // Wait for PV, and release the other values and P of the other CTA as they have been read.
     auto finish_pv = [&] {
-        wgmma_wait<VALUE_PARTS / 2>();
-#pragma unroll
-        for (int part = 0; part < VALUE_PARTS / 2; ++part) release_slot(VALUE_PARTS - part);
+        wgmma_wait<2 * QUARTER>();
+        release_quarter(1);
         if (threadIdx.x % WARP == 0) arrive_at_peer(peer_address(smem.p_empty(warpgroup).address));
+        wgmma_wait<QUARTER>();
+        release_quarter(2);
         warpgroup_wait<0>(acc);
-#pragma unroll
-        for (int part = VALUE_PARTS / 2; part < VALUE_PARTS; ++part) release_slot(VALUE_PARTS - part);
+        release_quarter(3);
     };
     // Zero the values of the last tile that are past the end of the keys. P is 0 there, but 0 x NaN is NaN,
     // and the tail of a cache may hold anything. TMA has zeroed values past the end of the array. Each
@@ -232,7 +246,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, const
         fence_async_shared();
         sync_warpgroup(warpgroup);
     };
-    auto softmax = [&](int tile) {
+    // `beside` is called while the row maxima are on their way.
+    auto softmax = [&](int tile, auto beside) {
         const int k0 = WorkTile::first_key(tile, rank);
         const ScoreMod score_mod(p, work.b, work.h);
         const AttentionMask attn_mask(p, work.sequence, work.window, work.h);
@@ -240,7 +255,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, const
         s.apply(score_mod, WarpBias<false, 1, NT>(nullptr), [](int, int, int, Accum, Accum) {});
         if (!work.window.is_full(q0, q0 + WARPGROUP_ROWS, k0, k0 + OWN_KEYS))
             s.masked_fill_positions(attn_mask);
-        state.update(s, softmax_scale_log2, group, rescale);
+        state.update<RESCALE_THRESHOLD, RowMaxMode::DETECT>(
+            s, softmax_scale_log2, PairedWarpBeside{group, beside}, rescale);
     };
     auto convert_p = [&] {
 #pragma unroll
@@ -257,16 +273,17 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, const
         issue_qk([] {});
         warpgroup_wait<0>(s);
         release_slot(1);
-        softmax(work.begin);
+        softmax(work.begin, [] {});
         convert_p();
 #pragma unroll 1
         for (int tile = work.begin + 1; tile < work.end; ++tile) {
             issue_qk(send_p);
             acc.scale_rows(rescale);
-            issue_pv();
-            warpgroup_wait<VALUE_PARTS>(s);
-            release_slot(VALUE_PARTS + 1);
-            softmax(tile);
+            receive_p();
+            issue_pv(0, VALUE_PARTS / 2);
+            warpgroup_wait<VALUE_PARTS / 2>(s);
+            release_slot(VALUE_PARTS / 2 + 1);
+            softmax(tile, issue_own_pv);
             order_after(state.l[0][0] + state.l[0][1] < 0);
             finish_pv();
             convert_p();
@@ -274,7 +291,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, const
         send_p();
         zero_past_end();
         acc.scale_rows(rescale);
-        issue_pv();
+        receive_p();
+        issue_pv(0, VALUE_PARTS / 2);
+        issue_own_pv();
         finish_pv();
     }
     const u32 repairs = store(p, work, rank, row0, group, state, acc);

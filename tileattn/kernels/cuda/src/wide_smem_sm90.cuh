@@ -100,13 +100,15 @@ struct PairedWarp {
           peer_rows(peer_address(rows)),
           peer_full(peer_address(full)) {}
 
-    template <class Combine>
-    __device__ void all_reduce(Accum (&x)[1][2], Combine combine) const {
+    // `beside` is called while the numbers are on their way.
+    template <class Combine, class Beside = Nothing>
+    __device__ void all_reduce(Accum (&x)[1][2], Combine combine, Beside beside = {}) const {
         reduce_lanes(x, combine);
         const u32 buffer = exchanges % 2, at = buffer * ROW_BYTES;
         const Barrier landed{full + buffer * 8};
         if (threadIdx.x % WARP == 0) landed.arrive_and_expect_tx(ROW_BYTES);
         if (Lane().t == 0) send_peer(peer_rows + at, peer_full + buffer * 8, x[0][0], x[0][1]);
+        beside();
         landed.wait(exchanges / 2 % 2);
         float other[2];
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
@@ -117,6 +119,20 @@ struct PairedWarp {
         ++exchanges;
     }
 };
+
+// The same with work beside the exchange.
+template <class Beside>
+struct PairedWarpBeside {
+    const PairedWarp& group;
+    Beside beside;
+
+    template <class Combine>
+    __device__ void all_reduce(Accum (&x)[1][2], Combine combine) const {
+        group.all_reduce(x, combine, beside);
+    }
+};
+template <class Beside>
+__device__ PairedWarpBeside(const PairedWarp&, Beside) -> PairedWarpBeside<Beside>;
 
 // Transpose a 4 x 4 matrix whose columns the four lanes of a row hold: lane t gets row t.
 __device__ inline void transpose_in_row(u32 (&x)[4]) {
