@@ -24,6 +24,7 @@ from tileattn.kernels.cuda.families.hopper import (
 )
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.latent import LATENT
+from tileattn.kernels.cuda.families.wide import WIDE
 from tileattn.kernels.cuda.jit.compile import SOURCES, Compiled, compiled
 from tileattn.kernels.cuda.plan.catalog import common_keys
 from tileattn.kernels.cuda.plan.tile_lists import LISTS
@@ -150,7 +151,7 @@ def test_a_kernel_compiles(case: Case, compiled_quickly: Callable[..., Compiled]
         assert made.spill_bytes in range(129 if key.kernel == HOPPER else 1), made.log
 
 
-@pytest.mark.parametrize("kernel", [HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ, LATENT])
+@pytest.mark.parametrize("kernel", [HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ, LATENT, WIDE])
 def test_shared_memory_that_differs_from_the_launch(kernel: str) -> None:
     key = next(key for _, key in CASES if key.kernel == kernel)
     with pytest.raises(KernelCompileError, match="what a launch brings"):
@@ -169,6 +170,7 @@ def test_every_source(archs: tuple[str, ...]) -> None:
         HOPPER_DQ_CONVERT,
         *HOPPER_DS,
         LATENT,
+        WIDE,
         *COUNTS,
         *COUNTS.values(),
         *LISTS["forward"],
