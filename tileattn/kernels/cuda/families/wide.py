@@ -11,17 +11,9 @@ from tileattn.kernels.cuda.families.context import (
     option_fields,
     refused,
 )
-from tileattn.kernels.cuda.families.family import (
-    NO_TENSOR_MAPS,
-    NOT_16_BIT,
-    NOT_ALIGNED,
-    NOT_HOPPER,
-    Clause,
-    Family,
-    first_reason,
-    reads_pages,
-)
+from tileattn.kernels.cuda.families.family import Clause, Family, first_reason, reads_pages
 from tileattn.kernels.cuda.families.grid import Grid
+from tileattn.kernels.cuda.families.hopper import UNSUPPORTED_ANY_DIM
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import (
     HOPPER_GROUP_ROWS,
@@ -29,7 +21,6 @@ from tileattn.kernels.cuda.families.shared_memory import (
     HOPPER_STATIC,
     wide_bytes,
 )
-from tileattn.kernels.cuda.families.size_class import empty_axes, fits_positions
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
 from tileattn.kernels.cuda.tuning import TileSize
 
@@ -43,15 +34,9 @@ _MOST_STAGES = 8
 _WIDE = "two thread blocks share 128 queries of wide heads"
 
 _UNSUPPORTED: tuple[Clause, ...] = (
-    NOT_HOPPER,
-    NOT_16_BIT,
+    *UNSUPPORTED_ANY_DIM,
     (f"a head dimension is above {_MAX_DIM}", lambda P, _: max(P.D, P.Dv) > _MAX_DIM),
-    ("an array is empty", lambda P, _: bool(empty_axes(P)) or 0 in (P.D, P.Dv)),
-    ("an array has nearly 2**31 rows or more", lambda P, _: not fits_positions(P)),
-    ("the head dimension of v is not a multiple of 8", lambda P, _: P.Dv % 8 > 0),
     ("keys are in pages", lambda P, _: P.is_paged),
-    NOT_ALIGNED,
-    NO_TENSOR_MAPS,
 )
 
 

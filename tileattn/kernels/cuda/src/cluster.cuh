@@ -35,7 +35,7 @@ __device__ inline u32 peer_address(u32 address) {
     return peer;
 }
 
-// Start to store 8 or 16 bytes to the other CTA, whose mbarrier counts the bytes that have landed.
+// Start to store 4, 8 or 16 bytes to the other CTA, whose mbarrier counts the bytes that have landed.
 __device__ inline void send_peer(u32 address, u32 barrier, double x, double y) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];" ::
@@ -50,7 +50,6 @@ __device__ inline void send_peer(u32 address, u32 barrier, const float (&x)[4]) 
         "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
         : "memory");
 }
-// The same for four bytes.
 __device__ inline void send_peer(u32 address, u32 barrier, u32 x) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
