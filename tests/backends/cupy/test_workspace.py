@@ -158,7 +158,7 @@ def test_with_a_workspace_nothing_but_results_is_taken(
     np.testing.assert_array_equal(copy.reshape(given["q"].shape), at_host(given["q"]))
     # What must be zero comes last; no kernel has written to what comes before.
     first = int(params["head_flags"]) - start
-    past = nbytes if "dq_accum" in parts else first + 4 * B * HKV
+    past = nbytes if "dq_accum" in parts else first + 4 * (2 + B * HKV)
     assert not at_host(workspace)[first:past].any()
     assert (at_host(workspace)[past:] == 0xFF).all()
     assert (at_host(workspace)[int(params["delta"]) - start : first] == 0xFF).any()

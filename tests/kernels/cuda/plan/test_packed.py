@@ -70,7 +70,7 @@ def test_grids_and_memory() -> None:
     assert plan.fields["rows"] == rows
     starts = plan.workspace.starts
     assert starts["lse_log2"] - starts["delta"] == HQ * rows * 4
-    assert plan.workspace.nbytes - starts["head_flags"] == S * HKV * 4
+    assert plan.workspace.nbytes - starts["head_flags"] == (2 + S * HKV) * 4
     on_hopper = backward(packed(), H200, on_device(packed()))
     block_q = next(x.key.block_q for x in on_hopper.launches if x.key.kernel == HOPPER_BACKWARD)
     semaphores = on_hopper.workspace.nbytes - on_hopper.workspace.starts["dq_semaphore"]

@@ -5,6 +5,7 @@
 #include <string.h>
 #include <algorithm>
 #include <limits>
+#include <utility>
 #define __device__
 #define __shared__ static
 #define __global__
@@ -82,6 +83,7 @@ inline u32 __umulhi(u32 x, u32 y) { return u32(u64(x) * y >> 32); }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __ffs(u32 x) { return __builtin_ffs(int(x)); }
 template <class T> T atomicAdd(T* x, int n) { return (*x += n) - n; }
+template <class T> T atomicOr(T* x, T bits) { return std::exchange(*x, *x | bits); }
 template <class T> void hide(T&) {}
 
 // --- other lanes and threads ----------------------------------------------------------------------

@@ -35,7 +35,7 @@ def workspace_of(
     if launches and direction == "backward":
         rows = P.B * P.Hq * padded_rows(P) * P.accum_dtype.itemsize
         scratch |= dict.fromkeys(("delta", "lse_log2", "row_max"), rows)
-        zeros["head_flags"] = P.entries * P.Hkv * COUNT
+        zeros["head_flags"] = (2 + P.entries * P.Hkv) * COUNT
     for launch in launches:
         if launch.traits.workspace is not None:
             parts = launch.traits.workspace(P, launch.key)

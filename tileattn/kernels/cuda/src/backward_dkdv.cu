@@ -370,11 +370,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     for_blocks(p, block_count<BLOCK_K>(p, p.Nk) * p.B * p.Hkv, [&](int index) {
         const KeyBlock at = block_of(p, index);
         if (PACKED && at.block * BLOCK_K >= Sequence(p, at.b).Nk) return;
-        u32& flags = head_flags(p, at.b, at.h);
-        const u32 bits = flags;
+        const u32 bits = head_flags(p, at.b, at.h);
         if constexpr (PAIR) {
             if (!(bits & KNOWN) && !backward_block<false>(p, at) && threadIdx.x == 0)
-                atomicOr(&flags, FAILED);
+                fail_head(p, at.b, at.h);
         } else if constexpr (ONLY_FLAGGED) {
             if (bits & FLAGGED_HEADS) backward_block<true>(p, at);
         } else {

@@ -162,11 +162,11 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), coord.head, number);
         const int q0 = at.block * BLOCK_Q, b = at.b, h = at.h;
         if (PACKED && q0 >= Sequence(p, b).Nq) return;
-        u32& flags = head_flags(p, b, h / int(p.group));
-        const u32 bits = flags;
+        const int kv = h / int(p.group);
+        const u32 bits = head_flags(p, b, kv);
         if constexpr (PAIR) {
             if (!(bits & KNOWN) && !backward_dq_block<false>(p, q0, b, h) && threadIdx.x == 0)
-                atomicOr(&flags, FAILED);
+                fail_head(p, b, kv);
         } else if constexpr (ONLY_FLAGGED) {
             if (bits & FLAGGED_HEADS) backward_dq_block<true>(p, q0, b, h);
         } else {

@@ -38,6 +38,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         }
         store_vector(dq + d, vector, int(p.D) - d);
     }
-    u32& known = head_flags(p, b, h / int(p.group));
-    if (!good && !(known & NON_FINITE)) known |= NON_FINITE;
+    if (!good) flag_head(p, b, h / int(p.group), NON_FINITE);
 }

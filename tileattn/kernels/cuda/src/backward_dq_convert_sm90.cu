@@ -19,8 +19,8 @@ struct alignas(16) Accums {
 __device__ inline void convert(const Params& p, int tiles, int number) {
     const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), number / tiles, number % tiles);
     const int b = at.b, h = at.h, q0 = at.block * BLOCK_Q;
-    u32& known = head_flags(p, b, h / int(p.group));
-    if ((known & KNOWN) != FLAGGED_HEADS) return;
+    const int kv = h / int(p.group);
+    if ((head_flags(p, b, kv) & KNOWN) != FLAGGED_HEADS) return;
     const Sequence sequence(p, b);
     const int rows = int(sequence.Nq) - q0, count = min(BLOCK_Q, rows);
     if (PACKED && rows <= 0) return;
@@ -65,7 +65,7 @@ __device__ inline void convert(const Params& p, int tiles, int number) {
                 if (row[n] < count && to < p.D) store_whole(dq + row[n] * p.dq_at.n + to, vector);
             }
     }
-    if (!good && !ONLY_FLAGGED) known |= FAILED;
+    if (!good && !ONLY_FLAGGED) fail_head(p, b, kv);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

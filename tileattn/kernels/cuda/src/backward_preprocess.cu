@@ -69,13 +69,11 @@ __device__ inline void preprocess(const Params& p, i64 bh, i64 row0) {
         if (is_finite(lse) && fabs(lse) > MAX_EXACT_LSE) found |= LARGE_SCORES;
         lse_log2 = masked_out ? Accum(0) : is_finite(lse) ? clip_finite(lse * LOG2_E) : lse;
     }
-    // One lane flags the head, and only if the flags are new: atomics of all rows would contend.
     if (__any_sync(~0u, found)) {
         const bool non_finite = __any_sync(~0u, found & NON_FINITE);
         const bool large = __any_sync(~0u, found & LARGE_SCORES);
         const u32 marks = (non_finite ? NON_FINITE : 0) | (large ? LARGE_SCORES : 0);
-        u32& known = head_flags(p, b, h / int(p.group));
-        if (lane == 0 && marks & ~*static_cast<volatile u32*>(&known)) atomicOr(&known, marks);
+        if (lane == 0) flag_head(p, b, h / int(p.group), marks);
     }
     if (lane % LANES == 0) {
         const i64 row = bh * p.rows + padded;

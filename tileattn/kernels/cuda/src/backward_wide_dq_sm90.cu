@@ -354,7 +354,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
                 if (work.q0 + row0 + lane.row(2 * half) >= work.Nq(p))
 #pragma unroll
                     for (int n = 0; n < DT; ++n) dq.x[0][n][2 * half] = dq.x[0][n][2 * half + 1] = 0;
-        if (!all_finite_by_fma(dq)) head_flags(p, work.b, work.h / int(p.group)) |= FAILED;
+        if (!all_finite_by_fma(dq)) fail_head(p, work.b, work.h / int(p.group));
         dq.scale(Accum(p.scale));
         const int row = work.q0 + row0, column = own_half() * HEAD_COLUMNS;
         store_rows(rows_of<Element>(p.dq, p.dq_at, work.entry(), work.h) +

@@ -333,7 +333,7 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& w
 template <int NT>
 __device__ inline void flag_non_finite(const Params& p, const WorkTile& work,
                                        const Fragment<Accum, 1, NT>& acc) {
-    if (!NAN_SAFE && !all_finite_by_fma(acc)) head_flags(p, work.b, work.kv) |= FAILED;
+    if (!NAN_SAFE && !all_finite_by_fma(acc)) fail_head(p, work.b, work.kv);
 }
 
 // Store 16 rows of each warp to dK or dV. Narrow heads stage them in a stage of dS that is no longer read;
@@ -373,7 +373,7 @@ __device__ __forceinline__ void run_backward(const Params& p, const BackwardMaps
     else
         pass_kernel_before();
     // The next kernel starts on SMs that have no work tile left.
-    if constexpr (!NAN_SAFE) launch_dependents();
+    launch_dependents();
     if (NAN_SAFE && !any_flagged_head(p)) return;
     __syncthreads();
     sync_pair();

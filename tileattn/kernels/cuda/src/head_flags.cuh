@@ -8,17 +8,27 @@
 // NON_FINITE if dQ is not finite. Hopper's kernels and paired CTAs skip flagged heads, and set FAILED if a
 // gradient is not finite: then generic kernels compute the head. The same flags are in context.py.
 constexpr u32 NON_FINITE = 1, LARGE_SCORES = 2, KNOWN = NON_FINITE | LARGE_SCORES, FAILED = 4;
+
+// Two words before them hold the flags of all heads together: KNOWN ones, and FAILED, which is stored without
+// atomics. So a kernel that computes flagged heads reads two words to find that there are none.
 __device__ inline u32& head_flags(const Params& p, i64 b, i64 kv) {
-    return p.head_flags[b * p.Hkv + kv];
+    return p.head_flags[2 + b * p.Hkv + kv];
+}
+__device__ inline bool any_flagged_head(const Params& p) {
+    return (p.head_flags[0] | p.head_flags[1]) & FLAGGED_HEADS;
 }
 
-// True if any head has a flag that this kernel computes, which is rare. All threads call.
-__device__ inline bool any_flagged_head(const Params& p) {
-    bool any = false;
-    for (i64 i = threadIdx.x; i < p.entries * p.Hkv; i += blockDim.x) {
-        any = any || p.head_flags[i] & FLAGGED_HEADS;
-    }
-    return __syncthreads_or(any);
+// Flag a head. Only new flags take atomics: those of all rows would contend.
+__device__ inline void flag_head(const Params& p, i64 b, i64 kv, u32 flags) {
+    u32& known = head_flags(p, b, kv);
+    if (!(flags & ~*static_cast<volatile u32*>(&known))) return;
+    atomicOr(&known, flags);
+    atomicOr(p.head_flags, flags);
+}
+// Flag a head as FAILED. Its other flags are final, so threads that do so at a time store the same numbers.
+__device__ inline void fail_head(const Params& p, i64 b, i64 kv) {
+    head_flags(p, b, kv) |= FAILED;
+    p.head_flags[1] = FAILED;
 }
 
 // Call run(block) for the blocks of this CTA: one block, or with ONLY_FLAGGED, which launches few CTAs,

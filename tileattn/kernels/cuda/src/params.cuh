@@ -34,7 +34,7 @@ struct Fields {
     const void* dlse;
     void *delta, *lse_log2, *row_max;
     void *dq, *dk, *dv, *dq_accum;
-    u32* head_flags;            // of each key head (head_flags.cuh)
+    u32* head_flags;            // of all key heads together, then of each (head_flags.cuh)
     u32* row_counter;           // of each key head (row_counter.cuh)
     u32* dq_semaphore;          // of each dQ tile: in_order, the number of key blocks added so far;
                                 // otherwise, whether one has claimed the tile, and has stored it
