@@ -20,15 +20,17 @@ __device__ inline void convert(const Params& p, int tiles, int number) {
     const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), number / tiles, number % tiles);
     const int b = at.b, h = at.h, q0 = at.block * BLOCK_Q;
     const int kv = h / int(p.group);
-    if ((head_flags(p, b, kv) & KNOWN) != FLAGGED_HEADS) return;
+    const u32 flags = head_flags(p, b, kv);
+    const bool stored = p.dq_semaphore[number];  // false if these queries attend to no key
+    if ((flags & KNOWN) != FLAGGED_HEADS) return;
     const Sequence sequence(p, b);
     const int rows = int(sequence.Nq) - q0, count = min(BLOCK_Q, rows);
     if (PACKED && rows <= 0) return;
-    const bool stored = p.dq_semaphore[number];  // false if these queries attend to no key
     const float* const sums = static_cast<const float*>(p.dq_accum);
     const Accums* const tile =
         reinterpret_cast<const Accums*>(sums + (sequence.row(p, h) + q0) * DQ_DIM);
     Element* const dq = sequence.queries<Element>(p.dq, p.dq_at, h) + q0 * p.dq_at.n;
+    const float scale = float(p.scale);
     bool good = true;
 #pragma unroll 1
     for (int first = threadIdx.x; first < UNITS; first += TOGETHER * THREADS) {
@@ -45,22 +47,26 @@ __device__ inline void convert(const Params& p, int tiles, int number) {
             const int width = dq_copy_columns(slab * DQ_COPY_COLUMNS) / COLUMNS;
             const int place = part * ROW_UNITS + slab * SLAB_UNITS * min(DQ_ROWS, count - part) +
                               above * width + unit % SLAB_UNITS;
-            if (stored && row[n] < count)
+            if (row[n] < count)
 #pragma unroll
                 for (int t = 0; t < 4; ++t) found[n][t] = tile[4 * place + (t ^ swap)];
         }
+        // The loads do not wait for the semaphore.
+        if (!stored) memset(found, 0, sizeof(found));
 #pragma unroll
         for (int n = 0; n < TOGETHER; ++n)
 #pragma unroll
             for (int atom = 0; atom < 2; ++atom) {
-                Vector<Element> vector;
+                u32 words[4];
 #pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    const int from = DQ_IS_TRANSPOSED ? e % 2 * 2 + atom : 2 * atom + e % 2;
-                    const float x = found[n][e / 2].x[from] * float(p.scale);
-                    good = good && is_finite(x);
-                    vector.values[e] = narrow<Element>(x);
+                for (int e = 0; e < 8; e += 2) {
+                    const float* const x = found[n][e / 2].x + (DQ_IS_TRANSPOSED ? atom : 2 * atom);
+                    const float low = x[0] * scale, high = x[DQ_IS_TRANSPOSED ? 2 : 1] * scale;
+                    good = good && is_finite(low) && is_finite(high);
+                    words[e / 2] = pack<Element>(low, high);
                 }
+                Vector<Element> vector;
+                memcpy(&vector, words, sizeof(vector));
                 const int to = column[n] + 8 * atom;
                 if (row[n] < count && to < p.D) store_whole(dq + row[n] * p.dq_at.n + to, vector);
             }

@@ -31,15 +31,16 @@ __device__ inline Vector<Element> load_vector(const Element* source, int count) 
 // Store a whole vector. In asm: the compiler would merge parts of it with the stores of shorter vectors.
 template <class T>
 __device__ inline void store_whole(T* target, const Vector<T>& vector) {
-    if constexpr (sizeof(vector) >= 8) {
-        u64 words[sizeof(vector) / 8];
+    if constexpr (sizeof(vector) == 16) {
+        u32 words[4];
         memcpy(words, &vector, sizeof(vector));
-        if constexpr (sizeof(vector) == 16)
-            asm volatile("st.global.v2.b64 [%0], {%1, %2};" ::"l"(target), "l"(words[0]),
-                         "l"(words[1])
-                         : "memory");
-        else
-            asm volatile("st.global.b64 [%0], %1;" ::"l"(target), "l"(words[0]) : "memory");
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words[0]),
+                     "r"(words[1]), "r"(words[2]), "r"(words[3])
+                     : "memory");
+    } else if constexpr (sizeof(vector) == 8) {
+        u64 word;
+        memcpy(&word, &vector, sizeof(vector));
+        asm volatile("st.global.b64 [%0], %1;" ::"l"(target), "l"(word) : "memory");
     } else {
         *reinterpret_cast<Vector<T>*>(target) = vector;
     }
