@@ -7,6 +7,7 @@ import pytest
 
 import tileattn
 from tests import on_gpu
+from tests.arrays import normal
 from tests.gallery import calls
 from tests.gpu.hopper import (
     DTYPES,
@@ -217,6 +218,19 @@ def test_dbias_and_dsinks_alone(dtype: Any, D: int, shape: tuple[int, ...]) -> N
     bounds = error_bound(*given, **options)
     expected = reference.backward(given[3], *given[:3], **options)
     assert_attention_close(host(grads), expected._replace(dq=None, dk=None, dv=None), bounds)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["plain", "causal"])
+@pytest.mark.parametrize("N", [49, 150])
+@pytest.mark.parametrize("dtype", [DTYPES[1], np.float32])
+def test_a_bias_that_many_batch_entries_share(dtype: Any, N: int, options: dict[str, Any]) -> None:
+    """Thread blocks or batch entries have copies of dbias, which need not start at zero."""
+    given = normal((21, 4, 2, N, N, 32, 40), np.dtype(dtype))
+    bias = np.random.default_rng(3).normal(size=(1, 4, N, N)).astype(dtype)
+    asked: Any = {"without": ("dsinks",), "wrt": (*WRT, "bias"), "deterministic": True}
+    _, first = on_gpu.check(given, {"bias": bias, **options}, **asked)
+    _, again = on_gpu.check(given, {"bias": bias, **options}, **asked)
+    assert bits(first) == bits(again)
 
 
 @pytest.mark.parametrize("name", ["dropout", "mask", "padding", "bias"])

@@ -104,7 +104,7 @@ def calls(gpu: Machine, kind: str, deterministic: bool | None) -> list[Callable[
     rng = Random(f"{kind} {deterministic}")
     dtype = np.float16 if gpu.arch == "sm_90a" else np.float32
     made = []
-    for _ in range(10):
+    for _ in range(14):
         n = {"B": rng.choice((1, 2, 3)), "Hkv": rng.choice((1, 2)), "D": 64, "Dv": 64}
         n |= {"Nq": rng.choice(SIZES), "Nk": rng.choice(SIZES), "Hq": 2 * n["Hkv"]}
         n |= {"Nq": n["Nk"]} if kind == "packed alike" else {}

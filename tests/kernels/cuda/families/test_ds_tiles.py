@@ -46,7 +46,9 @@ def test_on_hopper(dim: int, shape: Any, tiles: int, copies: int) -> None:
         assert (own.key.kernel, own.key.tile) == ("backward_dbias_sm90", (128, 128))
         assert own.grid == min(tiles * copies, sms)
         assert total.key.kernel == "backward_dbias_sum"
-        assert total.grid == (-(-math.prod(shape) // 128) if copies > 1 else 1)
+        elements = math.prod(shape)
+        together = 32 if elements <= 1 << 16 else 256
+        assert total.grid == (-(-elements // together) if copies > 1 else 1)
         assert [name for name, _ in own.tensor_maps] == ["q", "k", "v", "dout"]
         assert not any(x.key.write_dbias for x in found)
 
@@ -112,3 +114,28 @@ def test_thread_blocks_share_few_tiles(sizes: Any, dtype: str, tile: Any, copies
         tiles = H * (-(-N // tile[0])) ** 2
         assert own.grid == min(tiles * copies, device.sm_count * own.key.min_blocks_per_sm)
         assert ("dbias_sums" in plan.workspace.starts) == (copies > 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("changed", "written"),
+    [
+        ({}, True),
+        ({"B": 1}, True),
+        ({"window": (None, 0)}, False),  # some tiles are empty, and are not written
+        ({"Nq": 6000, "Nk": 6000}, False),  # too large for copies
+    ],
+)
+def test_copies_of_dbias_for_each_batch_entry(dtype: str, changed: Any, written: bool) -> None:
+    """The kernel over keys writes dS of a bias that batch entries share; another adds it up."""
+    sizes: Any = {"B": 5, "Hq": 4, "Hkv": 2, "Nq": 49, "Nk": 60} | changed
+    problem = asked(dtype, {"bias"}, D=32, Dv=32, **sizes)
+    shape = 1, problem.Hq, problem.Nq, problem.Nk
+    inputs = contiguous_inputs(problem).with_arrays(bias=contiguous(shape, dtype))
+    plan = plan_backward(problem, inputs.with_contiguous_results(problem, "backward"), H200)
+    own = [x.key.kernel for x in plan.launches if x.key.write_dbias]
+    assert own == ["backward_dkdv"] * written
+    assert ("backward_dbias" in kernels(plan)) == (not written)
+    assert ("backward_dbias_sum" in kernels(plan)) == (problem.B > 1)
+    if written and problem.B > 1:
+        assert plan.fields["dbias_copies"] == problem.B

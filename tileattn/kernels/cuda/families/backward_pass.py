@@ -53,8 +53,8 @@ def backward_launches(
         before.append(generic.large_scores_launch(P, context))
     after: list[KernelLaunch] = []
     written = any(launch.key.write_dbias for launch in own)
-    if context.dbias and queries and "Nk" not in empty_axes(P) and not written:
-        after += dbias_launches(P, context)
+    if context.dbias and queries and "Nk" not in empty_axes(P):
+        after += dbias_launches(P, context, written=written)
     after += daux_launches(P, context)
     if sinks and "Hq" not in empty_axes(P):
         key = KernelKey("backward_dsinks", P.dtype.name, warps_m=ROW_WARPS, packed=P.is_packed)

@@ -26,6 +26,7 @@ class LaunchContext(NamedTuple):
     shared_limit: int  # bytes of shared memory per thread block
     bias: str = ""  # dtype of the bias; "" if there is none
     full_bias: bool = False  # the bias has an element for each pair of each head
+    entry_copies: bool = False  # it has one for each pair of a batch entry; copies of these fit
     dbias: bool = False  # the gradient of the bias is wanted
     dqkv: bool = True  # the gradient of q, k or v is wanted
     mask_vector_width: int = 1  # neighbouring mask elements that can be read at once: 1, 2 or 16

@@ -19,23 +19,28 @@ from tileattn.kernels.cuda.families.shared_memory import DAUX_WINDOW_BYTES
 DBIAS, DBIAS_SUM, DAUX = "backward_dbias", "backward_dbias_sum", "backward_daux"
 
 _SUM_WARPS = 8
-_SUM_ELEMENTS = 128  # of dbias for each thread block, as in ``src/backward_dbias_sum.cu``
-_WHY_SUM = "several thread blocks have sums of each element"
+_WHY_SUM = "several thread blocks have summed or written each element"
 _DAUX_WINDOW_LEAST = 32 * 1024  # bytes of shared memory that tiles leave for private sums
 
 
-def dbias_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+def dbias_launches(
+    problem: Problem, context: LaunchContext, *, written: bool
+) -> tuple[KernelLaunch, ...]:
     """Launch the kernel that sums dbias over the axes along which the bias is broadcast.
 
-    If thread blocks share tiles of dbias, another kernel adds up their sums.
+    If thread blocks share tiles of dbias, another kernel adds up their sums. If the kernel over
+    keys has ``written`` dbias, or a copy for each batch entry, there are only copies to add up.
     """
+    total = KernelKey(DBIAS_SUM, problem.dtype.name, warps_m=_SUM_WARPS, bias=context.bias)
+    if written:
+        copies = Grid("copies of dbias", tasks=0, together=total.threads)
+        return (KernelLaunch(total, copies, why=_WHY_SUM),) if context.entry_copies else ()
     launch = _launch(DBIAS, problem, context)
     if launch.traits.pair_by_pair:
         return (launch._replace(blocks=Grid("bias", together=ROW_WARPS)),)
     key = launch.key
     grid = Grid("bias", key.block_q, key.block_k, tasks=context.tuning.dbias_tasks)
-    total = KernelKey(DBIAS_SUM, key.dtype, warps_m=_SUM_WARPS, bias=key.bias)
-    copies = grid._replace(over="copies of dbias", together=_SUM_ELEMENTS)
+    copies = grid._replace(over="copies of dbias", together=total.threads)
     if launch.tensor_maps:  # the kernel for Hopper is persistent
         grid = grid._replace(most=context.sm_count * key.min_blocks_per_sm)
     return launch._replace(blocks=grid), KernelLaunch(total, copies, why=_WHY_SUM)

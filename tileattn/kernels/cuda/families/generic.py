@@ -35,11 +35,12 @@ from tileattn.kernels.cuda.families.size_class import (
     has_keys,
     has_queries,
     suits_small_ds_tiles,
+    suits_small_key_tiles,
 )
 from tileattn.kernels.cuda.families.tiles import (
     MAX_HEAD_DIM,
     bucket,
-    smallest_first,
+    small_first,
     tuned_tiles,
 )
 from tileattn.kernels.cuda.tuning import TileSize
@@ -109,7 +110,7 @@ def dkdv_launch(
     launch = configure("backward_dkdv", problem, context, pair=pair)
     if launch.traits.pair_by_pair:
         return launch._replace(blocks=Grid("keys", together=ROW_WARPS))
-    write_dbias = context.dbias and context.full_bias
+    write_dbias = context.dbias and (context.full_bias or context.entry_copies)
     key = replace(launch.key, add_dq=add_dq and has_queries(problem), write_dbias=write_dbias)
     return launch._replace(key=key, blocks=Grid("keys", key.block_k, each=1 + key.pair))
 
@@ -197,8 +198,12 @@ def _tiles(kernel: str, P: Problem, context: LaunchContext) -> tuple[TileSize, .
         return ()
     if mask_block_k and kernel == "forward":
         best = tuple(sorted(best, key=straddles))
-    if kernel == "backward_dbias" and suits_small_ds_tiles(P, context.tuning):
-        best = smallest_first(best)
+    small = {
+        "backward_dbias": suits_small_ds_tiles(P, context.tuning),
+        "backward_dkdv": suits_small_key_tiles(P),
+    }
+    if small.get(kernel):
+        best = small_first(best)
     return best + (_SMALL_KEYS if kernel == "backward_dkdv" else _SMALL)
 
 

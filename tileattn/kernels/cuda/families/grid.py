@@ -9,6 +9,7 @@ from tileattn.call.problem import Problem
 _ROW_PAD = 128  # queries; longest query block; all lengths but `TALL_ROWS` divide it
 TALL_ROWS = 80  # queries of a block, not used for packed sequences
 _UNBOUNDED = (1 << 63) - 1
+_WARP, _FEW_ELEMENTS = 32, 1 << 16  # up to so many of dbias each warp of a block adds some copies
 _ROWS_OF_COPY = 4  # rows of score tiles that a thread block sums into a copy of dbias, at least
 
 
@@ -66,7 +67,7 @@ class Grid(NamedTuple):
         The kernel runs only if there are more blocks than this.
     tasks : int
         Divide the score tiles of each tile of dbias among thread blocks until there are about as
-        many thread blocks as this.
+        many thread blocks as this. 0: each batch entry has a copy of dbias.
     """
 
     over: Over
@@ -108,7 +109,9 @@ class Grid(NamedTuple):
             case "bias":
                 return self._bias_tiles(sizes) * self.copies(sizes)
             case "copies of dbias":
-                return math.prod(sizes.bias_shape) if self.copies(sizes) > 1 else 1
+                elements = math.prod(sizes.bias_shape)
+                threads = self.together // _WARP if elements <= _FEW_ELEMENTS else 1
+                return elements * threads if self.copies(sizes) > 1 else 1
             case "learned":
                 return sizes.learned[self.number] * (-(-P.Nq // self.block) if self.block else 1)
             case "elements":
@@ -122,6 +125,8 @@ class Grid(NamedTuple):
         It does not depend on the GPU, and so the bits of dbias do not.
         """
         P, (b, h, queries, _) = sizes.problem, sizes.bias_shape
+        if not self.tasks:
+            return P.B
         rows = -(-P.Nq // self.block) if queries == 1 else 1  # of score tiles
         rows *= (P.B if b == 1 else 1) * (P.Hq if h == 1 else 1)
         return max(1, min(-(-rows // _ROWS_OF_COPY), self.tasks // self._bias_tiles(sizes)))

@@ -49,7 +49,7 @@ from tileattn.kernels.cuda.families.size_class import (
     suits_tall_rows,
     tall_columns,
 )
-from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, smallest_first, tuned_tiles
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, small_first, tuned_tiles
 from tileattn.kernels.cuda.tuning import TileSize
 
 HOPPER = "forward_sm90"
@@ -248,7 +248,7 @@ def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLa
     dim, value = _buckets(HOPPER_BACKWARD, P)
     tiles = tuned_tiles(kernel, P.dtype.itemsize, max(dim, value))
     if suits_small_ds_tiles(P, context.tuning):
-        tiles = smallest_first(tiles)
+        tiles = small_first(tiles)
     bias_size = NAMED[context.bias].itemsize if context.bias else 0
     for tile in tiles:
         shared = hopper_ds_bytes(tile, dim, value, bias_size)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.grid import TALL_ROWS, block_count, split_count
-from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, SMALL_TILE, bucket
 from tileattn.kernels.cuda.tuning import Tuning
 
 FEW_ROWS = 128  # query rows that share a key head, at most, in split-KV
@@ -19,7 +19,6 @@ FEW_SPLITS = 2  # stands for any number of splits that a warp can join
 
 _SHARED_ROWS = (16, 32, 64, FEW_ROWS, MOST_ROWS, MOST_ROWS + 1)
 _NO_AXES: frozenset[str] = frozenset()
-_DS_BLOCKS = (64, 128)  # queries and keys of a small and of a large tile that sums dS
 _KEY_BLOCKS = (64, 128)  # keys of a tile of the Hopper backward kernels
 # Positions have 32 bits; the margin is for what the last tile goes beyond.
 _MOST_POSITIONS = (1 << 31) - (1 << 16)
@@ -42,6 +41,7 @@ class SizeClass(NamedTuple):
     suits_tall_rows: bool
     is_head_major: bool
     suits_small_ds_tiles: bool
+    suits_small_key_tiles: bool
     delta_beside: tuple[int, ...]
 
 
@@ -63,6 +63,7 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         suits_tall_rows(P, tuning),
         is_head_major(P, tuning),
         suits_small_ds_tiles(P, tuning),
+        suits_small_key_tiles(P),
         tuple([n for n in _KEY_BLOCKS if delta_beside(P, n, tuning, sm_count)]),
     )
 
@@ -194,7 +195,17 @@ def suits_small_ds_tiles(P: Problem, tuning: Tuning) -> bool:
     def pairs(block: int) -> int:
         return -(-P.Nq // block) * -(-P.Nk // block) * block * block
 
-    return pairs(_DS_BLOCKS[1]) >= tuning.small_ds_tiles * pairs(_DS_BLOCKS[0])
+    return pairs(2 * SMALL_TILE) >= tuning.small_ds_tiles * pairs(SMALL_TILE)
+
+
+def suits_small_key_tiles(P: Problem) -> bool:
+    """Return True if a small tile of the generic kernel over keys has all keys."""
+    return P.dtype.itemsize == 4 and P.Nk <= SMALL_TILE and not P.is_packed
+
+
+def fills_tiles(P: Problem) -> bool:
+    """Return True if no mask leaves a tile empty."""
+    return P.window == (None, None) and not (P.has_pair_mask or P.has_lengths or P.is_packed)
 
 
 def delta_beside(P: Problem, block_k: int, tuning: Tuning, sm_count: int) -> bool:

@@ -6,6 +6,7 @@ from functools import cache
 from tileattn.kernels.cuda.tuning import TILES, TileSize
 
 HEAD_DIM_BUCKETS = (32, 64, 96, 128, 192, 256)  # others are padded; Hopper kernels have more
+SMALL_TILE = 64  # queries, and keys
 MAX_HEAD_DIM = HEAD_DIM_BUCKETS[-1]
 _WIDE_BUCKETS = (384, 512)  # of the kernels that have tiles for them
 
@@ -17,9 +18,9 @@ def bucket(dim: int, unit: int = 1) -> int:
     return next(size for size in buckets if dim <= size and size % unit == 0)
 
 
-def smallest_first(tiles: Sequence[TileSize]) -> tuple[TileSize, ...]:
-    """Sort tile sizes by their number of pairs."""
-    return tuple(sorted(tiles, key=lambda tile: tile.block_q * tile.block_k))
+def small_first(tiles: Sequence[TileSize]) -> tuple[TileSize, ...]:
+    """Put tiles of 64 queries and 64 keys first."""
+    return tuple(sorted(tiles, key=lambda tile: tile[:2] != (SMALL_TILE, SMALL_TILE)))
 
 
 @cache

@@ -18,6 +18,7 @@ from tileattn.kernels.cuda.families.size_class import (
     FEW_ROWS,
     MOST_ROWS,
     WHOLE,
+    fills_tiles,
     has_keys,
     has_queries,
     size_class,
@@ -37,6 +38,7 @@ from tileattn.kernels.cuda.plan.tile_lists import classify_launch, list_launches
 
 _MAPPED = ("q", "k", "v", "dout")
 _DQKV = frozenset({"dq", "dk", "dv"})
+MAX_ENTRY_COPIES = 1 << 29  # bytes of all copies of dbias, one for each batch entry
 _GENERIC_TILE = (128, 128)  # tile by which generic kernels skip what a mask_mod leaves empty
 
 
@@ -155,6 +157,7 @@ class ArrayFacts(NamedTuple):
     mask_vector_width: int = 1
     bias: str = ""
     full_bias: bool = False
+    entry_copies: bool = False
     dbias: bool = False
     bias_alignment_bytes: int = 0
 
@@ -210,10 +213,22 @@ def pair_facts(P: Problem, arrays: Mapping[str, ArrayLayout]) -> dict[str, Any]:
         width = bias.row_alignment
         facts["bias"] = bias.dtype
         facts["full_bias"] = bias.shape == (P.B, P.Hq, P.Nq, P.Nk)
+        facts["entry_copies"] = _entry_copies(P, bias)
         facts["dbias"] = "dbias" in arrays
         staged = width >= max(MIN_ALIGNMENT, bias.itemsize)
         facts["bias_alignment_bytes"] = width if staged else 0
     return facts
+
+
+def _entry_copies(P: Problem, bias: ArrayLayout) -> bool:
+    """Return True if dbias can be the sum of a copy for each batch entry.
+
+    The generic kernel over keys writes them if no tile is empty. It has dS of every pair in the
+    accumulation dtype.
+    """
+    if bias.shape != (1, P.Hq, P.Nq, P.Nk) or not bias.dtype == P.dtype.name == P.accum_dtype.name:
+        return False
+    return P.B > 1 and fills_tiles(P) and P.B * bias.nbytes <= MAX_ENTRY_COPIES
 
 
 def launch_context(problem: Problem, layout: CallLayout, device: Device) -> LaunchContext:

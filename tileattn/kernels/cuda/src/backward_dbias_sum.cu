@@ -1,32 +1,36 @@
-// Add up the copies of dbias into which CTAs have summed (dbias.cuh), in a fixed order. Each warp adds some
-// of the copies of all elements of its CTA.
+// Add up the copies of dbias into which CTAs have summed (dbias.cuh, backward_dkdv.cu), in a fixed order. If
+// there are few elements, a CTA has 32 of them, and each of its warps adds some of the copies. Otherwise
+// each thread has an element. The grid tells which: grid.py.
 #include "params.cuh"
 
-constexpr int LANE_ELEMENTS = 4;
-constexpr int ELEMENTS = LANE_ELEMENTS * WARP;  // of a CTA: the grid counts on it
+constexpr int LOADS = 16;  // of a thread at a time
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dbias_sum(const __grid_constant__ Params p) {
     overlap_launches();
     if (p.dbias_copies == 1) return;  // it is dbias
-    __shared__ Accum sums[WARPS_M][ELEMENTS];
     const i64 elements = p.bias_B * p.bias_H * p.bias_Nq * p.bias_Nk;
-    const i64 first = i64(blockIdx.x) * ELEMENTS;
-    const int count = int(min(i64(ELEMENTS), elements - first));
+    const bool few = i64(gridDim.x) * WARP >= elements;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    Accum own[LANE_ELEMENTS] = {};
-#pragma unroll 4
-    for (i64 copy = warp; copy < p.dbias_copies; copy += WARPS_M) {
-        const Accum* const from = static_cast<const Accum*>(p.dbias_sums) + copy * elements + first;
+    const i64 n = i64(blockIdx.x) * (few ? WARP : THREADS) + (few ? lane : threadIdx.x);
+    const Accum* const copies = static_cast<const Accum*>(p.dbias_sums) + min(n, elements - 1);
+    const int step = few ? WARPS_M : 1;
+    Accum total = 0;
+#pragma unroll 1
+    for (i64 copy = few ? warp : 0; copy < p.dbias_copies; copy += LOADS * step) {
+        Accum own[LOADS];
 #pragma unroll
-        for (int e = 0; e < LANE_ELEMENTS; ++e) own[e] += from[min(lane + e * WARP, count - 1)];
-    }
+        for (int i = 0; i < LOADS; ++i)
+            own[i] = copy + i * step < p.dbias_copies ? copies[(copy + i * step) * elements] : 0;
 #pragma unroll
-    for (int e = 0; e < LANE_ELEMENTS; ++e) sums[warp][lane + e * WARP] = own[e];
-    __syncthreads();
-    for (int n = threadIdx.x; n < count; n += THREADS) {
-        Accum total = 0;
-        for (int w = 0; w < WARPS_M; ++w) total += sums[w][n];
-        static_cast<BiasElement*>(p.dbias)[first + n] = narrow<BiasElement>(total);
+        for (int i = 0; i < LOADS; ++i) total += own[i];
     }
+    if (few) {
+        __shared__ Accum sums[WARPS_M][WARP];
+        sums[warp][lane] = total;
+        __syncthreads();
+        if (warp > 0) return;
+        for (int w = 1; w < WARPS_M; ++w) total += sums[w][lane];
+    }
+    if (n < elements) static_cast<BiasElement*>(p.dbias)[n] = narrow<BiasElement>(total);
 }

@@ -139,6 +139,8 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     const int d0 = own_half() * HEAD_COLUMNS, dv0 = own_half() * VALUE_COLUMNS;
     const Lane lane;
 
+    // With several copies of dbias each batch entry has its own. Then BiasElement is Accum.
+    void* const dbias = p.dbias_copies > 1 ? p.dbias_sums : p.dbias;
     const Sequence sequence(p, b);
     const SlidingWindow window(p, sequence);
     const Range queries = window.query_range(k0, k0 + BLOCK_K);
@@ -247,7 +249,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                             [&](int, int n, int e) { return deltas[now][query(n, e)]; });
             if constexpr (WRITE_DBIAS)
                 if (own_half() == 0)
-                    bias.write(static_cast<BiasElement*>(p.dbias) + head.row(0) * p.Nk,
+                    bias.write(static_cast<BiasElement*>(dbias) + head.row(0) * p.Nk,
                                head.score_mod, q0 + column0, k0 + row0, tile.ds);
             if (!tiles.done()) load_bias(tiles.tile * BLOCK_Q);
             tile.apply_dsoftcap();

@@ -77,13 +77,15 @@ struct WarpBias {
     }
 
     // Store dbias from query i and key j on, if the bias is not broadcast: then dbias is contiguous.
-    // Overwrites the staged bias.
+    // May overwrite the staged bias.
     __device__ void write(BiasElement* dbias, const ScoreMod& score_mod, int i, int j,
                           const Fragment<Accum, MT, NT>& ds) const {
         static_assert(TRANSPOSED);
         const int rows = score_mod.Nq - i, columns = score_mod.Nk - j;
         dbias += i64(i) * score_mod.Nk + j;
-        if constexpr (STAGED) {
+        // Eight lanes have neighbours of a row: whole sectors of 32 bytes, if elements have 4 bytes or more.
+        constexpr bool STORE_STAGED = STAGED && sizeof(BiasElement) < 4;
+        if constexpr (STORE_STAGED) {
             __syncwarp();  // all lanes have read the bias
             store_transposed(share, ds);
             __syncwarp();

@@ -96,16 +96,32 @@ struct DsConsumer {
             bias.load(ScoreMod(p, step.b.at, step.h.at), step.q0() + row0, step.k0());
         };
 
+        // Statistics and flags of a step are loaded during the previous one.
+        auto statistic = [&](const void* all, i64 first, int e) {
+            return static_cast<const Accum*>(all)[first + lane.row(e)];
+        };
+        Accum next_lse_log2[2], next_delta[2];
+        u32 next_flags;
+        auto load_rows = [&] {
+            if (step.done) return;
+            next_flags = head_flags(p, step.b.at, step.key_head);
+            const i64 first = step.row() + row0;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                next_lse_log2[half] = statistic(p.lse_log2, first, 2 * half);
+                next_delta[half] = statistic(p.delta, first, 2 * half);
+            }
+        };
+
         load_bias();
+        load_rows();
 #pragma unroll 1
         for (; !step.done; pipe.advance()) {
             const int b = step.b.at, h = step.h.at, q0 = step.q0(), Nq = int(step.sequence.Nq);
             const i64 first = step.row() + row0;
-            auto statistic = [&](const void* all, int e) {
-                return static_cast<const Accum*>(all)[first + lane.row(e)];
-            };
-            const Accum lse_log2[2] = {statistic(p.lse_log2, 0), statistic(p.lse_log2, 2)};
-            const Accum delta[2] = {statistic(p.delta, 0), statistic(p.delta, 2)};
+            const Accum lse_log2[2] = {next_lse_log2[0], next_lse_log2[1]};
+            const Accum delta[2] = {next_delta[0], next_delta[1]};
+            const u32 flags = next_flags;
             const AttentionMask attn_mask(p, b, h);
             TileGradient<false, MT, NT, true> tile(q0 + row0, step.k0());
             tile.load_mask(attn_mask);
@@ -119,11 +135,12 @@ struct DsConsumer {
             __syncwarp();  // the bias has landed
             tile.recompute_p(
                 ScoreMod(p, b, h), bias, attn_mask, Dropout(p, b, h), step.kind,
-                head_flags(p, b, step.key_head) & LARGE_SCORES,
-                [&](int, int, int e) { return statistic(p.row_max, e); },
+                flags & LARGE_SCORES,
+                [&](int, int, int e) { return statistic(p.row_max, first, e); },
                 [&](int, int, int e) { return lse_log2[e / 2]; });
             step.next();
             load_bias();
+            load_rows();
 
             smem.values_full().wait(pipe.phase);
             gemm_async<Element, VALUE_DIM>(tile.ds, smem.dout(), m0, smem.v());
