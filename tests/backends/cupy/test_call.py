@@ -111,7 +111,8 @@ def test_gradients_are_written_where_they_are_returned(
     params, like = gpu.launches[-1][-1], {f"d{name}": x for name, x in given.items()}
     assert (plain.dbias, plain.dsinks) == (None, None)
     assert params["dbias"] == params["dsinks"] == 0
-    assert (params["dq_accum"] == 0) == deterministic
+    # In float32 one key block has all keys and writes dq.
+    assert (params["dq_accum"] == 0) == (deterministic or dtype == np.float32)
     options = {"bias": gpu.array((NQ, NK), np.float32), "sinks": gpu.array((HQ,), np.float64)}
     grads = gradients(gpu, **given, **options, deterministic=deterministic)
     assert kernels(gpu)[-3:] == ["backward_dbias", "backward_dbias_sum", "backward_dsinks"]

@@ -139,6 +139,9 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
             keys = _keys(problem, context)
             own = (x for x in keys if (takes_over if x.head_flags else x.kernel in _OF_HOPPER))
             found |= dict.fromkeys(own)
+    # One block has the only key, and writes dq.
+    few_keys = _keys(problem_of("float32", 32), context_of(arch))
+    found |= dict.fromkeys(x for x in few_keys if x.write_dq)
     found |= dict.fromkeys(_function_keys(arch, DTYPES[combination % len(DTYPES)].name))
     found |= dict.fromkeys(_packed_keys(arch, combination))
     found |= dict.fromkeys(partial_rows.keys(DTYPES[combination % len(DTYPES)].name))

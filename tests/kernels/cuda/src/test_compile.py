@@ -205,7 +205,7 @@ def test_every_dtype_and_gradient_of_the_other_kernels() -> None:
     for kernel in ("backward_preprocess", "backward_dq_convert", "backward_dsinks"):
         assert {key.dtype for _, key in CASES if key.kernel == kernel} == {d.name for d in DTYPES}
     keys = [key for _, key in CASES if key.kernel == "backward_dkdv"]
-    for gradient in ("add_dq", "write_dbias"):
+    for gradient in ("add_dq", "write_dq", "write_dbias"):
         assert {getattr(key, gradient) for key in keys} == {False, True}
 
 

@@ -32,6 +32,7 @@ from tileattn.kernels.cuda.families.shared_memory import (
     generic_static_bytes,
 )
 from tileattn.kernels.cuda.families.size_class import (
+    can_write_dq,
     has_keys,
     has_queries,
     suits_small_ds_tiles,
@@ -39,6 +40,7 @@ from tileattn.kernels.cuda.families.size_class import (
 )
 from tileattn.kernels.cuda.families.tiles import (
     MAX_HEAD_DIM,
+    SMALL_TILE,
     bucket,
     small_first,
     tuned_tiles,
@@ -86,7 +88,8 @@ def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
     others = dq_launch(P, context)
     if not dkdv.key.add_dq:
         return *own, *_with_repairs(dq_launch(P, context, pair=True), others, context)
-    return *own, _dq_convert(dkdv.key), repairing(others, context, NON_FINITE | LARGE_SCORES)
+    convert = () if dkdv.key.write_dq else (_dq_convert(dkdv.key),)
+    return *own, *convert, repairing(others, context, NON_FINITE | LARGE_SCORES)
 
 
 def forward_launch(
@@ -111,7 +114,9 @@ def dkdv_launch(
     if launch.traits.pair_by_pair:
         return launch._replace(blocks=Grid("keys", together=ROW_WARPS))
     write_dbias = context.dbias and (context.full_bias or context.entry_copies)
-    key = replace(launch.key, add_dq=add_dq and has_queries(problem), write_dbias=write_dbias)
+    add_dq = add_dq and has_queries(problem)
+    write_dq = add_dq and can_write_dq(problem) and launch.key.block_k >= SMALL_TILE
+    key = replace(launch.key, add_dq=add_dq, write_dq=write_dq, write_dbias=write_dbias)
     return launch._replace(key=key, blocks=Grid("keys", key.block_k, each=1 + key.pair))
 
 
@@ -236,7 +241,7 @@ def _traits(kernel: str, context: LaunchContext) -> KernelTraits:
 
 def _dq_sums(P: Problem, key: KernelKey) -> Parts:
     sums = P.B * P.Hq * P.Nq * key.head_dim * P.accum_dtype.itemsize
-    return Parts({}, {"dq_accum": sums} if key.add_dq else {})
+    return Parts({}, {"dq_accum": sums} if key.add_dq and not key.write_dq else {})
 
 
 _MAIN = ("forward", "backward_dkdv")

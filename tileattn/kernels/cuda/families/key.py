@@ -34,6 +34,7 @@ class KernelKey:
     split_kv: bool = False  # the Hopper forward kernel takes splits of the keys
     fold_scale: bool = False  # the exponential applies the scale: nothing modifies scores
     add_dq: bool = False  # the kernel over key blocks also adds to dq
+    write_dq: bool = False  # with add_dq: it writes dq itself, since one block has all keys
     head_major: bool = False  # it takes query heads that share keys one after another
     write_dbias: bool = False  # it also writes dbias, of a bias without broadcast axes
     mask_vector_width: int = 1  # neighbouring mask elements read at once: 1, 2 or 16

@@ -42,6 +42,7 @@ class SizeClass(NamedTuple):
     is_head_major: bool
     suits_small_ds_tiles: bool
     suits_small_key_tiles: bool
+    can_write_dq: bool
     delta_beside: tuple[int, ...]
 
 
@@ -64,6 +65,7 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         is_head_major(P, tuning),
         suits_small_ds_tiles(P, tuning),
         suits_small_key_tiles(P),
+        can_write_dq(P),
         tuple([n for n in _KEY_BLOCKS if delta_beside(P, n, tuning, sm_count)]),
     )
 
@@ -201,6 +203,11 @@ def suits_small_ds_tiles(P: Problem, tuning: Tuning) -> bool:
 def suits_small_key_tiles(P: Problem) -> bool:
     """Return True if a small tile of the generic kernel over keys has all keys."""
     return P.dtype.itemsize == 4 and P.Nk <= SMALL_TILE and not P.is_packed
+
+
+def can_write_dq(P: Problem) -> bool:
+    """Return True if one key block has all keys, and no query tile is empty."""
+    return suits_small_key_tiles(P) and fills_tiles(P)
 
 
 def fills_tiles(P: Problem) -> bool:

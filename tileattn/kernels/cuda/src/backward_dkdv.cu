@@ -294,6 +294,36 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 add_rows(sums, HEAD_DIM, dq, of_dq.row, of_dq.column, int(sequence.Nq) - q0, part,
                          parts);
             };
+            // Write dQ, or flag the head if it is not finite: backward_dq computes it then. This CTA alone has
+            // the head.
+            auto write_dq = [&](const DqFragment& dq) {
+                Element* const to = sequence.queries<Element>(p.dq, p.dq_at, head.h) + q0 * p.dq_at.n;
+                bool good = true;
+#pragma unroll
+                for (int m = 0; m < DqWarpTile::MT; ++m)
+#pragma unroll
+                    for (int e = 0; e < 4; e += 2) {
+                        const int i = of_dq.row + 16 * m + lane.row(e);
+                        if (q0 + i >= sequence.Nq) continue;
+#pragma unroll
+                        for (int n = 0; n < DqWarpTile::NT; ++n) {
+                            const int d = of_dq.column + 8 * n + lane.column(0);
+                            const Accum x = dq.x[m][n][e] * Accum(p.scale);
+                            const Accum y = dq.x[m][n][e + 1] * Accum(p.scale);
+                            good = good && is_finite(x) && is_finite(y);
+                            Element* const two = to + i * p.dq_at.n + d;
+                            if (d < p.D) two[0] = narrow<Element>(x);
+                            if (d + 1 < p.D) two[1] = narrow<Element>(y);
+                        }
+                    }
+                if (!good) flag_head(p, b, kv, NON_FINITE);
+            };
+            auto finish_dq = [&] {
+                if constexpr (WRITE_DQ)
+                    write_dq(compute_dq());
+                else
+                    add_dq(dq_sums(), compute_dq());
+            };
             if constexpr (ADD_DQ || WARPS_N > 1) store_fragment(ds_tile, tile.ds, row0, column0);
             if constexpr (WARPS_N > 1) {
                 store_fragment(p_tile, tile.p, row0, column0);
@@ -305,7 +335,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                     multiply_rows<false, BLOCK_Q, UNROLL>(dv, operand, of_dv.row, rows,
                                                           of_dv.column);
                     hand_back(load_q);
-                    if (has_dq) add_dq(dq_sums(), compute_dq());
+                    if (has_dq) finish_dq();
                 } else {
                     multiply_rows<false, BLOCK_Q, UNROLL>(dk, ds_tile, of_dk.row, q, of_dk.column);
                     hand_back(load_q);
@@ -313,7 +343,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                     // adds: in one burst they would delay the loads of the next tile, so they are spread
                     // over the steps of dV.
                     constexpr bool SPREAD =
-                        ADD_DQ && !NAN_SAFE && sizeof(Element) == 8 && DqWarpTile::ALL;
+                        ADD_DQ && !WRITE_DQ && !NAN_SAFE && sizeof(Element) == 8 && DqWarpTile::ALL;
                     if constexpr (SPREAD) {
                         Accum* const sums = dq_sums();
                         const DqFragment dq = compute_dq();
@@ -321,7 +351,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                             dv, p_tile, of_dv.row, dout, of_dv.column,
                             [&](int step, int steps) { add_dq(sums, dq, step, steps); });
                     } else {
-                        if (has_dq) add_dq(dq_sums(), compute_dq());
+                        if (has_dq) finish_dq();
                         multiply_rows<false, BLOCK_Q, UNROLL>(dv, p_tile, of_dv.row, dout,
                                                               of_dv.column);
                     }
@@ -332,7 +362,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 multiply(dv, tile.p, dout, 0);
                 hand_back(load_dout);
                 if constexpr (ADD_DQ && STAGES > 1) __syncthreads();  // dS of all keys is stored
-                if (has_dq) add_dq(dq_sums(), compute_dq());
+                if (has_dq) finish_dq();
             }
             if (excess > 1) scale_dk(excess);
             land();

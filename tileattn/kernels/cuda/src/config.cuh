@@ -49,6 +49,7 @@ constexpr bool PAGED = KEY_PAGED;        // keys and values are in pages of a bl
 constexpr bool SPLIT_KV = KEY_SPLIT_KV;  // split-KV; a tile has the rows of all query heads of a key head
 constexpr bool FOLD = KEY_FOLD_SCALE;    // no score modifiers: the scale is part of the exponent
 constexpr bool ADD_DQ = KEY_ADD_DQ;      // the dK and dV kernel adds dQ in memory, too
+constexpr bool WRITE_DQ = KEY_WRITE_DQ;  // ADD_DQ, but one block has all keys: it writes dQ itself
 constexpr bool HEAD_MAJOR = KEY_HEAD_MAJOR;  // backward: heads are the outer loop, query tiles the inner one
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
 constexpr u32 FLAGGED_HEADS = KEY_HEAD_FLAGS;  // compute only heads with one of these flags; 0: all heads
@@ -140,6 +141,7 @@ __device__ inline void sync_threads() {
 }
 
 static_assert(HEAD_COLUMNS % 16 == 0 && VALUE_COLUMNS % 16 == 0, "a k-step of mma is 16 deep");
+static_assert(ADD_DQ || !WRITE_DQ, "dQ is computed");
 static_assert(BLOCK_Q % 16 == 0 && BLOCK_K % 16 == 0,
               "rows of an mma atom, and dropout in 16 x 16");
 static_assert(BIAS_ALIGNMENT_BYTES == 0 ||
