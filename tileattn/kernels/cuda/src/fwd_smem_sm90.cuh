@@ -32,7 +32,7 @@ static_assert(Q_STAGES >= CONSUMERS, "a stage for every warpgroup");
 static_assert((BLOCK_Q - WARPGROUP_ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
               "a warpgroup fetches the next work tile before it skips the rest of this one");
 
-constexpr int TRACKED = 1024;  // bits for unfinished work tiles: iterations modulo 1024
+constexpr int TRACKED = 512;  // bits for unfinished work tiles: iterations modulo 512
 
 // Layout of dynamic shared memory. The staging memory of the warps and their parts of the bias follow.
 struct Tensors {
