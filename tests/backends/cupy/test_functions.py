@@ -24,7 +24,7 @@ def gpu(h200: Machine) -> Machine:
 
 
 def arrays(gpu: Machine) -> tuple[Any, Any]:
-    return gpu.array((2, 4, 150, 16), np.float16), gpu.array((2, 2, 300, 16), np.float16)
+    return gpu.array((2, 4, 200, 16), np.float16), gpu.array((2, 2, 350, 16), np.float16)
 
 
 def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any, number: Any) -> Any:
@@ -95,21 +95,21 @@ def test_tiles_of_functions_without_arrays_are_classified_once_a_call_repeats(gp
 def test_a_tree_is_a_function_of_its_mask_and_of_lengths(gpu: Machine) -> None:
     """Each call brings the first keys of trees: lengths on the GPU are an array."""
     q, k = arrays(gpu)
-    tree = gpu.array((1, 150, 150), np.bool_)
+    tree = gpu.array((1, 200, 200), np.bool_)
     gpu.cells_after = (1 + 2 * 3) + (1 + 2 * 1)
     for lengths in ([300, 200], [300, 200], [180, 300]):
         tileattn.forward(q, k, k, tree_mask=tree, kv_lengths=lengths)
         address, *of_tree = gpu.tails[-1][:7]
-        assert (address, of_tree[:3]) == (tree.data.ptr, [1, 150, 150])
-        assert values_at(gpu.tails[-1][7], (2,)) == [n - 150 for n in lengths]
+        assert (address, of_tree[:3]) == (tree.data.ptr, [1, 200, 200])
+        assert values_at(gpu.tails[-1][7], (2,)) == [n - 200 for n in lengths]
         assert gpu.tails[-1][8:] == [2, 8]
         params = gpu.launches[-1][-1]
         assert values_at(params["kv_lengths"], (2,)) == lengths
-        assert values_at(params["q_offset"], (2,)) == [n - 150 for n in lengths]
+        assert values_at(params["q_offset"], (2,)) == [n - 200 for n in lengths]
         assert gpu.launches[-1][0].mask_mod
     assert gpu.uploads == []
     with pytest.raises(TypeError, match="tree_mask"):
-        tileattn.forward(q, k, k, tree_mask=np.ones((1, 150, 150), bool))
+        tileattn.forward(q, k, k, tree_mask=np.ones((1, 200, 200), bool))
 
 
 def test_an_origin_is_an_array_of_functions_and_of_dropout(gpu: Machine) -> None:

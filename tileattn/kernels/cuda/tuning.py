@@ -43,6 +43,7 @@ def _commit(date: str, subject: str) -> Source:
 
 
 _TWO_GROUPS = _row("D and Dv up to 64 and a mean of at most 3,072 keys per query")
+_SHORT_TILES = _row("few queries and keys: tiles that pad them less", _H200)
 _SMALL = _commit("2026-11-26", "Run two groups of warpgroups in a CTA")
 _TALL = _row("D above 64: tiles of 192 queries with 96 keys", _H100)
 _FAMILIES = _commit("2026-11-22", "Plan launches as pure values, by kernel families")
@@ -90,6 +91,9 @@ class Tuning:
         _TWO_GROUPS,
     )
     small_tile_keys: int = _tuned(512, 0, "keys", "causal: the smallest tiles if Nk <= x", _SMALL)
+    short_tile_rows: int = _tuned(
+        512, 0, "rows", "short tiles if Nq and Nk <= x, and 128 x 128 pad more", _SHORT_TILES
+    )
     tall_queries: tuple[tuple[int, int], ...] = _tuned(
         ((64, 0), (96, 4096), (128, 8192)),
         ((64, 0),),
@@ -232,6 +236,7 @@ class TileSize(NamedTuple):
     tuned: bool = False  # chosen by measurement, not only for its size
     spills: bool = False  # the fastest although its loop spills some addresses
     pair: bool = False  # two thread blocks (a cluster) hold half of the columns each
+    short: bool = False  # for few queries and keys that larger tiles would pad more
 
     @property
     def why(self) -> str:
@@ -249,21 +254,31 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(128, 64, 8, tuned=True), TileSize(128, 32, 8)),
         512: (TileSize(128, 64, 8), TileSize(64, 64, 4)),
     },
-    # One warpgroup per 64 queries. Two groups are for few keys.
+    # One warpgroup per 64 queries. Several groups are for few keys. With score modifiers, a mask or
+    # dropout four groups would leave them too few registers.
     ("forward_sm90", 2): {
         64: (
+            TileSize(64, 64, 4, 1, 2, groups=4, tuned=True, short=True),
+            TileSize(64, 64, 4, 1, 2, groups=3, tuned=True, short=True),
             TileSize(128, 64, 8, 1, 4, groups=2, tuned=True),
             TileSize(192, 128, 12, 1, 4, tuned=True),
             TileSize(128, 128, 8, 1, 4, tuned=True),
             TileSize(192, 64, 12, 1, 4, tuned=True),
         ),
-        96: (TileSize(192, 96, 12, 1, 3, tuned=True), TileSize(128, 128, 8, 1, 2, tuned=True)),
+        96: (
+            TileSize(192, 96, 12, 1, 3, tuned=True),
+            TileSize(128, 96, 8, 1, 2, tuned=True, short=True),
+            TileSize(128, 128, 8, 1, 2, tuned=True),
+        ),
         128: (TileSize(192, 64, 12, 1, 3, tuned=True), TileSize(128, 128, 8, 1, 2, tuned=True)),
         192: (TileSize(128, 128, 8, 1, 2, tuned=True), TileSize(128, 96, 8, 1, 2)),
         256: (TileSize(128, 64, 8, 1, 2, tuned=True),),
     },
     ("forward", 4): {
-        64: (TileSize(128, 32, 4, 1, 2, tuned=True, spills=True),),
+        64: (
+            TileSize(64, 32, 4, 1, 2, 3, tuned=True, spills=True, short=True),
+            TileSize(128, 32, 4, 1, 2, tuned=True, spills=True),
+        ),
         128: (TileSize(128, 32, 8, 1, 2, tuned=True),),
         256: (TileSize(128, 32, 8, tuned=True, spills=True), TileSize(64, 16, 4)),
         512: (TileSize(64, 32, 4),),

@@ -150,6 +150,38 @@ def test_shared_memory_of_every_head_dimension_fits(dim: int) -> None:
             assert launch.key.block_q % 64 == 0 or not launch.tensor_maps
 
 
+@pytest.mark.parametrize(
+    ("lengths", "D", "options", "tile"),
+    [
+        ((49, 49), 32, (), (64, 64, 4)),
+        ((49, 49), 32, ("bias",), (64, 64, 3)),
+        ((144, 144), 64, ("mask",), (64, 64, 3)),
+        ((257, 257), 64, (), (64, 64, 4)),
+        ((197, 197), 64, (), (128, 64, 2)),  # four blocks of 64 queries
+        ((4096, 77), 64, (), (128, 64, 2)),
+        ((577, 577), 64, ("bias",), (192, 128, 1)),
+        ((257, 257), 80, (), (128, 96, 1)),
+        ((197, 197), 80, (), (128, 128, 1)),
+    ],
+    ids=str,
+)
+def test_few_queries_and_keys_have_tiles_that_pad_them_little(
+    lengths: tuple[int, int], D: int, options: tuple[str, ...], tile: tuple[int, int, int]
+) -> None:
+    """They are the same for any number of heads, and three groups leave registers to options."""
+    for heads in (1, 600):
+        Nq, Nk = lengths
+        problem = replace(problem_of("bfloat16", D, options), B=heads, Hq=8, Nq=Nq, Nk=Nk)
+        key = forward_launches(problem, ON_HOPPER)[0].key
+        assert (key.block_q, key.block_k, key.groups) == tile
+
+
+def test_packed_sequences_have_the_same_tiles_at_any_length() -> None:
+    problem = replace(problem_of("bfloat16", 64, ("cu_seqlens_q", "cu_seqlens_k")), Nq=49, Nk=49)
+    key = forward_launches(problem, ON_HOPPER)[0].key
+    assert key == forward_launches(replace(problem, Nq=4900, Nk=4900), ON_HOPPER)[0].key
+
+
 ALL_FLAGS = NON_FINITE | LARGE_SCORES | FAILED
 
 

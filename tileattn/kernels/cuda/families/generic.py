@@ -35,6 +35,7 @@ from tileattn.kernels.cuda.families.size_class import (
     can_write_dq,
     has_keys,
     has_queries,
+    short_rows,
     suits_small_ds_tiles,
     suits_small_key_tiles,
 )
@@ -201,6 +202,8 @@ def _tiles(kernel: str, P: Problem, context: LaunchContext) -> tuple[TileSize, .
     best = tuned_tiles(kernel, P.dtype.itemsize, max(P.D, P.Dv))
     if not best:
         return ()
+    short = short_rows(P, context.tuning)
+    best = tuple([tile for tile in best if not tile.short or tile.block_q in short])
     if mask_block_k and kernel == "forward":
         best = tuple(sorted(best, key=straddles))
     small = {

@@ -45,6 +45,7 @@ from tileattn.kernels.cuda.families.size_class import (
     has_short_keys,
     has_two_group_keys,
     is_head_major,
+    short_rows,
     suits_small_ds_tiles,
     suits_tall_rows,
     tall_columns,
@@ -71,6 +72,7 @@ _BACKWARD_BUCKETS = {
     HOPPER_WIDE: ((128, 192, 256), (128, 192, 256)),
 }
 _PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
+_MANY_GROUPS = 4  # of warps: too few registers for score modifiers, a mask or dropout
 SUPPORTED = "wgmma and tensor maps"
 _DQ_CONVERT = "one thread block for each tile of dq"
 _NAN_SAFE = "for heads with NaN or infinity; usually there are none, and it returns at once"
@@ -144,8 +146,10 @@ def forward_launch(
 def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSize]:
     """List the forward tiles that fit and suit the call, the best first.
 
+    * Short tiles are for few queries and keys, which others would pad more.
     * Two groups of warps fill the time between work tiles, but read the keys more often: they are
       for queries that attend to few keys. With score modifiers and dropout their registers spill.
+      With four groups those of a mask do, too.
     * The smallest tiles are for such calls with few keys and a causal mask: they compute fewer
       masked-out pairs.
     * Tiles of 192 queries read the keys less often. Above 64 columns they need many queries, or SMs
@@ -165,12 +169,15 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     many = columns in tall_columns(P, tuning) and not (is_short or packed)
     tall, few = not least or many, has_two_group_keys(P, tuning)
     cut = is_short and P.window[1] is not None and not (masked or packed)
+    short = short_rows(P, tuning)
     bias_size = _bias_size(context)
 
     def suits(tile: TileSize) -> bool:
         shared = hopper_forward_bytes(tile, dim, value, bias_size)
         if shared + HOPPER_STATIC > HOPPER_LIMIT:
             return False
+        if tile.short:
+            return tile.block_q in short and (plain or tile.groups < _MANY_GROUPS)
         if tile.block_q > tuning.masked_rows and (masked or not tall):
             return False
         return tile.groups == 1 or (plain and few)

@@ -19,6 +19,8 @@ FEW_SPLITS = 2  # stands for any number of splits that a warp can join
 
 _SHARED_ROWS = (16, 32, 64, FEW_ROWS, MOST_ROWS, MOST_ROWS + 1)
 _NO_AXES: frozenset[str] = frozenset()
+# Queries and keys of tiles: of short ones, and of the others.
+_SHORT_BLOCKS, _LARGE_BLOCK = ((64, 64), (128, 96)), (128, 128)
 _KEY_BLOCKS = (64, 128)  # keys of a tile of the Hopper backward kernels
 # Positions have 32 bits; the margin is for what the last tile goes beyond.
 _MOST_POSITIONS = (1 << 31) - (1 << 16)
@@ -37,6 +39,7 @@ class SizeClass(NamedTuple):
     has_dynamic_keys: bool
     has_short_keys: bool
     has_two_group_keys: bool
+    short_rows: tuple[int, ...]
     tall_columns: tuple[int, ...]
     suits_tall_rows: bool
     is_head_major: bool
@@ -60,6 +63,7 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         has_dynamic_keys(P, tuning),
         has_short_keys(P, tuning),
         has_two_group_keys(P, tuning),
+        short_rows(P, tuning),
         tall_columns(P, tuning),
         suits_tall_rows(P, tuning),
         is_head_major(P, tuning),
@@ -152,6 +156,23 @@ def has_two_group_keys(P: Problem, tuning: Tuning) -> bool:
     return end - first <= tuning.two_group_keys
 
 
+def short_rows(P: Problem, tuning: Tuning) -> tuple[int, ...]:
+    """Return the queries of the short tiles that suit few queries and keys.
+
+    They pad them less than tiles of 128 x 128. Packed lengths are known only on the device.
+    """
+    most = tuning.short_tile_rows
+    if P.is_packed or P.Nq > most or P.Nk > most:
+        return ()
+    pairs = padded_pairs(P, *_LARGE_BLOCK)
+    return tuple([block[0] for block in _SHORT_BLOCKS if padded_pairs(P, *block) < pairs])
+
+
+def padded_pairs(P: Problem, block_q: int, block_k: int) -> int:
+    """Count the pairs of queries and keys in the tiles of a head."""
+    return -(-P.Nq // block_q) * block_q * (-(-P.Nk // block_k) * block_k)
+
+
 def tall_columns(P: Problem, tuning: Tuning) -> tuple[int, ...]:
     """Return the columns of `Tuning.tall_queries` for which there are enough queries."""
     return tuple([columns for columns, queries in tuning.tall_queries if P.Nq >= queries])
@@ -191,13 +212,8 @@ def is_head_major(P: Problem, tuning: Tuning) -> bool:
 
 def suits_small_ds_tiles(P: Problem, tuning: Tuning) -> bool:
     """Return True if large tiles of the kernels that sum dS lie mostly past the ends."""
-    if not P.has_bias:
-        return False
-
-    def pairs(block: int) -> int:
-        return -(-P.Nq // block) * -(-P.Nk // block) * block * block
-
-    return pairs(2 * SMALL_TILE) >= tuning.small_ds_tiles * pairs(SMALL_TILE)
+    large, small = (padded_pairs(P, n, n) for n in (2 * SMALL_TILE, SMALL_TILE))
+    return P.has_bias and large >= tuning.small_ds_tiles * small
 
 
 def suits_small_key_tiles(P: Problem) -> bool:

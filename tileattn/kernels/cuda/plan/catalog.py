@@ -22,7 +22,7 @@ WINDOWS: tuple[tuple[int | None, int | None], ...] = ((None, None), (None, 0))
 DTYPES, HEAD_DIMS = ("bfloat16", "float16", "float32"), (64, 96, 128, 256)
 
 _16_BIT, _USUAL = DTYPES[:2], (64, 128)
-_LENGTHS = ((128, 128), (640, 640), (1024, 1024), (8192, 8192))
+_LENGTHS = ((128, 128), (280, 280), (640, 640), (1024, 1024), (8192, 8192))
 _FEW_QUERIES = tuple(product((1, 4), (16, 256, 1500, 6000, 40000)))
 _SLIDING = ((255, 0), (4095, 0), (128, 128))
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k")
