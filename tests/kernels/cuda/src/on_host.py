@@ -33,7 +33,7 @@ Array = NDArray[Any]
 STAND_INS = Path(__file__).with_name("stand_ins.h").read_text(encoding="utf-8")
 """The text that takes the place of types.cuh."""
 
-_HEADERS = "quick.cuh", "numpy.cuh", "intervals.cuh"
+_HEADERS = "griddep.cuh", "quick.cuh", "numpy.cuh", "intervals.cuh"
 
 
 _PAIRS = """\
@@ -316,11 +316,11 @@ def kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
         f"constexpr int THREADS = {threads};",
         f"constexpr int FUNCTIONS = {len(key.functions)};",
         "inline void sync_threads() {}",
-        "inline void overlap_launches() {}",
     ]
+    included = [f'#include "{name}.cuh"' for name in ("types", "griddep")]
     functions = key.functions or (SOURCES / "functions.cuh").read_text(encoding="utf-8")
     return sources(*names) | {
-        "config.cuh": "\n".join(["#pragma once", '#include "types.cuh"', *config]),
+        "config.cuh": "\n".join(["#pragma once", *included, *config]),
         "functions.cuh": functions,
         f"{key.kernel}.cpp": _KERNEL.format(kernel=key.kernel),
     }

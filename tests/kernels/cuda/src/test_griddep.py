@@ -66,6 +66,7 @@ _ONE_AN_SM = (
 _BEGIN = {"backward_dq_convert_sm90": "LDG.E.STRONG.GPU"} | dict.fromkeys(
     (*HOPPER_BACKWARDS, HOPPER_WIDE_DQ), "CCTL.IVALL"
 )
+_ORDERS = "order_key_blocks"  # starts early, too, and waits before it stores
 
 
 @functools.cache
@@ -77,7 +78,7 @@ def section_of(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCE
 @pytest.mark.parametrize("kernel", sorted(OF_PLANS))
 def test_a_kernel_waits_first(kernel: str, program: str) -> None:
     section = section_of(OF_PLANS[kernel], program)
-    if kernel not in _BEGIN:
+    if kernel not in (*_BEGIN, _ORDERS):
         assert too_early(section) == []
     lets = any(x.opcode == "PREEXIT" and not x.guarded for x in section.code)
     assert lets != kernel.endswith(_ONE_AN_SM)
@@ -97,6 +98,13 @@ def test_a_kernel_that_starts_early_looks_first(kernel: str, packed: bool, progr
     assert (too_early(section, _GLOBAL) == []) == packed
     assert too_early(section, _GLOBAL, (_WAIT, _BEGIN[kernel])) == []
     assert any(x.opcode == _WAIT for x in section.code)
+
+
+def test_the_order_of_key_blocks_is_stored_after_the_wait(program: str) -> None:
+    """Before it the kernel reads offsets, after it has emptied the L1 cache."""
+    section = section_of(OF_PLANS[_ORDERS], program)
+    assert too_early(section, ("ST", "STG", "EXIT")) == []
+    assert too_early(section, waits=("CCTL.IVALL",)) == []
 
 
 def test_every_kernel_of_a_plan_is_checked() -> None:

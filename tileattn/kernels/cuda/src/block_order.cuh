@@ -85,7 +85,8 @@ __device__ inline void count_blocks(const Params& p, const Integers& ends, i64 r
 }
 
 // Write the blocks of this CTA to their places in the order. rank(sequence, first row) is the sort key of a
-// block. Blocks with equal keys keep their order.
+// block. Blocks with equal keys keep their order. Until all threads wait for the previous kernel, they read
+// only offsets and lengths of sequences.
 template <int BLOCK, class Rank>
 __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 rows, Rank rank) {
     __shared__ int near_ends[NEAR_ENDS];
@@ -93,7 +94,7 @@ __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 r
     __shared__ int ranks[THREADS];
     __shared__ PackedBlock blocks[ORDERED];
     const int numbers = block_count<BLOCK>(p, rows), entries = int(p.entries);
-    if (numbers == 0) return;
+    if (numbers == 0) return wait_for_prerequisites();
     // Binary searches read the ends one after another: keep them in shared memory if they fit.
     const bool fit = entries < NEAR_ENDS;
     for (int b = int(threadIdx.x); fit && b <= entries; b += THREADS)
@@ -140,6 +141,7 @@ __device__ inline void order_blocks(const Params& p, const Integers& ends, i64 r
             before += alike && ranks[n] < rank_of_own + earlier;
         }
     }
+    wait_for_prerequisites();
     if (chunk < numbers) {
         count = 0;  // of all chunks
         for (int n = int(threadIdx.x) % TOGETHER; n * chunk < numbers; n += TOGETHER) {

@@ -17,7 +17,7 @@
 //
 // In Hopper's backward pass three kernels overlap: the second and the third start while the previous one
 // runs. The first, backward_preprocess, lets them start after its own wait, so everything before it is
-// complete. For packed sequences each kernel waits first.
+// complete. For packed sequences these kernels wait first; only the one that orders their blocks does not.
 //
 // - backward_sm90, backward_halves_sm90 and backward_wide_sm90 wait for the rows of a head before they
 //   compute it (row_counter.cuh). A warp of each CTA waits at the end, so they complete after the first.
@@ -26,6 +26,8 @@
 //   previous one.
 // - backward_wide_dq_sm90 also waits for rows. It shares only inputs with the previous kernel, and the flag
 //   FAILED in head_flags, which both may set and neither reads. A warp of each CTA waits at the end.
+// - order_key_blocks compares blocks while backward_preprocess runs. It then reads only offsets and lengths,
+//   which were complete before that kernel began. It waits before it stores the order.
 #pragma once
 
 // Let the next kernel start, once all CTAs have called this or ended. It does not order memory.
