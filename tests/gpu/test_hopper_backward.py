@@ -1,6 +1,7 @@
 """The Hopper backward kernels: repeated calls, a fixed order of sums, heads computed again."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -348,3 +349,30 @@ def test_flags_of_many_heads() -> None:
     assert cupy.isnan(after.dq[1, wrong]).all()
     assert cupy.isfinite(after.dv).all()  # its probabilities are those of finite scores
     assert cupy.isfinite(after.dq[1, right]).all()
+
+
+@pytest.mark.parametrize("flag", ["NON_FINITE", "LARGE_SCORES", "FAILED"])
+def test_a_flag_of_one_head_of_many_is_found(flag: str) -> None:
+    """The last head of 2,000 has the gradients of a call of its own; the others keep their bits."""
+    import cupy
+
+    rng = cupy.random.default_rng(0)
+    shape = (2, 1000, 130, 64)
+    given = [rng.standard_normal(shape, np.float32).astype(np.float16) for _ in range(4)]
+    before = gradients_of(given)
+    factors = {"NON_FINITE": (1, 1, math.inf, 1), "LARGE_SCORES": (300, 1, 1, 1)}
+    for x, factor in zip(given, factors.get(flag, (0.01, 0.01, 2000, 2000)), strict=True):
+        x[1, -1, :3] *= factor
+    after = gradients_of(given)
+    alone = gradients_of([x[1:, -1:] for x in given])
+    for ours, own, theirs in zip(after, alone, before, strict=True):
+        assert bits((ours[1, -1],)) == bits((own[0, 0],))
+        assert bits((ours[0], ours[1, :-1])) == bits((theirs[0], theirs[1, :-1]))
+    assert all(cupy.isfinite(x).all() for x in after) == (flag != "NON_FINITE")
+
+
+def gradients_of(given: Sequence[Any]) -> tuple[Any, ...]:
+    q, k, v, dout = given
+    assert runs_backward(q, k, v, dout)
+    attention = tileattn.forward(q, k, v)
+    return tuple(tileattn.backward(dout, q, k, v, *attention, deterministic=True)[:3])

@@ -74,6 +74,7 @@ _BACKWARD_BUCKETS = {
 _PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
 _MANY_GROUPS = 4  # of warps: too few registers for score modifiers, a mask or dropout
 SUPPORTED = "wgmma and tensor maps"
+_CONVERTED_SUMS = 4096  # sums of dq that the threads of `ROW_WARPS` warps load at once
 _DQ_CONVERT = "one thread block for each tile of dq"
 _NAN_SAFE = "for heads with NaN or infinity; usually there are none, and it returns at once"
 
@@ -201,9 +202,10 @@ def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
     dq = _wide_dq(P, context, key) if is_wide else _dq_convert(key)
     safe = (_nan_safe(own), generic.repairing(dq, context, NON_FINITE)) if has_safe else ()
     context = context._replace(dbias=False)  # a kernel of its own computes dbias of all heads
-    others = generic.dkdv_launch(P, context, add_dq=False), generic.dq_launch(P, context)
+    # Thread blocks that leave space on an SM start while dq is converted, so they come first.
+    others = generic.dq_launch(P, context), generic.dkdv_launch(P, context, add_dq=False)
     repairs = (generic.repairing(launch, context, left) for launch in others)
-    return own, dq, *safe, *repairs
+    return own, dq, *repairs, *safe
 
 
 def _key_launch(P: Problem, context: LaunchContext) -> KernelLaunch:
@@ -303,10 +305,11 @@ def dq_columns(dim: int) -> int:
 def _dq_convert(key: KernelKey) -> KernelLaunch:
     """Launch the kernel that rounds the sums of dq and restores the order of their columns."""
     sizes = key.head_dim, key.value_dim, key.block_q
+    sums = key.block_q * dq_columns(key.head_dim)
     convert = KernelKey(
         *(HOPPER_DQ_CONVERT, key.dtype, *sizes),
         block_k=key.block_k,
-        warps_m=ROW_WARPS,
+        warps_m=ROW_WARPS if sums <= _CONVERTED_SUMS else 2 * ROW_WARPS,
         packed=key.packed,
     )
     grid = Grid("queries", key.block_q)
