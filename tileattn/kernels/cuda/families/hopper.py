@@ -74,7 +74,7 @@ _BACKWARD_BUCKETS = {
 _PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
 _MANY_GROUPS = 4  # of warps: too few registers for score modifiers, a mask or dropout
 SUPPORTED = "wgmma and tensor maps"
-_CONVERTED_SUMS = 4096  # sums of dq that the threads of `ROW_WARPS` warps load at once
+_CONVERTED_SUMS = 4096  # sums of dq that `ROW_WARPS` warps load at once
 _DQ_CONVERT = "one thread block for each tile of dq"
 _NAN_SAFE = "for heads with NaN or infinity; usually there are none, and it returns at once"
 
@@ -202,7 +202,7 @@ def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
     dq = _wide_dq(P, context, key) if is_wide else _dq_convert(key)
     safe = (_nan_safe(own), generic.repairing(dq, context, NON_FINITE)) if has_safe else ()
     context = context._replace(dbias=False)  # a kernel of its own computes dbias of all heads
-    # Thread blocks that leave space on an SM start while dq is converted, so they come first.
+    # The kernel for dq leaves space on an SM: it starts while dq is converted, so it comes first.
     others = generic.dq_launch(P, context), generic.dkdv_launch(P, context, add_dq=False)
     repairs = (generic.repairing(launch, context, left) for launch in others)
     return own, dq, *repairs, *safe
