@@ -15,7 +15,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 from tileattn.call.problem import problem_of
@@ -49,6 +49,7 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
 )
 
 _BY_STORES = "threads write it, for whom an arrival releases what came before, loads included"
+_WITH_K = "work tiles are freed by k_empty"
 _NO_STAGE = "the count of unfinished work tiles is in no stage: only threads write it"
 
 # Kernel, barrier and what is read: loads that may be under way at an arrival, and why.
@@ -58,6 +59,7 @@ ALLOWED = {
     (HOPPER, "pass_done", "work_tiles"): _BY_STORES,
     **{(HOPPER, f"{x}_empty", "any_redo"): _NO_STAGE for x in "qkv"},
     **{(x, "k_empty", "work_tile"): _BY_STORES for x in HOPPER_BACKWARDS},
+    **{(HOPPER_BACKWARD, x, "work_tile"): _WITH_K for x in ("ds_empty", "dq_full")},
     (HOPPER_BACKWARD, "q_empty", "lse_log2"): "of the next tile; q_empty frees the stage of dK",
     (HOPPER_WIDE, "dout_empty", "p"): "frees dout and delta; " + _BY_STORES,
     (HOPPER_WIDE, "p_empty", "p"): _BY_STORES,
@@ -85,7 +87,16 @@ def keys(
             *backward_launches(problem, context, deterministic=True, sinks=False),
         )
         found |= dict.fromkeys(x.key for x in launches if x.key.kernel in _KERNELS)
-    return [*found, *(_latent_key(dtype) for dtype in dtypes)]
+    split = (_split_keys(*pair, dtype) for pair, dtype in product(pairs, dtypes))
+    return [*found, *chain.from_iterable(split), *(_latent_key(dtype) for dtype in dtypes)]
+
+
+def _split_keys(dim: int, value: int, dtype: str) -> list[KernelKey]:
+    """List the kernels whose thread blocks share a key block: of many queries over few keys."""
+    problem = replace(problem_of(dtype, dim), Dv=value, Nq=1 << 13, Nk=64)
+    context = catalog.context_of(ARCH)
+    launches = backward_launches(problem, context, deterministic=False, sinks=False)
+    return [x.key for x in launches if x.key.split_q]
 
 
 def _latent_key(dtype: str) -> KernelKey:

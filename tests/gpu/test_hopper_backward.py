@@ -134,6 +134,45 @@ def test_tiles_that_the_first_to_come_claims(D: int, Dv: int, mask: str) -> None
     check_repeats(arrays(DTYPES[1], D, Dv, 1409, 1500), 30, block_mask=MASKS[mask](1409, 1500))
 
 
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "splits", "options"),
+    [
+        ((2, 3, 3, 4200, 77, 64, 64), (1, 4), {}),
+        ((2, 3, 3, 2200, 130, 128, 64), (1, 2), {"kv_lengths": [130, 50]}),
+        ((2, 18, 2, 1400, 130, 128, 128), (2, 1), {"causal": True, "q_offset": [0, -90]}),
+        ((2, 8, 2, 1300, 130, 96, 128), (4, 1), {}),
+        ((2, 4, 2, 2200, 130, 64, 64), (2, 2), {"softcap": 3.0}),
+    ],
+    ids=str,
+)
+def test_splits_of_the_queries_of_a_key_block(
+    sizes: tuple[int, ...],
+    splits: tuple[int, int],
+    options: dict[str, Any],
+    few: bool,
+    request: pytest.FixtureRequest,
+) -> None:
+    """dk and dv are sums over splits that end in any order, in any batch and with any heads."""
+    if few:
+        request.getfixturevalue("few_sms")
+    made = normal(sizes, DTYPES[1])
+    problem, layout = described("backward", *map(sent, made[:3]), dout=sent(made[3]), **options)
+    plan = plan_backward(problem, layout, describe.device_of(0))
+    assert (plan.fields["head_splits"], plan.fields["query_splits"]) == splits
+    check_repeats(made, 10, **options)
+    first = both(made, deterministic=True, **options)[1]
+    assert bits(both(made, deterministic=True, **options)[1]) == bits(first)
+    each: dict[str, Any] = {n: x[1:] if isinstance(x, list) else x for n, x in options.items()}
+    q, k, v, dout = (x[1:, : x.shape[1] // problem.Hkv] for x in made)
+    alone = both((q, k, v, dout), deterministic=True, **each)[1]
+    for x, y in zip(first[:3], alone[:3], strict=True):
+        assert x[1:, : y.shape[1]].tobytes() == y.tobytes()
+    made[1][1, -1, 30, 5] = math.nan
+    made[0][0, 0, 90] *= 300
+    check(made, **options)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_narrow_heads_of_so_many_keys_that_p_is_subnormal(dtype: Any) -> None:
     """In float16: it is held times a power of two."""

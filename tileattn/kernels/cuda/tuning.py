@@ -52,6 +52,7 @@ _TALL_WINDOW = _row("D above 64: tiles of 80 queries with windows from 2,048 key
 _MODIFIED = _row("tiles of 64 queries, not 128, with score modifiers, a mask or dropout")
 _HEAD_MAJOR = _row("window with GQA: query heads of a KV head one after the other", _H100)
 _DELTA = _row("the main kernel starts while a quarter of the SMs compute delta")
+_QUERY_SPLITS = _row("few key blocks: splits of the query heads, or of the queries")
 _SPLITS = _commit("2026-11-24", "Split the keys of few queries into pieces on the GPU")
 _LATENT = _commit("2026-11-25", "cut latent attention into longer pieces")
 _SPLIT_WGMMA = _commit("2026-11-25", "Take many rows that share keys on Hopper")
@@ -117,6 +118,25 @@ class Tuning:
     head_major_window: tuple[int, int] = _tuned(
         (2, 3), (0, 1), "of Nk", "GQA: query heads in turn if a window is <= x", _HEAD_MAJOR
     )
+    # Backward: splits of the queries of a key block.
+    split_ratio: int = _tuned(8, _NEVER, "queries per key", "keys are few if >= x", _QUERY_SPLITS)
+    split_few_rows: tuple[int, int] = _tuned(
+        (1024, 4096),
+        (_NEVER, _NEVER),
+        "rows of queries",
+        "of a split if keys are few: 4 Nk, from x[0] to x[1]",
+        _QUERY_SPLITS,
+    )
+    split_group: int = _tuned(
+        8, _NEVER, "query heads per key head", "split them if >= x", _QUERY_SPLITS
+    )
+    split_long_keys: int = _tuned(
+        8192, _NEVER, "keys", "split any group of query heads if >= x", _QUERY_SPLITS
+    )
+    split_rows: int = _tuned(
+        2560, _NEVER, "rows of queries", "of a split of a group: Nk, and >= x", _QUERY_SPLITS
+    )
+    split_keys: int = _tuned(32768, 0, "keys", "of a head, times its splits, <= x", _QUERY_SPLITS)
     # The kernel that computes delta.
     rows_beside_waves: int = _tuned(
         8, _NEVER, "waves", "delta beside the main kernel if it has >= x", _DELTA

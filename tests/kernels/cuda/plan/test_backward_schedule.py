@@ -45,7 +45,7 @@ def test_orders_of_every_kind_of_call(window: Any, dim: int, deterministic: bool
         P = shaped("float16", dim, B=3, Hq=16 * group, Hkv=16, Nq=Nk, Nk=Nk, window=window)
         P = replace(P, enabled_options=options)
         launch, found = scheduled(P, deterministic=deterministic)
-        assert 1 <= found.head_groups <= P.B * P.Hkv
+        assert 1 <= found.head_groups <= P.B * P.Hkv * found.head_splits * found.query_splits
         assert found.assignment is None
         assert found.in_order is (deterministic and launch.key.add_dq)
         if found.stagger:
@@ -68,5 +68,7 @@ def test_what_decides_about_bits_is_the_same_in_any_batch_and_on_any_gpu(
             P = shaped("float16", dim, B=B, Hq=4 * group, Hkv=4, Nq=Nk, Nk=Nk, window=window)
             launch, found = scheduled(P, deterministic=deterministic, sm_count=sm_count)
             key = launch.key
-            orders.add((key.tile, key.head_major, found.run_keys, found.last_keys_first))
+            splits = found.head_splits, found.query_splits
+            order = found.run_keys, found.last_keys_first
+            orders.add((key.tile, key.head_major, *splits, *order))
         assert len(orders) == 1

@@ -39,7 +39,7 @@ def cases(dtype: str, options: frozenset[str], bounded: Any, dims: tuple[int, in
     rng = Random(f"{dtype} {sorted(options)} {bounded} {dims}")
     functions = {name: FUNCTIONS[name] for name in options & FUNCTIONS.keys()}
     base = asked(dtype, options, D=dims[0], Dv=dims[1], **functions)
-    for Nq, Nk in rng.sample([*product(LENGTHS, LENGTHS)], 40):
+    for Nq, Nk in rng.sample([*product(LENGTHS, LENGTHS)], 48):
         group, heads = 4, rng.choice((1, 2, 32))
         problem = replace(
             base,

@@ -17,6 +17,7 @@ def scheduler_texts(key: KernelKey) -> dict[str, str]:
     """Return the texts of Hopper's tile scheduler, and its configuration."""
     texts = kernel_texts(replace(key, kernel="scheduler"), 1, "float32")
     texts["config.cuh"] += _SCHEDULER + f"constexpr int GROUPS = {key.groups};\n"
-    texts["config.cuh"] += f"constexpr bool HEAD_MAJOR = {int(key.head_major)};\n"
+    texts["config.cuh"] += f"constexpr bool HEAD_MAJOR = {int(key.head_major)}, PAIR = false;\n"
+    texts["config.cuh"] += f"constexpr bool SPLIT_Q = {int(key.split_q)};\n"
     texts["splits.cuh"] = "#pragma once\n"
-    return texts | sources("tile_scheduler.cuh", "tile_scheduler_sm90.cuh")
+    return texts | sources("query_split.cuh", "tile_scheduler.cuh", "tile_scheduler_sm90.cuh")

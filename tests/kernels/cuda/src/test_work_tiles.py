@@ -32,13 +32,13 @@ extern "C" int claim_all(const Params* p, int* found) {
         if (work.k0 >= work.Nk(*p)) continue;
         const QueryTileList list(*p, work);
         const QueryTiles& tiles = work.tiles;
-        for (int index = tiles.first; index != tiles.stop; index = tiles.next(index), found += 6) {
-            const int row[] = {n, work.b, work.kv, work.k0 / BLOCK_K, list.tile(index),
-                               list.rank(*p, work, index)};
-            std::copy(row, row + 6, found);
+        for (int index = tiles.first; index != tiles.stop; index = tiles.next(index), found += 8) {
+            const int row[] = {n, work.b, work.kv, work.first_head(*p), work.end_head(*p),
+                               work.k0 / BLOCK_K, list.tile(index), list.rank(*p, work, index)};
+            std::copy(row, row + 8, found);
         }
     }
-    return int(found - begin) / 6;
+    return int(found - begin) / 8;
 }
 """
 
@@ -86,6 +86,8 @@ class Attending(NamedTuple):
     claim: int
     b: int
     kv: int
+    first_head: int
+    end_head: int
     block: int
     tile: int
     rank: int
@@ -104,7 +106,7 @@ def backward_work_tiles(
     P = plan.problem
     block = block_with(plan, integers)
     library = scheduler(folder, key, _WORK_TILES)
-    most = P.B * P.Hkv * (P.Nq // key.block_q + 1) * (P.Nk // key.block_k + 1)
+    most = P.B * P.Hq * (P.Nq // key.block_q + 1) * (P.Nk // key.block_k + 1)
     found = np.empty((most, len(Attending._fields)), np.int32)
     count = library.claim_all(pointer(block), pointer(found))
     return [Attending(*row) for row in found[:count].tolist()]
@@ -159,15 +161,16 @@ def test_a_key_block_waits_for_those_that_were_claimed_before(
     adds: Counter[tuple[int, int, int]] = Counter()
     blocks = defaultdict(list)
     for x in found:
-        dq_tile = x.b, x.kv, x.tile
-        assert x.rank == adds[dq_tile]
-        adds[dq_tile] += 1
-        blocks[dq_tile].append(x.block)
+        for h in range(x.first_head, x.end_head):
+            dq_tile = x.b, h, x.tile
+            assert x.rank == adds[dq_tile]
+            adds[dq_tile] += 1
+            blocks[dq_tile].append(x.block)
     assert all(own == sorted(own, reverse=last_first) for own in blocks.values())
     expected = {
-        (b, kv, q0 // key.block_q, k0 // key.block_k)
+        (b, h, q0 // key.block_q, k0 // key.block_k)
         for b in range(problem.B)
-        for kv in range(problem.Hkv)
+        for h in range(problem.Hq)
         for q0 in range(0, Nq, key.block_q)
         for k0 in range(0, Nk, key.block_k)
         if SlidingWindow(Nq, lengths[b], offsets[b], *window).kind(
@@ -175,8 +178,9 @@ def test_a_key_block_waits_for_those_that_were_claimed_before(
         )
         != EMPTY
     }
-    assert len(found) == len(expected)
-    assert {(x.b, x.kv, x.tile, x.block) for x in found} == expected
+    added = {(*tile, block) for tile, own in blocks.items() for block in own}
+    assert added == expected
+    assert sum(adds.values()) == len(expected)
     # A work tile visits its query tiles from the last one down, or from the first one up.
     for x, y in pairwise(found):
         assert x.claim < y.claim or (x.claim == y.claim and (x.tile < y.tile) == last_first)
@@ -232,6 +236,47 @@ def test_query_heads_of_a_key_block(D: int, window: Any, apart: bool, tmp_path: 
         assert own == pairs
 
 
+@pytest.mark.parametrize(
+    ("sizes", "window", "splits"),
+    [
+        ({"D": 64, "Hq": 3, "Nq": 9000, "Nk": 300}, (None, None), (1, 4)),
+        ({"D": 128, "Hq": 24, "Nq": 4000, "Nk": 700}, CAUSAL, (4, 1)),
+        ({"D": 128, "Hq": 21, "Nq": 3000, "Nk": 70}, (None, None), (4, 4)),
+        ({"D": 64, "Hq": 48, "Nq": 5000, "Nk": 2500}, (2200, 0), (2, 1)),
+    ],
+    ids=str,
+)
+def test_splits_share_the_queries_of_a_key_block(
+    sizes: dict[str, Any], window: Any, splits: tuple[int, int], tmp_path: Path
+) -> None:
+    """Each query tile of each head is in one split."""
+    problem = asked(Dv=sizes["D"], Hkv=3, window=window, **sizes)
+    plan = backward(problem, H200)
+    main = plan.kind.main
+    assert main is not None
+    assert (plan.fields["head_splits"], plan.fields["query_splits"]) == splits
+    found = np.empty((1 << 17, 3), np.int32)
+    library = scheduler(tmp_path, main.key, _HEADS)
+    count = library.visit_all(pointer(block_with(plan, {})), pointer(found))
+    visits = found[:count].tolist()
+    kept = backward_work_tiles(tmp_path, plan, main.key)
+    block_of = {x.claim: (x.b, x.block) for x in kept}
+    got = Counter((*block_of[claim], h, tile) for claim, h, tile in visits)
+    assert {*got.values()} == {1}
+    expected = {
+        (b, k0 // main.key.block_k, h, q0 // main.key.block_q)
+        for b in range(problem.B)
+        for h in range(problem.Hq)
+        for q0 in range(0, problem.Nq, main.key.block_q)
+        for k0 in range(0, problem.Nk, main.key.block_k)
+        if SlidingWindow(problem.Nq, problem.Nk, problem.Nk - problem.Nq, *window).kind(
+            q0, min(q0 + main.key.block_q, problem.Nq), k0, k0 + main.key.block_k
+        )
+        != EMPTY
+    }
+    assert {*got} == expected
+
+
 @pytest.mark.parametrize(("D", "Hq", "window"), [(64, 3, CAUSAL), (128, 6, (None, None))])
 @pytest.mark.parametrize(("B", "Nq", "Nk"), [(9, 1000, 2000), (2, 300, 100), (70, 4096, 1030)])
 def test_heads_whose_dq_is_complete_are_converted_first(
@@ -245,11 +290,14 @@ def test_heads_whose_dq_is_complete_are_converted_first(
     convert = next(x for x in plan.launches if x.key.kernel == HOPPER_DQ_CONVERT)
     heads, blocks = 3 * B, -(-Nk // convert.key.block_k)
     of_head = convert.grid // heads  # tiles
-    _, head, first = work_tiles(blocks, heads, plan.fields["head_groups"])
-    library = scheduler(tmp_path, convert.key, _COUNTED)
-    for left in (0, 1, 5, 132, heads * blocks):
+    splits = plan.fields["head_splits"] * plan.fields["query_splits"]
+    _, head, first = work_tiles(blocks, heads * splits, plan.fields["head_groups"])
+    head //= splits
+    key = replace(convert.key, split_q=splits > 1)
+    library = scheduler(tmp_path, key, _COUNTED)
+    for left in (0, 1, 5, 132, len(head)):
         counter, found = np.zeros(heads, np.uint32), np.empty((convert.grid, 2), np.int32)
-        block, done = block_with(plan, {}, dq_counter=counter), max(0, heads * blocks - left)
+        block, done = block_with(plan, {}, dq_counter=counter), max(0, len(head) - left)
         library.convert(pointer(block), done, convert.grid, pointer(found))
         tiles, complete = found.T
         assert sorted(tiles) == list(range(convert.grid))

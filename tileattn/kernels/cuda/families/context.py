@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from tileattn.call.problem import Problem
@@ -124,6 +124,11 @@ class KernelLaunch(NamedTuple):
     def tile(self) -> tuple[int, int]:
         """Queries and keys of a tile."""
         return (1, 1) if self.traits.pair_by_pair else self.key.tile
+
+    def split(self) -> "KernelLaunch":
+        """Return the launch of a kernel over keys with several work tiles for each key block."""
+        blocks = self.blocks._replace(over="splits of keys")
+        return self._replace(key=replace(self.key, split_q=True), blocks=blocks)
 
     @property
     def workers(self) -> int:

@@ -36,6 +36,7 @@ from tileattn.kernels.cuda.families.size_class import (
     has_keys,
     has_queries,
     short_rows,
+    splits_queries,
     suits_small_ds_tiles,
     suits_small_key_tiles,
 )
@@ -85,6 +86,9 @@ def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
     dkdv = dkdv_launch(P, context, add_dq=not context.deterministic, pair=True)
     if not has_queries(P):
         return (dkdv,)
+    alone = dkdv.key.pair or dkdv.key.write_dq or dkdv.traits.pair_by_pair
+    if splits_queries(P, context.tuning) and not alone:
+        dkdv = dkdv.split()
     own = _with_repairs(dkdv, dkdv_launch(P, context, add_dq=False), context)
     others = dq_launch(P, context)
     if not dkdv.key.add_dq:
@@ -258,6 +262,7 @@ def _dq_convert(key: KernelKey) -> KernelLaunch:
     key = replace(key, kernel="backward_dq_convert", warps_m=ROW_WARPS, warps_n=1, pair=False)
     rows = rows_of_block(key, key.head_dim)
     key = replace(key, add_dq=False, write_dbias=False, score_mod=False, mask_mod=False)
+    key = replace(key, split_q=False)
     key = replace(key, functions="")
     return KernelLaunch(key, Grid("queries", together=rows))
 

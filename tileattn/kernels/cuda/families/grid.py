@@ -21,6 +21,7 @@ Over = Literal[
     "keys of a head",
     "heads",
     "splits",
+    "splits of keys",
     "bias",
     "copies of dbias",
     "learned",
@@ -39,6 +40,7 @@ class GridSizes(NamedTuple):
     learned: tuple[int, ...] = ()  # for each learned element: heads times copies of its sums
     elements: Mapping[int, int] = {}  # of each array of ``aux`` with a gradient, by number
     mask_lines: tuple[int, int, int] = (0, 0, 0)  # classified rows; listed rows, listed columns
+    splits: int = 1  # work tiles of a key block
 
 
 class Grid(NamedTuple):
@@ -48,7 +50,7 @@ class Grid(NamedTuple):
     ----------
     over : str
         What the thread blocks divide among themselves: the queries or keys of all heads, or of one
-        head; the splits of all key heads; the elements of dbias; ...
+        head; the splits of all key heads, or of the queries of all key blocks; ...
     block : int
         Rows of a block; 0 if there is one block, however many rows there are.
     block_k : int
@@ -95,6 +97,8 @@ class Grid(NamedTuple):
                 return P.B * P.Hq * block_count(P, P.Nq, self.block)
             case "keys":
                 return P.B * P.Hkv * block_count(P, P.Nk, self.block)
+            case "splits of keys":
+                return P.B * P.Hkv * block_count(P, P.Nk, self.block) * sizes.splits
             case "padded queries":
                 return P.B * P.Hq * padded_rows(P)
             case "queries of a head":

@@ -46,6 +46,7 @@ from tileattn.kernels.cuda.families.size_class import (
     has_two_group_keys,
     is_head_major,
     short_rows,
+    splits_queries,
     suits_small_ds_tiles,
     suits_tall_rows,
     tall_columns,
@@ -235,7 +236,10 @@ def _key_launch(P: Problem, context: LaunchContext) -> KernelLaunch:
     maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
     why = f"{SUPPORTED}, {tile.why}"
     in_order, traits = context.deterministic and key.add_dq, BACKWARD_TRAITS[kernel]
-    return KernelLaunch(key, grid, key.smem_bytes, why, maps, in_order, traits)
+    launch = KernelLaunch(key, grid, key.smem_bytes, why, maps, in_order, traits)
+    # Only this kernel can join sums. Wide heads have blocks of 64 keys, and so twice as many.
+    can_split = kernel == HOPPER_BACKWARD and splits_queries(P, tuning)
+    return launch.split() if can_split else launch
 
 
 def _forward_bucket(dim: int) -> int:

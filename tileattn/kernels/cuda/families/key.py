@@ -36,6 +36,7 @@ class KernelKey:
     add_dq: bool = False  # the kernel over key blocks also adds to dq
     write_dq: bool = False  # with add_dq: it writes dq itself, since one block has all keys
     head_major: bool = False  # it takes query heads that share keys one after another
+    split_q: bool = False  # several work tiles share a key block: each has some of its queries
     write_dbias: bool = False  # it also writes dbias, of a bias without broadcast axes
     mask_vector_width: int = 1  # neighbouring mask elements read at once: 1, 2 or 16
     bias_alignment_bytes: int = 0  # width of a copy of the bias; 0: read element by element

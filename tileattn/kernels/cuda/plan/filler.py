@@ -173,7 +173,7 @@ class Filler:
                 cells[at : at + 4] = x.elements
         left, right = P.window
         cells[_SIZES : _SIZES + 9] = (P.B, P.Hq, P.Hkv, P.Nq, P.Nk, *self._fixed, padded_rows(P))
-        cells[_SCHEDULE : _SCHEDULE + 10] = _schedule_cells(schedule)
+        cells[_SCHEDULE : _SCHEDULE + len(SECTIONS["schedule"])] = _schedule_cells(schedule)
         cells[_WINDOW : _WINDOW + 5] = (
             *map(self._place_cell, PLACES.items(), places),
             -1 if left is None else left,
@@ -211,7 +211,8 @@ class Filler:
 
         None if it runs other kernels than the plan.
         """
-        kind, sizes = self._kind, GridSizes(P, bias)
+        kind = self._kind
+        sizes = GridSizes(P, bias, splits=kind.splits(P))
         if mask is not None:
             if bool(mask.launches) is not self._classifies:
                 return None

@@ -21,6 +21,7 @@ from tileattn.kernels.cuda.families.size_class import (
     fills_tiles,
     has_keys,
     has_queries,
+    query_splits,
     size_class,
 )
 from tileattn.kernels.cuda.plan.aux_gradient import learned_arrays
@@ -86,6 +87,14 @@ class KindPlan:
     def main(self) -> KernelLaunch | None:
         """The launch whose tile and schedule stand for the pass."""
         return main_of(self.launches)
+
+    def splits(self, problem: Problem) -> int:
+        """Count the work tiles that share a key block."""
+        main = self.main
+        if main is None or not main.key.split_q:
+            return 1
+        heads, queries = query_splits(problem, self.device.tuning)
+        return heads * queries
 
 
 def forward_kind(

@@ -26,6 +26,7 @@ POINTERS = (
     *("partial_out", "partial_sums"),
     *("dout", "dlse", "delta", "lse_log2", "row_max"),
     *("dq", "dk", "dv", "dq_accum", "head_flags", "row_counter", "dq_semaphore", "dq_counter"),
+    *("split_sums", "split_semaphores"),
     *("bias", "dbias", "dbias_sums", "mask", "dsinks", "block_kinds", "block_bits"),
     *("tile_kinds", "tile_ranks", "tile_list", "assignment", "origin"),
 )
@@ -53,7 +54,8 @@ SECTIONS: dict[str, list[tuple[str, Any]]] = {
         (name, np.int64)
         for name in (
             *("single_heads", "head_groups", "swizzle_rows", "swizzle_heads", "in_order"),
-            *("last_keys_first", "run_keys", "stagger", "inverse_stagger", "lockstep_steps"),
+            *("last_keys_first", "run_keys", "stagger", "inverse_stagger"),
+            *("head_splits", "split_heads", "query_splits", "lockstep_steps"),
         )
     ],
     # Numbers, from the layouts; the tile of tile_kinds is the kernel's.

@@ -191,6 +191,7 @@ def launch_plan(
         tuple(x.heads * x.copies for x in found),
         {x.array: math.prod(x.shape) for x in found},
         mask.lines,
+        kind.splits(P),
     )
     dbias, dbias_parts = dbias_copies(kind.launches, sizes)
     launches = with_grids((*mask.launches, *kind.launches), sizes)

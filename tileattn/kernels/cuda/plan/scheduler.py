@@ -9,12 +9,14 @@ runs one thread block; late thread blocks start when others end.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
-from tileattn.kernels.cuda.families.context import KernelLaunch, main_of
+from tileattn.kernels.cuda.families.context import COUNT, KernelLaunch, main_of
 from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.size_class import query_splits
 from tileattn.kernels.cuda.plan.assignment import Array, assignment_of
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import CallLayout
@@ -37,6 +39,10 @@ class Schedule(NamedTuple):
     # Claims between successive key blocks of a head; its inverse modulo the blocks of a head.
     stagger: int = 0
     inverse_stagger: int = 0
+    # Splits of the query heads of a key block, heads of each, splits of its queries.
+    head_splits: int = 1
+    split_heads: int = 0
+    query_splits: int = 1
     # L2 swizzle of packed sequences: rows and number of the key heads whose blocks alternate.
     swizzle_rows: int = 0
     swizzle_heads: int = 1
@@ -45,6 +51,7 @@ class Schedule(NamedTuple):
     single_heads: int = 0  # dynamic scheduler: heads that come one by one, before all groups
     # Known only to the host.
     dynamic_tiles: int = 0  # work tiles of the dynamic scheduler
+    split_bytes: tuple[int, int] = (0, 0)  # of sums and of semaphores of the splits
     assignment: Array | None = None  # None: tiles in the order of their numbers
     is_provisional: bool = False  # True: made without tables, and a table may be faster
 
@@ -56,13 +63,16 @@ class Schedule(NamedTuple):
 
     @property
     def parts(self) -> dict[str, int]:
-        """Return the bytes of the workspace in which thread blocks exchange tile numbers."""
-        return {"next_tiles": 4 * self.dynamic_tiles} if self.dynamic_tiles else {}
+        """Return the bytes of the workspace in which thread blocks exchange numbers."""
+        tiles = {"next_tiles": 4 * self.dynamic_tiles} if self.dynamic_tiles else {}
+        return tiles | ({"split_sums": self.split_bytes[0]} if self.split_bytes[0] else {})
 
     @property
     def zeros(self) -> dict[str, int]:
         """Return the bytes of the counters that start at zero."""
         counts = {"tile_counter": 4} if self.dynamic_tiles else {}
+        if self.split_bytes[0]:
+            counts["split_semaphores"] = self.split_bytes[1]
         if self.lockstep_steps:
             counts["lockstep_counters"] = 4 * self.lockstep_steps
         return counts
@@ -93,7 +103,7 @@ def schedule_of(
     share = 0.5 if launch is None else launch.traits.l2_share
     groups = head_groups(P, int(share * device.l2_bytes))
     if launch is None or not launch.traits.persistent:
-        return Schedule(groups)
+        return Schedule(groups, **_splits(P, launch, device.tuning))
     if P.is_packed:
         row = (P.D + P.Dv) * P.dtype.itemsize
         return Schedule(1, swizzle_rows=device.l2_bytes // 2 // row, swizzle_heads=launch.workers)
@@ -153,6 +163,8 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Sche
     Head groups change which heads run together, never the order of the sums within a dq tile.
     """
     key, grid, in_order, tuning = launch.key, launch.workers, launch.in_order, device.tuning
+    splits = _splits(P, launch, tuning)
+    P = _of_splits(P, splits)
     is_causal = P.window[1] is not None
     sums = P.D * P.accum_dtype.itemsize if key.add_dq else 0
     row = P.group * ((P.D + P.Dv) * P.dtype.itemsize + sums)
@@ -188,8 +200,37 @@ def _backward_schedule(P: Problem, launch: KernelLaunch, device: Device) -> Sche
         run_keys=_run_keys(P.Nk, tuning) if alternate else 0,
         stagger=stagger,
         inverse_stagger=inverse,
+        **splits,
         lockstep_steps=_lockstep_steps(P, heads * blocks, tiles, launch.workers) if drifts else 0,
     )
+
+
+def _splits(P: Problem, launch: KernelLaunch | None, tuning: Tuning) -> dict[str, Any]:
+    """Return the fields of a schedule that describe splits of the queries of a key block.
+
+    As in ``src/query_split_sums.cuh``: each split but one leaves its sums to another, and has a
+    semaphore for each warp, at most.
+    """
+    if launch is None or not launch.key.split_q:
+        return {}
+    key, (heads, queries) = launch.key, query_splits(P, tuning)
+    places = P.B * P.Hkv * -(-P.Nk // key.block_k) * (heads * queries - 1)
+    sums = key.block_k * 2 * max(key.head_dim, key.value_dim) * P.accum_dtype.itemsize
+    return {
+        "head_splits": heads,
+        "split_heads": -(-P.group // heads),
+        "query_splits": queries,
+        "split_bytes": (places * sums, places * key.warps_m * key.warps_n * COUNT),
+    }
+
+
+def _of_splits(P: Problem, splits: dict[str, Any]) -> Problem:
+    """Return a problem whose key heads are splits of the queries: they run like heads."""
+    if not splits:
+        return P
+    Hkv, queries = P.Hkv * splits["head_splits"], splits["query_splits"]
+    sizes = {"B": P.B * queries, "Hkv": Hkv, "Hq": Hkv * splits["split_heads"]}
+    return replace(P, **sizes, Nq=-(-P.Nq // queries))
 
 
 def _heads_in_cache(P: Problem, launch: KernelLaunch, row: int, device: Device) -> int:

@@ -7,7 +7,10 @@
 // NaN-safe (nonfinite.cuh) and handles large scores. It leaves dQ to backward_dq.
 #include "gradient.cuh"
 #include "pair.cuh"
+#include "query_split_sums.cuh"
 #include "tile_scheduler.cuh"
+
+static_assert(!(SPLIT_Q && WRITE_DQ), "a CTA that flags a head has it alone");
 
 constexpr int WARPS = WARPS_M * WARPS_N;
 constexpr int MT = BLOCK_K / (16 * WARPS_M);  // keys of a warp, in 16-row tiles
@@ -105,14 +108,20 @@ __device__ inline Accum largest_of(Accum mine, int warp) {
     return largest;
 }
 
-using KeyBlock = HeadBlock<BLOCK_K>;
+struct KeyBlock : HeadBlock<BLOCK_K> {
+    int split;  // of its queries
+
+    __device__ KeyBlock(const Params& p, const BlockCoord& coord)
+        : HeadBlock(p, p.key_ends(), int(p.Hkv), coord.head / split_count(p), coord.block),
+          split(coord.head % split_count(p)) {}
+};
 __device__ inline KeyBlock block_of(const Params& p, int index) {
-    const BlockCoord coord(block_count<BLOCK_K>(p, p.Nk), int(p.B * p.Hkv), int(p.head_groups),
-                           index);
-    return {p, p.key_ends(), int(p.Hkv), coord.head, coord.block};
+    return {p, BlockCoord(block_count<BLOCK_K>(p, p.Nk), int(p.B * p.Hkv) * split_count(p),
+                          int(p.head_groups), index)};
 }
 
-// Compute dK and dV of a block of keys. Returns false, and stores nothing, if they are not finite.
+// Compute dK and dV of a block of keys. Returns false, and stores nothing, if they are not finite. The first
+// pass computes a split of the queries, and stores the sums of all splits if it is the last to finish.
 template <bool NAN_SAFE>
 __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     extern __shared__ __align__(1024) char memory[];
@@ -143,7 +152,8 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     void* const dbias = p.dbias_copies > 1 ? p.dbias_sums : p.dbias;
     const Sequence sequence(p, b);
     const SlidingWindow window(p, sequence);
-    const Range queries = window.query_range(k0, k0 + BLOCK_K);
+    const QuerySplit<SPLIT_Q && !NAN_SAFE> split(p, at.split);
+    const Range queries = split.clip(p, window.query_range(k0, k0 + BLOCK_K));
     k_tile.template load<THREADS, ALIGNMENT_BYTES>(
         sequence.keys<Element>(p.k, p.k_at, kv) + k0 * p.k_at.n + d0, p.k_at.n, window.length - k0,
         int(p.D) - d0);
@@ -165,7 +175,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     __shared__ Mail::Barriers barriers[PAIR ? 2 : 1];
     Mail s_mail(barriers[0]), dp_mail(barriers[PAIR]);
     if constexpr (PAIR) arrive_at_peer(), wait_for_peer();
-    for (int g = 0; g < p.group; ++g) {
+    for (int g = split.begin(); g < split.end(p); ++g) {
         const Head head(p, b, kv * int(p.group) + g);
         TileIterator tiles(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
             return head.attn_mask.kind(n * BLOCK_Q, n * BLOCK_Q + BLOCK_Q, k0, k0 + BLOCK_K);
@@ -369,6 +379,17 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
         }
     }
     if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // no store to either CTA is in flight
+    if constexpr (SPLIT_Q && !NAN_SAFE) {
+        const i64 block = (i64(b) * p.Hkv + kv) * block_count<BLOCK_K>(p, p.Nk) + at.block;
+        auto any = [](bool holds) { return bool(__syncthreads_or(holds)); };
+        const auto team = split_team<1>(p, block, at.split, 0, threadIdx.x, any);
+        bool is_last;
+        if constexpr (APART)
+            is_last = team.join(dv);
+        else
+            is_last = team.join(dk, dv);
+        if (!is_last) return true;
+    }
     // After this barrier all warps are done with k and v.
     if (__syncthreads_or(!NAN_SAFE && (!dk.all_finite() || !dv.all_finite()))) return false;
 
@@ -399,7 +420,7 @@ __device__ __noinline__ void backward_block_nan_safe(const Params& p, int index)
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     backward_dkdv(const __grid_constant__ Params p) {
     overlap_launches();
-    for_blocks(p, block_count<BLOCK_K>(p, p.Nk) * p.B * p.Hkv, [&](int index) {
+    for_blocks(p, block_count<BLOCK_K>(p, p.Nk) * p.B * p.Hkv * split_count(p), [&](int index) {
         const KeyBlock at = block_of(p, index);
         if (PACKED && at.block * BLOCK_K >= Sequence(p, at.b).Nk) return;
         const u32 bits = head_flags(p, at.b, at.h);
@@ -409,7 +430,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         } else if constexpr (ONLY_FLAGGED) {
             if (bits & FLAGGED_HEADS) backward_block<true>(p, at);
         } else {
-            if (bits || !backward_block<false>(p, at)) backward_block_nan_safe(p, index);
+            // The NaN-safe pass has no splits.
+            if (bits ? at.split == 0 : !backward_block<false>(p, at))
+                backward_block_nan_safe(p, index);
         }
     });
 }

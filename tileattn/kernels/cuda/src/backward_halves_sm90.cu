@@ -5,14 +5,14 @@
 #include "bwd_mainloop_sm90.cuh"
 
 static_assert(IN_HALVES && BLOCK_Q == WARPGROUP_ROWS);
-static_assert(!HAS_SCORE_GRAD && !HAS_ALIBI && !HAS_BIAS && !HAS_MASK && !HAS_DROPOUT,
+static_assert(!HAS_SCORE_GRAD && !HAS_ALIBI && !HAS_BIAS && !HAS_MASK && !HAS_DROPOUT && !SPLIT_Q,
               "these need registers");
 
 constexpr int HALF = QT / 2;  // of a tile, in atoms: half of its queries
 
 // A consumer warpgroup.
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
-    const int heads = int(p.group), row0 = threadIdx.x / WARP * 16, keys0 = WARPGROUP_ROWS * warpgroup;
+    const int row0 = threadIdx.x / WARP * 16, keys0 = WARPGROUP_ROWS * warpgroup;
     const DqShare share = dq_share(warpgroup);
     PipelineState<1> k_pipe, v_pipe;
     PipelineState<Q_STAGES> pipe;  // of q and of dO
@@ -179,9 +179,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();
             if constexpr (NAN_SAFE)
-                for_each_tile<false, false>(p, work, heads, h, tile, nan_safe_step);
+                for_each_tile<false, false>(p, work, h, tile, nan_safe_step);
             else
-                for_each_tile<false, false>(p, work, heads, h, tile, step);
+                for_each_tile<false, false>(p, work, h, tile, step);
             smem.v_empty().arrive();  // safe: the last step has waited for all GEMMs
         }
         const WorkTile done = smem.storage.work_tile;

@@ -6,21 +6,41 @@
 #include "bwd_mainloop_sm90.cuh"
 
 constexpr int DQT = DQ_COLUMNS / 8;
+// True if dV is stored during the last GEMM of dK. A split may have to wait for the other one, with both.
+constexpr bool DV_FIRST = DS_STAGES > 1 && !NAN_SAFE && !SPLIT_Q;
 static_assert(!HAS_SCORE_GRAD || BLOCK_Q <= 64, "derivatives need registers, too");
 static_assert(WARPGROUP / WARP * STAGING_BYTES <= ScoreTile::SLICE,
               "only this warpgroup writes there");
 
+// The work tile of a consumer: a copy. A split has more fields, and reads them in shared memory each time, to
+// save registers; it makes a copy for the epilogue.
+struct ConsumerWork {
+    const Smem& smem;
+    WorkTile own{};
+
+    __device__ const WorkTile& current() const { return SPLIT_Q ? smem.storage.work_tile : own; }
+    __device__ void begin() {
+        if constexpr (!SPLIT_Q) own = smem.storage.work_tile;
+    }
+    // Hand back k and the work tile.
+    __device__ void release() {
+        if constexpr (SPLIT_Q) own = smem.storage.work_tile;
+        smem.k_empty().arrive();
+    }
+};
+
 // A consumer warpgroup. The other one may be up to a tile ahead or late, so that the GEMMs of one overlap
 // with the exponentials of the other.
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
-    const int heads = int(p.group), row0 = threadIdx.x / WARP * 16;
+    const int row0 = threadIdx.x / WARP * 16;
     PipelineState<1> k_pipe, v_pipe;
     PipelineState<Q_STAGES> q_pipe;
     PipelineState<DOUT_STAGES> dout_pipe;
     PipelineState<DS_STAGES> ds_pipe;
     PipelineState<DQ_STAGES> dq_pipe;
 
-    WorkTile work{};
+    ConsumerWork held{smem};
+    const WorkTile &work = held.current(), &own = held.own;
     int tile = 0, h = 0;
     TileScores s(0, 0);
     Fragment<Accum, 1, QT> dp;
@@ -94,8 +114,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     };
     auto store_dv = [&](const PipelineState<DS_STAGES>& staging) {
         if constexpr (SCALES_DV) dv.scale(dv_scale(p));
-        flag_non_finite(p, work, dv);
-        store_gradient(p, smem, p.dv, p.dv_at, int(p.Dv), work, row0, dv, staging);
+        flag_non_finite(p, own, dv);
+        store_gradient(p, smem, p.dv, p.dv_at, int(p.Dv), own, row0, dv, staging);
     };
     auto load_inputs = [&] { inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q); };
     auto prologue = [&](bool partial) {
@@ -174,16 +194,16 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         // fence of `publish_ds`.
         smem.v_empty().arrive();
         issue_dk();
-        if constexpr (DS_STAGES > 1) store_dv(ds_pipe.next());  // overlaps with dK
+        if constexpr (DV_FIRST) store_dv(ds_pipe.next());  // overlaps with dK
         issue_dq(dq, false);
         warpgroup_wait<0>(dk);
         warpgroup_wait<0>(dq);
         smem.q_empty(dk_stage).arrive();  // safe as in `step`
         // Safe: all GEMMs that read k are complete, and every thread has copied the work tile. The
         // producer overwrites it with generic stores, which need no proxy fence.
-        smem.k_empty().arrive();
+        held.release();
         finish_dq(dq);
-        if constexpr (DS_STAGES == 1) store_dv(ds_pipe);
+        if constexpr (!DV_FIRST && !SPLIT_Q) store_dv(ds_pipe);
     };
 
     // One GEMM after the other.
@@ -218,7 +238,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         dv.clear();
         smem.k_full().wait(k_pipe.phase);
         k_pipe.advance();
-        work = smem.storage.work_tile;
+        held.begin();
         if (work.is_end) break;
         const bool attended = !work.tiles.is_empty();
         if (attended) zero_unattended(p, smem, work, v_pipe.phase);
@@ -226,24 +246,27 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             clean_k(smem);
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();
-            for_each_tile<false, false>(p, work, heads, h, tile, nan_safe_step);
+            for_each_tile<false, false>(p, work, h, tile, nan_safe_step);
             // Safe: the last step has waited for all GEMMs.
             smem.v_empty().arrive();
-            smem.k_empty().arrive();
-            store_dv(ds_pipe);
+            held.release();
+            if constexpr (!SPLIT_Q) store_dv(ds_pipe);
         } else if (attended) {
             const QueryTileList list(p, work);
-            h = work.kv * heads, tile = list.tile(work.tiles.first);
+            h = work.first_head(p), tile = list.tile(work.tiles.first);
             prologue(is_partial(work, list, work.tiles.first));
-            for_each_tile<true, false>(p, work, heads, h, tile, step);
+            for_each_tile<true, false>(p, work, h, tile, step);
             last_step();
         } else {
-            smem.k_empty().arrive();  // safe: the branch depended on the work tile
-            store_dv(ds_pipe);
+            held.release();  // safe: the branch depended on the work tile
+            if constexpr (!SPLIT_Q) store_dv(ds_pipe);
         }
-        dk.scale(Accum(p.scale));
-        flag_non_finite(p, work, dk);
-        store_gradient(p, smem, p.dk, p.dk_at, int(p.D), work, row0, dk, ds_pipe);
+        if (join_splits(p, own, dk, dv)) {
+            if constexpr (SPLIT_Q) store_dv(ds_pipe);
+            dk.scale(Accum(p.scale));
+            flag_non_finite(p, own, dk);
+            store_gradient(p, smem, p.dk, p.dk_at, int(p.D), own, row0, dk, ds_pipe);
+        }
         // All warps have read their staging memory.
         sync_warpgroup(warpgroup);
     }

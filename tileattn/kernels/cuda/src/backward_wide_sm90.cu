@@ -7,7 +7,7 @@
 // part of it, which the CTAs exchange during the GEMM of dV or dK.
 #include "bwd_mainloop_sm90.cuh"
 
-static_assert(IS_WIDE && CONSUMERS == 2 && BLOCK_Q == WARPGROUP_ROWS);
+static_assert(!SPLIT_Q && IS_WIDE && CONSUMERS == 2 && BLOCK_Q == WARPGROUP_ROWS);
 
 constexpr int DV_WARPGROUP = 0, DK_WARPGROUP = 1;
 
@@ -108,7 +108,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
             issue_s(first_q0(p, work));
             warpgroup_wait<0>(s);
             if constexpr (PAIR) s_sum.send(s);
-            for_each_tile<false, true>(p, work, heads, h, tile, step);
+            for_each_tile<false, true>(p, work, h, tile, step);
         }
         // Safe: all GEMMs that read k are complete, and the steps have read the work tile.
         smem.k_empty().arrive();
@@ -212,7 +212,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             issue_dp(first_q0(p, work));
             warpgroup_wait<0>(dp);
             if constexpr (PAIR) dp_sum.send(dp);
-            for_each_tile<false, true>(p, work, heads, h, tile, step);
+            for_each_tile<false, true>(p, work, h, tile, step);
         }
         smem.k_empty().arrive();  // safe: the steps have read the work tile
         flag_non_finite(p, work, dk);

@@ -5,6 +5,7 @@
 #include "bwd_scores_sm90.cuh"
 #include "dq_counter.cuh"
 #include "lockstep.cuh"
+#include "query_split_sums.cuh"
 #include "row_counter.cuh"
 
 // The index of a query in lse_log2 and delta.
@@ -300,11 +301,11 @@ __device__ inline bool is_partial(const WorkTile& work, const QueryTileList& lis
 // for_each_index. With SKIP_FIRST the caller has done the first step. With PEEL_LAST `more` is false for
 // the last step.
 template <bool SKIP_FIRST, bool PEEL_LAST, class Step>
-__device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int heads,
-                                              int& h, int& tile, Step step) {
+__device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int& h, int& tile,
+                                              Step step) {
     const QueryTiles& tiles = work.tiles;
     const QueryTileList list(p, work);
-    const int end_head = work.kv * heads + heads;
+    const int end_head = work.end_head(p);
     bool partial = false;
     for_each_index(p, work, [&](int index, int begin, int end) {
         tile = list.tile(index);
@@ -329,6 +330,24 @@ __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& w
 }
 
 // --- epilogue ------------------------------------------------------------------------------------
+
+// Join the sums of this warp with the same rows of all splits of the key block. Returns true if they are
+// complete: then this warp stores them.
+template <class... Sums>
+__device__ inline bool join_splits(const Params& p, const WorkTile& work, Sums&... sums) {
+    if constexpr (SPLIT_Q) {
+        const i64 head = i64(work.b) * p.Hkv + work.kv;
+        auto any = [](bool holds) {
+            __syncwarp();
+            return bool(__any_sync(~0u, holds));
+        };
+        return split_team<CONSUMERS * WARPGROUP / WARP>(
+                   p, head * block_count<BLOCK_K>(p, p.Nk) + work.k0 / BLOCK_K, work.split,
+                   threadIdx.x / WARP, threadIdx.x % WARP, any)
+            .join(sums...);
+    }
+    return true;
+}
 
 template <int NT>
 __device__ inline void flag_non_finite(const Params& p, const WorkTile& work,

@@ -51,6 +51,7 @@ constexpr bool FOLD = KEY_FOLD_SCALE;    // no score modifiers: the scale is par
 constexpr bool ADD_DQ = KEY_ADD_DQ;      // the dK and dV kernel adds dQ in memory, too
 constexpr bool WRITE_DQ = KEY_WRITE_DQ;  // ADD_DQ, but one block has all keys: it writes dQ itself
 constexpr bool HEAD_MAJOR = KEY_HEAD_MAJOR;  // backward: heads are the outer loop, query tiles the inner one
+constexpr bool SPLIT_Q = KEY_SPLIT_Q;        // backward: work tiles share a key block (query_split.cuh)
 constexpr bool WRITE_DBIAS = KEY_WRITE_DBIAS;
 constexpr u32 FLAGGED_HEADS = KEY_HEAD_FLAGS;  // compute only heads with one of these flags; 0: all heads
 constexpr bool ONLY_FLAGGED = FLAGGED_HEADS != 0;

@@ -39,6 +39,8 @@ struct Fields {
     u32* dq_semaphore;          // of each dQ tile: in_order, the number of key blocks added so far;
                                 // otherwise, whether one has claimed the tile, and has stored it
     u32* dq_counter;            // of each key head (dq_counter.cuh)
+    void* split_sums;           // dK and dV of splits of the queries, and semaphores (query_split.cuh)
+    u32* split_semaphores;
     const void* bias;
     void* dbias;
     void* dbias_sums;           // copies of dbias that CTAs sum into, if there are several
@@ -73,6 +75,9 @@ struct Fields {
     i64 run_keys;         // every second run of this many keys visits its query tiles upwards
     i64 stagger;          // work tiles between successive key blocks of a head; 0: no stagger
     i64 inverse_stagger;  // its inverse modulo the key blocks of a head
+    i64 head_splits;      // splits of the query heads of a key block (query_split.cuh)
+    i64 split_heads;      // query heads of such a split
+    i64 query_splits;     // splits of its queries
     i64 lockstep_steps;   // steps of Lockstep; 0: CTAs do not wait for each other
 
     // --- masks ----------------------------------------------------------------------------

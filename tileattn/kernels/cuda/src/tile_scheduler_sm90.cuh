@@ -2,6 +2,7 @@
 // or dynamic, the backward one dynamic.
 #pragma once
 
+#include "query_split.cuh"
 #include "splits.cuh"
 #include "tile_scheduler.cuh"
 
@@ -335,12 +336,14 @@ struct QueryTiles {
 // every second run of that many keys start with their first tile, on the diagonal. With `last_keys_first`
 // all blocks do, and the last keys come first: blocks that start together reach a tile one after another,
 // in the order in which they add to its dQ.
-struct BwdWorkTile : WorkSequence<PACKED> {
+struct BwdWorkTile : WorkSequence<PACKED>, QuerySplit<SPLIT_Q> {
     int kv, k0;
     bool is_end;  // no work tile: all have been claimed
     QueryTiles tiles;
     SlidingWindow window;
 
+    __device__ int first_head(const Params& p) const { return kv * int(p.group) + QuerySplit::begin(); }
+    __device__ int end_head(const Params& p) const { return kv * int(p.group) + QuerySplit::end(p); }
     // The index of its first query tile among the tiles of a head, and of its first query in lse_log2 and
     // delta.
     __device__ int first_tile() const { return PACKED ? q_start / BLOCK_Q + b : 0; }
@@ -387,16 +390,20 @@ __device__ inline BlockCoord staggered_coord(const Params& p, int blocks, int he
 
 // Find the work tile of an index. Returns false after the last.
 __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile& work) {
-    const int blocks = work.blocks<BLOCK_K>(p, p.Nk), heads = int(p.B * p.Hkv);
+    // For the schedule a split is a key head.
+    const int splits = split_count(p), blocks = work.blocks<BLOCK_K>(p, p.Nk);
+    const int heads = int(p.B * p.Hkv) * splits;
     if (index >= u32(blocks * heads + (blocks - 1) * int(p.stagger))) return false;
     const BlockCoord at = !PACKED && p.stagger ? staggered_coord(p, blocks, heads, int(index))
                                                     : work.coord(p, u32(blocks), u32(heads), index);
     const bool last_first = MAY_BEGIN_LAST && p.last_keys_first;
     const int place = last_first ? blocks - 1 - at.block : at.block;
-    work.k0 = work.find(p, u32(at.head) / u32(p.Hkv), place) * BLOCK_K;
-    work.kv = u32(at.head) % u32(p.Hkv);
+    const u32 head = u32(at.head) / u32(splits);
+    static_cast<QuerySplit<SPLIT_Q>&>(work) = {p, int(u32(at.head) % u32(splits))};
+    work.k0 = work.find(p, head / u32(p.Hkv), place) * BLOCK_K;
+    work.kv = head % u32(p.Hkv);
     const SlidingWindow window = work.window = SlidingWindow(p, work.sequence(p));
-    const Range queries = window.query_range(work.k0, work.k0 + BLOCK_K);
+    const Range queries = work.clip(p, window.query_range(work.k0, work.k0 + BLOCK_K));
     Range full = window.full_query_tiles(work.k0, work.k0 + BLOCK_K);
     // Rows past the end of a packed sequence belong to the next one.
     if (PACKED) full.hi = min(full.hi, work.Nq(p) / BLOCK_Q);
@@ -411,13 +418,13 @@ __device__ __forceinline__ bool get_work(const Params& p, u32 index, BwdWorkTile
 }
 
 // Call visit(index, begin, end) for each query tile of a work tile. The query heads begin to end - 1 are
-// computed before the next tile: all heads that share the keys, or with HEAD_MAJOR one. The first
+// computed before the next tile: all heads of the work tile, or with HEAD_MAJOR one. The first
 // `left_out` heads are skipped at the first tile.
 template <class Visit>
 __device__ __forceinline__ void for_each_index(const Params& p, const BwdWorkTile& work, Visit visit,
                                                int left_out = 0) {
     const QueryTiles& tiles = work.tiles;
-    const int first_head = work.kv * int(p.group), end_head = first_head + int(p.group);
+    const int first_head = work.first_head(p), end_head = work.end_head(p);
     auto go = [&](int first, int end) {
         int begin = first + left_out;
 #pragma unroll 1
