@@ -4,7 +4,7 @@
 // for dQ, which backward_wide_dq_sm90.cu computes.
 //
 // Above 256 columns a cluster of two CTAs shares a work tile (pair_sm90.cuh). Each GEMM of S and of dP gives a
-// part of it, which the CTAs exchange during the GEMM of dV or dK.
+// part of it, which the CTAs exchange.
 #include "bwd_mainloop_sm90.cuh"
 
 static_assert(!SPLIT_Q && IS_WIDE && CONSUMERS == 2 && BLOCK_Q == WARPGROUP_ROWS);
@@ -42,6 +42,10 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         zero_past_end<HEAD_COLUMNS>(p, q, work, q0, DV_WARPGROUP);
         gemm_async<Element, HEAD_COLUMNS>(s, smem.k(), 0, q);
     };
+    auto wait_s = [&] {
+        warpgroup_wait<0>(s);
+        if constexpr (PAIR) s_sum.send(s);
+    };
     auto issue_dv = [&] {
         const DoutTile dout = smem.dout(dout_pipe.stage);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
@@ -60,7 +64,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     //     issue S of j + 1, wait dV  S                    q(j + 1), dO(j)
     //     wait S                     -                    q(j + 1)
     //
-    // Paired CTAs issue S of j + 1 before dV of j, and send their part during dV.
+    // Paired CTAs then exchange their parts of S.
     auto step = [&](bool partial, bool more) {
         // The dK warpgroup of the other CTA releases the tile, once it has used P.
         if constexpr (PAIR) s_sum.add(s);
@@ -77,14 +81,6 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         // Safe: the GEMM of S is complete. lse has been used: P, computed from it, is stored.
         smem.q_empty(q_pipe.stage).arrive();
         q_pipe.advance();
-        if constexpr (PAIR) {
-            if (more) issue_s(next_q0(work, heads, h, tile));
-            issue_dv();
-            if (more) warpgroup_wait<1>(s), s_sum.send(s);
-            warpgroup_wait<0>(dv);
-            release_dout();
-            return;
-        }
         issue_dv();
         if (more) {
             issue_s(next_q0(work, heads, h, tile));
@@ -93,7 +89,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
             warpgroup_wait<0>(dv);
         }
         release_dout();
-        if (more) warpgroup_wait<0>(s);
+        if (more) wait_s();
     };
 
     for (;;) {
@@ -106,8 +102,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
             zero_unattended(p, smem, work, v_pipe.phase);
             v_pipe.advance();
             issue_s(first_q0(p, work));
-            warpgroup_wait<0>(s);
-            if constexpr (PAIR) s_sum.send(s);
+            wait_s();
             for_each_tile<false, true>(p, work, h, tile, step);
         }
         // Safe: all GEMMs that read k are complete, and the steps have read the work tile.
@@ -139,6 +134,10 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         zero_past_end<VALUE_COLUMNS>(p, dout, work, q0, DK_WARPGROUP);
         gemm_async<Element, VALUE_COLUMNS>(dp, smem.v(), 0, dout);
     };
+    auto wait_dp = [&] {
+        warpgroup_wait<0>(dp);
+        if constexpr (PAIR) dp_sum.send(dp);
+    };
     auto issue_dk = [&] {
         const QueryTile q = smem.q(q_pipe.stage);
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
@@ -158,7 +157,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     //     issue dP of j + 1, wait dK dP                   q(j), dO(j + 1)
     //     wait dP                    -                    dO(j + 1)
     //
-    // Paired CTAs issue dP of j + 1 before dK of j, and send their part during dK.
+    // Paired CTAs then exchange their parts of dP.
     auto step = [&](bool, bool more) {
         if constexpr (PAIR) dp_sum.add(dp), dp_sum.release();
         // Safe: only GEMMs read v, and the last is complete.
@@ -180,14 +179,6 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         fence_async_shared();
         smem.dout_empty(dout_pipe.stage).arrive();
         dout_pipe.advance();
-        if constexpr (PAIR) {
-            if (more) issue_dp(next_q0(work, heads, h, tile));
-            issue_dk();
-            if (more) warpgroup_wait<1>(dp), dp_sum.send(dp);
-            warpgroup_wait<0>(dk);
-            release_q();
-            return;
-        }
         issue_dk();
         if (more) {
             issue_dp(next_q0(work, heads, h, tile));
@@ -196,7 +187,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             warpgroup_wait<0>(dk);
         }
         release_q();
-        if (more) warpgroup_wait<0>(dp);
+        if (more) wait_dp();
     };
 
     for (;;) {
@@ -210,8 +201,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();
             issue_dp(first_q0(p, work));
-            warpgroup_wait<0>(dp);
-            if constexpr (PAIR) dp_sum.send(dp);
+            wait_dp();
             for_each_tile<false, true>(p, work, h, tile, step);
         }
         smem.k_empty().arrive();  // safe: the steps have read the work tile
