@@ -357,7 +357,7 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("backward_wide_dq_sm90", 2): {
         256: (TileSize(128, 64, 8, 1, 4), TileSize(128, 64, 8, 1, 3)),
         384: (TileSize(128, 64, 8, 1, 4),),
-        512: (TileSize(128, 48, 8, 1, 3, tuned=True),),
+        512: (TileSize(128, 32, 8, 1, 5),),
     },
     ("backward_dq", 2): {
         64: (TileSize(128, 64, 4, 1, 2, tuned=True, spills=True),),

@@ -54,7 +54,8 @@ def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
 def _dkdv_launch(P: Problem, context: LaunchContext) -> KernelLaunch:
     launch = _launch(hopper.HOPPER_WIDE, P, context)
     key = replace(launch.key, head_major=is_head_major(P, context.tuning))
-    maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
+    half = key.block_q // 2  # queries of a box
+    maps = ("q", half), ("k", key.block_k), ("v", key.block_k), ("dout", half)
     grid = Grid("keys", key.block_k, each=2, most=_most(context))
     traits = hopper.BACKWARD_TRAITS[key.kernel]
     return launch._replace(key=key, blocks=grid, tensor_maps=maps, traits=traits)
@@ -62,8 +63,8 @@ def _dkdv_launch(P: Problem, context: LaunchContext) -> KernelLaunch:
 
 def _dq_launch(P: Problem, context: LaunchContext) -> KernelLaunch:
     launch = _launch(hopper.HOPPER_WIDE_DQ, P, context)
-    key, rows = launch.key, HOPPER_GROUP_ROWS
-    maps = ("q", rows), ("k", key.block_k), ("v", key.block_k), ("dout", rows)
+    key, rows, half = launch.key, HOPPER_GROUP_ROWS, launch.key.block_k // 2
+    maps = ("q", rows), ("k", half), ("v", half), ("dout", rows)
     grid = Grid("queries", key.block_q, each=2, most=_most(context))
     return launch._replace(blocks=grid, tensor_maps=maps, traits=hopper.WIDE_DQ_TRAITS)
 
@@ -74,7 +75,7 @@ def _launch(kernel: str, P: Problem, context: LaunchContext) -> KernelLaunch:
 
     def shared_bytes(tile: TileSize) -> int:
         if kernel == hopper.HOPPER_WIDE:
-            return hopper_backward_bytes(tile, dim // 2, value // 2)
+            return hopper_backward_bytes(tile, dim // 2, value // 2, pair=True)
         return hopper_wide_dq_bytes(tile, dim // 2, value // 2, pair=True)
 
     tile = next(

@@ -116,7 +116,13 @@ def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 
 
 @cache
 def hopper_backward_bytes(
-    tile: TileSize, dim: int, value: int, bias_size: int = 0, *, repairs: bool = False
+    tile: TileSize,
+    dim: int,
+    value: int,
+    bias_size: int = 0,
+    *,
+    repairs: bool = False,
+    pair: bool = False,
 ) -> int:
     """Count the dynamic shared memory of the Hopper backward kernels.
 
@@ -129,6 +135,7 @@ def hopper_backward_bytes(
     * above 128 columns: halves of a tile take turns, with as many stages of q as of dout and one
       tile of dS;
     * 64 keys (wide heads): as many stages of q as of dout, and two tiles of P instead of dS and dQ.
+      One of a ``pair`` of thread blocks holds half of two such tiles, and operands of half a tile.
 
     A kernel that ``repairs`` holds k twice and two tiles of dS. If dQ is transposed it has as many
     stages of q as of dout; for halves it has one dQ tile.
@@ -143,7 +150,7 @@ def hopper_backward_bytes(
     buffers = (stages if equal else stages + 1) * _swizzled(rows, dim)
     buffers += (stages - beside) * _swizzled(rows, value)
     if wide:
-        return kv + buffers + 2 * rows * keys * 4
+        return kv + buffers + rows * keys * (5 if pair else 8)
     ds = (1 if (halves or transposed or beside) and not repairs else 2) * _swizzled(rows, keys)
     dq_tiles = 1 if halves and repairs else 2 if bias_size else 3
     dq = rows * 64 * 4 if transposed else dq_tiles * _DQ_COPY_BYTES
@@ -155,10 +162,10 @@ def hopper_wide_dq_bytes(tile: TileSize, dim: int, value: int, *, pair: bool = F
     """Count the dynamic shared memory of the Hopper kernel for dq of wide heads.
 
     It holds its queries and dout, and stages that hold keys and values alternately. One of a
-    ``pair`` of thread blocks, with half of the columns, also holds a tile of partial scores.
+    ``pair`` of thread blocks, with half of the columns, also holds parts of half of the scores.
     """
     rows = _swizzled(tile.block_q, dim) + _swizzled(tile.block_q, value)
-    scores = tile.block_q * tile.block_k * 4 if pair else 0
+    scores = tile.block_q * tile.block_k * 2 if pair else 0
     return rows + scores + tile.stages * _swizzled(tile.block_k, max(dim, value))
 
 

@@ -2,14 +2,16 @@
 // alternately into one circular buffer, and two consumer warpgroups accumulate dQ of 64 queries each in
 // registers. So nothing is added in device memory, and the order of the sums is fixed.
 //
-// Above 256 columns a cluster of two CTAs shares a work tile (pair_sm90.cuh), and a warpgroup exchanges its
-// part of dP during the GEMM of S.
+// Above 256 columns a cluster of two CTAs shares a work tile (pair_sm90.cuh). A warpgroup exchanges parts of
+// dP during the GEMM of S, then parts of S, then dS.
 #include "gradient.cuh"
 #include "row_counter.cuh"
 #include "wide_dq_smem_sm90.cuh"
 
 constexpr int TURN_BARRIER = CONSUMER_BARRIER + 1;  // one for each warpgroup
-constexpr int NT = BLOCK_K / 8, DT = HEAD_COLUMNS / 8;
+constexpr int OWN_KEYS = BLOCK_K / SHARES;  // of a tile, whose scores this CTA finishes
+constexpr int NT = OWN_KEYS / 8, DT = HEAD_COLUMNS / 8;
+static_assert(NT % 2 == 0, "a step of the GEMM of dQ has 16 keys");
 // Columns of atoms whose scores are recomputed at a time. Derivatives, mask_mod and dropout need registers.
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
 constexpr bool CHUNKED = CHUNK < NT;
@@ -114,14 +116,14 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
             if (leads()) {
                 if (HAS_TILE_LIST)
                     smem.storage.tiles[pipe.stage] = StagedTile::of({entry}, next < 0);
-                smem.v(pipe.stage).load<LOAD_UNROLL>(maps.v, row, kv, own.entry(),
-                                                     smem.full(pipe.stage), v_column);
+                load_own_first(smem.v(pipe.stage), maps.v, row, kv, own.entry(),
+                               smem.full(pipe.stage), v_column);
             }
             pipe.advance();
             smem.empty(pipe.stage).wait(pipe.phase ^ 1);
             if (leads())
-                smem.k(pipe.stage).load<LOAD_UNROLL>(maps.k, row, kv, own.entry(),
-                                                     smem.full(pipe.stage), column);
+                load_own_first(smem.k(pipe.stage), maps.k, row, kv, own.entry(),
+                               smem.full(pipe.stage), column);
             pipe.advance();
             entry = next;
             __syncwarp(PRODUCER_LANES);  // no lane misses a phase that it waits for
@@ -165,10 +167,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     StagedTile staged{};
     Scores<false, 1, NT> s(0, 0);
     Fragment<Accum, 1, NT> dp;
+    Fragment<Accum, 1, SHARES * NT> s_parts, dp_parts;
     Fragment<Accum, 1, DT> dq;
     Atom<Element>::A ds[BLOCK_K / 16];
     Accum lse_log2[2], delta[2];
-    PartialSums sum(smem.exchange(warpgroup), smem.storage.sums[warpgroup]);
+    Exchange exchange(smem.exchange(warpgroup), smem.storage.exchanges[warpgroup]);
     const WarpBias<false, 1, NT> bias(nullptr);
 
     // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete.
@@ -185,8 +188,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         const int chunks = columns / 8;
 #pragma unroll 1
         for (int i = threadIdx.x % WARPGROUP; i < BLOCK_K * chunks; i += WARPGROUP) {
-            const int row = i / chunks;
-            if (row < begin || row >= end) store_shared(rows.chunk(row, i % chunks * 16), zeros);
+            const int row = i / chunks, key = unswapped<BLOCK_K>(row);
+            if (key < begin || key >= end) store_shared(rows.chunk(row, i % chunks * 16), zeros);
         }
         fence_async_shared();
         sync_warpgroup(warpgroup);
@@ -197,20 +200,25 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         pipe.advance();
         if constexpr (HAS_TILE_LIST) staged = smem.storage.tiles[v_stage], tile = staged.tile();
         zero_unattended(smem.v(v_stage), VALUE_COLUMNS);
-        gemm_async<Element, VALUE_COLUMNS>(dp, smem.dout(warpgroup), 0, smem.v(v_stage));
+        gemm_async<Element, VALUE_COLUMNS>(accumulators(dp, dp_parts), smem.dout(warpgroup), 0,
+                                           smem.v(v_stage));
         k_stage = pipe.stage;
         smem.full(k_stage).wait(pipe.phase);
         pipe.advance();
         zero_unattended(smem.k(k_stage), HEAD_COLUMNS);
-        gemm_async<Element, HEAD_COLUMNS>(s, smem.q(warpgroup), 0, smem.k(k_stage));
+        gemm_async<Element, HEAD_COLUMNS>(accumulators(s, s_parts), smem.q(warpgroup), 0,
+                                          smem.k(k_stage));
     };
     // Wait for dP, then for S, and in paired CTAs add the parts of the other CTA.
     auto wait_dp_and_s = [&] {
-        warpgroup_wait<1>(dp);
+        auto add_parts = [&](auto& parts, auto& sums) {
+            if constexpr (PAIR) exchange.send(parts, sums), exchange.add(sums), exchange.release();
+        };
+        warpgroup_wait<1>(accumulators(dp, dp_parts));
         release(v_stage);
-        if constexpr (PAIR) sum.send(dp), sum.add(dp), sum.release();
-        warpgroup_wait<0>(s);
-        if constexpr (PAIR) sum.send(s), sum.add(s), sum.release();
+        add_parts(dp_parts, dp);
+        warpgroup_wait<0>(accumulators(s, s_parts));
+        add_parts(s_parts, s);
     };
     // From S and dP to dS, as an operand of dQ.
     auto compute_ds = [&] {
@@ -220,7 +228,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         const bool partial = HAS_TILE_LIST ? staged.is_partial() : work.tiles.is_partial(tile);
         const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
         Fragment<Accum, 1, HAS_SCORE_GRAD ? NT : 1> slopes;
-        s.row = work.q0 + row0, s.column = tile * BLOCK_K;
+        s.row = work.q0 + row0, s.column = tile * BLOCK_K + OWN_KEYS * own_half();
         DenseMask<false, 1, NT> dense;
         if constexpr (HAS_MASK) dense.load(attn_mask, s.row, s.column);
         auto finish = [&](int begin, int end) {
@@ -260,6 +268,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             dense.share();
             s.masked_fill(dense);
             finish(0, NT);
+        }
+        if constexpr (PAIR) {
+            exchange.send(own_operands<NT / 2>(ds));
+            exchange.receive(ds);
+            exchange.release();
         }
         order_after(ds);
     };

@@ -32,7 +32,7 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
         const Barrier full = smem.q_full(q_pipe.stage);
         smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
         const QueryTile tile = smem.q(q_pipe.stage);
-        BOTH_LOADS(tile.load<LOAD_UNROLL>(maps.q, work.q_start + q0, h, work.entry(), full, column),
+        BOTH_LOADS(load_own_first(tile, maps.q, work.q_start + q0, h, work.entry(), full, column),
                    bulk_load(shared_address(smem.storage.lse_log2[q_pipe.stage]), lse_log2,
                              BLOCK_Q * 4, full));
         q_pipe.advance();
@@ -41,8 +41,8 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
         const Barrier full = smem.dout_full(dout_pipe.stage);
         smem.dout_empty(dout_pipe.stage).wait(dout_pipe.phase ^ 1);
         const DoutTile tile = smem.dout(dout_pipe.stage);
-        BOTH_LOADS(tile.load<LOAD_UNROLL>(maps.dout, work.q_start + q0, h, work.entry(), full,
-                                          v_column),
+        BOTH_LOADS(load_own_first(tile, maps.dout, work.q_start + q0, h, work.entry(), full,
+                                  v_column),
                    bulk_load(shared_address(smem.storage.delta[dout_pipe.stage]), delta, BLOCK_Q * 4,
                              full));
         dout_pipe.advance();
@@ -286,7 +286,7 @@ __device__ inline void zero_past_end(const Params& p, const Tile& tile, const Wo
         const u32 zeros[4] = {};
 #pragma unroll 1
         for (int i = rows * CHUNKS + threadIdx.x % WARPGROUP; i < BLOCK_Q * CHUNKS; i += WARPGROUP)
-            store_shared(tile.chunk(i / CHUNKS, i % CHUNKS * 16), zeros);
+            store_shared(tile.chunk(unswapped<BLOCK_Q>(i / CHUNKS), i % CHUNKS * 16), zeros);
         fence_async_shared();
         sync_warpgroup(warpgroup);
     }

@@ -5,13 +5,13 @@
 #include "bwd_smem_sm90.cuh"
 #include "gradient.cuh"
 
-constexpr int QT = BLOCK_Q / 8, DT = HEAD_COLUMNS / 8, VT = VALUE_COLUMNS / 8;
+constexpr int DT = HEAD_COLUMNS / 8, VT = VALUE_COLUMNS / 8;
 
 using TileScores = Scores<true, 1, QT>;
 // Columns of atoms whose scores are recomputed at a time. score_mod, mask_mod and dropout need registers.
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT || HAS_BIAS ? 2 : QT;
 constexpr bool CHUNKED = CHUNK < QT;
-using Operands = Atom<Element>::A[BLOCK_Q / 16];  // P or dS as an operand of dV or dK
+using Operands = Atom<Element>::A[QT / 2];  // P or dS as an operand of dV or dK
 
 // True if dS uses the rounded P of dV, to save registers.
 constexpr bool P_IS_ROUNDED = DQ_IS_TRANSPOSED || DQ_BESIDE_DP;

@@ -15,7 +15,8 @@ static_assert(BLOCK_K == WARPGROUP_ROWS * (IS_WIDE ? 1 : CONSUMERS) && WARPS_N =
 constexpr bool NAN_SAFE = ONLY_FLAGGED;  // for heads that the first launch has skipped
 
 // True if a separate warp loads the bias, one tile ahead.
-using TileBias = WarpBias<true, 1, BLOCK_Q / 8>;
+constexpr int QT = BLOCK_Q / 8 / SHARES;  // atoms of the scores that a CTA finishes
+using TileBias = WarpBias<true, 1, QT>;
 constexpr bool BIAS_IS_LOADED = HAS_BIAS && TileBias::STAGED;
 
 // True if dK and dV leave registers only for half of dP of a tile, and none for the next tile.
@@ -33,9 +34,9 @@ constexpr int DOUT_STAGES = DQ_BESIDE_DP ? STAGES - 1 : STAGES,
 constexpr int DS_STAGES = DQ_BESIDE_DP || ((IN_HALVES || DQ_IS_TRANSPOSED) && !NAN_SAFE) ? 1 : 2;
 // Stages for each warpgroup's part of dQ. A transposed stage holds the whole part.
 constexpr int DQ_STAGES = DQ_IS_TRANSPOSED || (IN_HALVES && NAN_SAFE) ? 1 : BIAS_IS_LOADED ? 2 : 3;
-// Wide heads: stages for P, which the dV warpgroup passes to the dK warpgroup. Paired CTAs have one, where
-// the other CTA's part of S arrives before, and a tile for its part of dP.
-constexpr int P_STAGES = PAIR ? 1 : 2, P_TILES = P_STAGES + PAIR;
+// Wide heads: stages for P, which the dV warpgroup passes to the dK warpgroup. Paired CTAs have one for their
+// half, where parts of S arrive before, and as much for parts of dP, then for dS. Half as much is for P.
+constexpr int P_STAGES = PAIR ? 1 : 2;
 static_assert(!PAIR || IS_WIDE, "only wide heads have half of the columns in each CTA");
 
 // A warpgroup's part of a dQ tile: 64 queries or all, and some columns.
@@ -77,7 +78,8 @@ struct Tensors {
     static constexpr int DS_BYTES = IS_WIDE ? 0 : DS_STAGES * ScoreTile::BYTES;
     static constexpr int DQ_TILE = DQ_ROWS * DQ_COPY_COLUMNS * 4;
     static constexpr int DQ_BYTES = IS_WIDE ? 0 : CONSUMERS * DQ_STAGES * DQ_TILE;
-    static constexpr int P_TILE = BLOCK_Q * BLOCK_K * 4, P_BYTES = IS_WIDE ? P_TILES * P_TILE : 0;
+    static constexpr int P_TILE = BLOCK_Q * BLOCK_K * 4 / SHARES;
+    static constexpr int P_BYTES = !IS_WIDE ? 0 : PAIR ? P_TILE * 5 / 2 : P_STAGES * P_TILE;
 
     static constexpr int V = KeyTile::BYTES, Q = V + ValueTile::BYTES;
     static constexpr int DOUT = Q + Q_STAGES * QueryTile::BYTES;
@@ -96,7 +98,7 @@ struct SharedStorage {
     u64 k_full, k_empty, v_full, v_empty;
     u64 bias_full, bias_empty;
     u64 p_full[P_STAGES], p_empty[P_STAGES];
-    PartialSums::Barriers s_sums, dp_sums;
+    Exchange::Barriers s_exchange, p_exchange, dp_exchange;
     PairClaims::Shared claims;
     u64 ds_full[DS_STAGES], ds_empty[DS_STAGES];
     u64 dq_full[CONSUMERS][DQ_STAGES], dq_empty[CONSUMERS][DQ_STAGES];
@@ -135,7 +137,8 @@ struct Smem {
         return tensors + Tensors::DQ + (warpgroup * DQ_STAGES + stage) * Tensors::DQ_TILE;
     }
     __device__ u32 p(int stage) const { return tensors + Tensors::P + stage * Tensors::P_TILE; }
-    __device__ u32 peer_dp() const { return p(P_STAGES); }
+    __device__ u32 peer_dp() const { return p(1); }
+    __device__ u32 peer_p() const { return p(2); }
     __device__ KeyTile clean_k() const { return {tensors + Tensors::BYTES}; }
     __device__ char* bias() const { return memory + Tensors::BYTES; }
     // Staging memory of each warp, in the slice of dS that its warpgroup writes.
@@ -190,7 +193,8 @@ struct Smem {
         for (int s = 0; s < DOUT_STAGES; ++s) dout_full(s).init(2), dout_empty(s).init(ALL);
         for (int s = 0; s < P_STAGES; ++s) p_full(s).init(WARPGROUP), p_empty(s).init(WARPGROUP);
         if constexpr (PAIR)
-            storage.s_sums.init(), storage.dp_sums.init(), storage.claims.init();
+            storage.s_exchange.init(), storage.p_exchange.init(), storage.dp_exchange.init(),
+                storage.claims.init();
         for (int s = 0; s < DS_STAGES; ++s) ds_full(s).init(ALL), ds_empty(s).init(ALL);
         for (int n = 0; n < CONSUMERS; ++n)
             for (int s = 0; s < DQ_STAGES; ++s)

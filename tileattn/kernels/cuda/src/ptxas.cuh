@@ -69,6 +69,14 @@ __device__ inline void discard_operand(float (&d)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "=f"(d[i])::"memory");
 }
 
+// Return a copy of an accumulator in a register of its own. Otherwise x keeps the accumulator's register, which
+// the next GEMM needs, and ptxas serialises all wgmma (C7511).
+__device__ inline float copied(float x) {
+    float copy;
+    asm volatile("mov.f32 %0, %1;" : "=f"(copy) : "f"(x));
+    return copy;
+}
+
 // Return x, which is the same in all lanes of a warp, and tell the compiler that it is.
 template <class T>
 __device__ inline T uniform(T x, u32 lanes = ~0u) {

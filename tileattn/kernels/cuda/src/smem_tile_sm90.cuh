@@ -35,6 +35,17 @@ struct SmemTile {
         load_box<UNROLL>(map, 0, row, head, batch, full, column);
     }
 
+    // The same, in two boxes of half of the rows, swapped if `swap` is 1.
+    template <int UNROLL = SLICES>
+    __device__ void load_halves(const TensorMap& map, int row, int head, int batch,
+                                const Barrier& full, int column, int swap) const {
+        constexpr int HALF = ROWS / 2;
+        full.arrive_and_expect_tx(BYTES);
+#pragma unroll 1
+        for (int at = 0; at < ROWS; at += HALF)
+            load_box<UNROLL>(map, at, row + (at ^ swap * HALF), head, batch, full, column);
+    }
+
     // Start TMA loads of one box of the map, to the rows from `at` on.
     template <int UNROLL = SLICES>
     __device__ void load_box(const TensorMap& map, int at, int row, int head, int batch,

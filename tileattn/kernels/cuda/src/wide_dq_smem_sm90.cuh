@@ -29,10 +29,10 @@ struct StagedTile {
 };
 
 // Layout of dynamic shared memory: queries and dO of each warpgroup, then the stages. In paired CTAs a tile
-// for each warpgroup follows, where the other CTA's part of dP arrives, then that of S.
+// for each warpgroup follows, where parts of dP arrive, then those of S, then dS.
 constexpr int STAGE_BYTES = KeyTile::BYTES > ValueTile::BYTES ? KeyTile::BYTES : ValueTile::BYTES;
 constexpr int ROWS_BYTES = QueryTile::BYTES + DoutTile::BYTES;
-constexpr int EXCHANGE_BYTES = PAIR ? WARPGROUP_ROWS * BLOCK_K * 4 : 0;
+constexpr int EXCHANGE_BYTES = PAIR ? WARPGROUP_ROWS * BLOCK_K * 4 / SHARES : 0;
 static_assert(CONSUMERS * (ROWS_BYTES + EXCHANGE_BYTES) + STAGES * STAGE_BYTES == SHARED_BYTES,
               "what a launch brings");
 
@@ -41,7 +41,7 @@ struct SharedStorage {
     u64 q_full[CONSUMERS], q_empty[CONSUMERS], full[STAGES], empty[STAGES];
     WorkTile work_tiles[CONSUMERS];
     StagedTile tiles[STAGES];  // if masks leave out tiles, the tile of each stage of v
-    PartialSums::Barriers sums[CONSUMERS];
+    Exchange::Barriers exchanges[CONSUMERS];
     PairClaims::Shared claims;
 };
 
@@ -76,7 +76,7 @@ struct Smem {
         for (int g = 0; g < CONSUMERS; ++g) q_full(g).init(3), q_empty(g).init(WARPGROUP);
         for (int s = 0; s < STAGES; ++s) full(s).init(1), empty(s).init(CONSUMERS);
         if constexpr (PAIR) {
-            for (int g = 0; g < CONSUMERS; ++g) storage.sums[g].init();
+            for (int g = 0; g < CONSUMERS; ++g) storage.exchanges[g].init();
             storage.claims.init();
         }
         fence_barrier_init();
