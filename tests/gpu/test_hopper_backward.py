@@ -368,6 +368,16 @@ def test_gradients_at_scores_beyond_float16(D: int, Dv: int, deterministic: bool
     assert abs(dP / 300).max() > 1.1 * float(np.finfo(np.float16).max)
 
 
+@pytest.mark.parametrize("which", range(4))
+def test_nan_and_large_scores_in_pairs_of_thread_blocks(which: int) -> None:
+    """Naive kernels compute the flagged heads."""
+    q, k, v, dout = given = arrays(DTYPES[1], 512, 512, 160, 160)
+    given[which][1, 1, 80, 5] = math.nan
+    check((q, k, v, dout), causal=True)
+    q, k, v, dout = arrays(DTYPES[0], 384, 320, 200, 260)
+    check(((q * 40).astype(q.dtype), (k * 40).astype(k.dtype), v, dout), causal=True)
+
+
 def test_flags_of_many_heads() -> None:
     """Only heads with non-finite values are computed again."""
     import cupy
