@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tileattn
+from tests import on_gpu
 from tests.arrays import Given, normal
 from tests.gpu.hopper import (
     DTYPES,
@@ -425,3 +426,12 @@ def gradients_of(given: Sequence[Any]) -> tuple[Any, ...]:
     assert runs_backward(q, k, v, dout)
     attention = tileattn.forward(q, k, v)
     return tuple(tileattn.backward(dout, q, k, v, *attention, deterministic=True)[:3])
+
+
+@pytest.mark.parametrize("options", ["plain", "causal", "lengths"])
+@pytest.mark.parametrize(("Nq", "Nk"), [(49, 49), (64, 1), (1, 64)])
+@pytest.mark.parametrize("dtype", [DTYPES[1], np.float32])
+def test_a_small_tile_has_all_queries_and_keys(dtype: Any, Nq: int, Nk: int, options: str) -> None:
+    """The kernel over keys writes dq of every query, also of those that attend to nothing."""
+    for D, Dv in ((32, 24), (37, 50)):
+        on_gpu.check(arrays(np.dtype(dtype), D, Dv, Nq, Nk), filled(OPTIONS[options], Nk))

@@ -111,8 +111,8 @@ def test_gradients_are_written_where_they_are_returned(
     params, like = gpu.launches[-1][-1], {f"d{name}": x for name, x in given.items()}
     assert (plain.dbias, plain.dsinks) == (None, None)
     assert params["dbias"] == params["dsinks"] == 0
-    # In float32 one key block has all keys and writes dq.
-    assert (params["dq_accum"] == 0) == (deterministic or dtype == np.float32)
+    # One key block has all keys, and writes rows of dq that are short.
+    assert (params["dq_accum"] == 0) == (deterministic or dtype != np.float64)
     options = {"bias": gpu.array((NQ, NK), np.float32), "sinks": gpu.array((HQ,), np.float64)}
     grads = gradients(gpu, **given, **options, deterministic=deterministic)
     assert kernels(gpu)[-3:] == ["backward_dbias", "backward_dbias_sum", "backward_dsinks"]
@@ -129,7 +129,7 @@ def test_gradients_are_written_where_they_are_returned(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_vjp_gives_the_kernels_of_both_passes_the_same(gpu: Machine, deterministic: bool) -> None:
-    q, k, _ = arrays(gpu)
+    q, k = arrays(gpu)[0], gpu.array((B, HKV, 70, D), np.float16)
     dlse = gpu.array((B, HQ, NQ))
     attention, pullback = tileattn.vjp(q, k, k, causal=True, scale=0.25)
     grads = pullback(gpu.array(q.shape, np.float16), dlse, deterministic=deterministic)

@@ -219,7 +219,7 @@ def test_small_results_of_a_second_call_lie_in_one_piece(
     import cupy
 
     monkeypatch.setattr(cached_passes, "ONE_ALLOCATION_MAX_BYTES", 1 << 18)
-    given = inputs(gpu, Hq=heads[0], Hkv=heads[1], Nq=30, Nk=50, D=64, Dv=64)
+    given = inputs(gpu, Hq=heads[0], Hkv=heads[1], Nq=30, Nk=70, D=64, Dv=64)
 
     def taken() -> list[int]:
         gpu.allocated.clear()

@@ -314,12 +314,21 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         ),
         512: (TileSize(64, 16, 4, pair=True), TileSize(32, 16, 2)),
     },
+    # Tiles of 64 x 64 come first if one has all keys.
     ("backward_dkdv", 2): {
-        64: (TileSize(128, 128, 4, 2, 2, 1, tuned=True, spills=True), TileSize(64, 64, 2, 2, 2)),
+        32: (
+            TileSize(128, 128, 4, 2, 2, 1, tuned=True, spills=True),
+            TileSize(64, 64, 4, 1, 1, 4, tuned=True, spills=True),
+        ),
+        64: (TileSize(128, 128, 4, 2, 2, 1, tuned=True, spills=True), TileSize(64, 64, 4, 1, 1, 3)),
         128: (TileSize(64, 128, 4, 2, 2, tuned=True, spills=True), TileSize(64, 64, 2, 2)),
         256: (TileSize(64, 64, 2, 4, 2, tuned=True, spills=True), TileSize(64, 64, 2, 4)),
     },
     ("backward_dkdv", 4): {
+        32: (
+            TileSize(64, 128, 4, 2, tuned=True, spills=True),
+            TileSize(64, 64, 4, 1, 1, 3, tuned=True, spills=True),
+        ),
         64: (TileSize(64, 128, 4, 2, tuned=True, spills=True), TileSize(64, 64, 4, 1, 1, 2)),
         128: (TileSize(64, 64, 2, 4, tuned=True, spills=True),),
         256: (TileSize(64, 32, 2, 4), TileSize(32, 32, 2, 2)),

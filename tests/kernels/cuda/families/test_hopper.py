@@ -226,7 +226,8 @@ def test_what_repairs_elsewhere() -> None:
     for arch in ("sm_80", "sm_90", "sm_100"):
         context = ON_HOPPER._replace(arch=arch)
         for fixed, flags in ((False, {"backward_dq": 3}), (True, {})):
-            launches = backward_launches(SUPPORTED, context, deterministic=fixed, sinks=False)
+            problem = replace(SUPPORTED, Nk=65)  # more keys than a small tile has
+            launches = backward_launches(problem, context, deterministic=fixed, sinks=False)
             found = [x.key.kernel for x in launches]
             assert found == [x for x in GENERIC if not (fixed and "convert" in x)]
             flagged = {x.key.kernel: x.key.head_flags for x in launches if x.key.head_flags}

@@ -13,7 +13,7 @@ from tileattn.kernels.cuda.plan.tensor_map import can_map, tensor_map
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_arrays_that_no_map_describes(name: str) -> None:
     """An axis is broadcast or reversed, a stride too long, or rows not aligned."""
-    problem = asked(D=64, Dv=64)
+    problem = asked(Nk=70, D=64, Dv=64)
     layout = contiguous_inputs(problem).with_contiguous_results(problem, "backward")
     x = layout.get(name)
     assert x is not None

@@ -37,6 +37,7 @@ from tileattn.kernels.cuda.plan.token_rows import plan_append, plan_rope
 _OPTIONS = ({"softcap", "mask"}, {"alibi_slopes", "bias"}, {"block_mask", "dropout_p"})
 
 _HEAD_DIMS = (20, 64, 128, 256)
+_KEYS = 65  # more than one small key block has
 _MASK_BLOCK = 128  # keys, as a block mask has them by default
 
 _MEASURED = "sm_90a"  # an H200
@@ -114,13 +115,14 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
             context = context._replace(mask_vector_width=(1, 2, 16)[combination % 3])
         # No tile fits 520 columns, so naive kernels run.
         for dim in (_HEAD_DIMS[combination % len(_HEAD_DIMS)], 512, 520):
-            keys = _keys(problem_of(dtype.name, dim, enabled_options), context)
+            problem = replace(problem_of(dtype.name, dim, enabled_options), Nk=_KEYS)
+            keys = _keys(problem, context)
             found |= dict.fromkeys(key for key in keys if key.kernel in kernels)
     # Kernels of flagged heads: for a few calls on each GPU, for all in four combinations in a row.
     for n, (name, (dim, value), options) in enumerate(_HOPPER_CASES):
         takes_over = n % 3 == 1 if arch == _MEASURED else n % 4 == combination % 4
         for window in WINDOWS if takes_over or arch == _MEASURED else ():
-            problem = replace(problem_of(name, dim, options), Dv=value, window=window)
+            problem = replace(problem_of(name, dim, options), Dv=value, window=window, Nk=_KEYS)
             if "negative scale" in options:
                 problem = replace(problem, scale=-1.0)
             if "80 queries" in options:

@@ -32,13 +32,12 @@ from tileattn.kernels.cuda.families.shared_memory import (
     generic_static_bytes,
 )
 from tileattn.kernels.cuda.families.size_class import (
-    can_write_dq,
     has_keys,
     has_queries,
+    has_small_key_block,
     short_rows,
     splits_queries,
     suits_small_ds_tiles,
-    suits_small_key_tiles,
 )
 from tileattn.kernels.cuda.families.tiles import (
     MAX_HEAD_DIM,
@@ -59,6 +58,10 @@ NAIVE = {
 
 _STAGES_BIAS = ("backward_dbias", "backward_daux")  # in shared memory, also if it is not aligned
 
+# Bytes of a row of dq that the kernel over keys may write. Wider rows took longer (H200, float32,
+# D = 64, windows of 64: 0.89).
+_WRITTEN_DQ_BYTES = 128
+
 _REPAIRS = (
     "for heads with large scores, NaN or infinity; usually there are none, and it returns at once"
 )
@@ -77,8 +80,9 @@ def _why_not(problem: Problem, context: LaunchContext) -> str | None:
 def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
     """Launch what computes dq, dk and dv.
 
-    By default the kernel over keys also adds dq, in any order. In deterministic mode a kernel over
-    queries computes dq. Pairs of thread blocks leave flagged heads to other kernels.
+    By default the kernel over keys also adds dq, in any order, or writes it if a block has all
+    keys. In deterministic mode a kernel over queries computes dq, since it also computes dq of
+    flagged heads, with the same bits. Pairs of thread blocks leave flagged heads to other kernels.
     """
     P = problem
     if not has_keys(P):
@@ -86,7 +90,7 @@ def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
     dkdv = dkdv_launch(P, context, add_dq=not context.deterministic, pair=True)
     if not has_queries(P):
         return (dkdv,)
-    alone = dkdv.key.pair or dkdv.key.write_dq or dkdv.traits.pair_by_pair
+    alone = dkdv.key.pair or dkdv.traits.pair_by_pair
     if splits_queries(P, context.tuning) and not alone:
         dkdv = dkdv.split()
     own = _with_repairs(dkdv, dkdv_launch(P, context, add_dq=False), context)
@@ -120,7 +124,10 @@ def dkdv_launch(
         return launch._replace(blocks=Grid("keys", together=ROW_WARPS))
     write_dbias = context.dbias and (context.full_bias or context.entry_copies)
     add_dq = add_dq and has_queries(problem)
-    write_dq = add_dq and can_write_dq(problem) and launch.key.block_k >= SMALL_TILE
+    has_all_keys = has_small_key_block(problem) and launch.key.block_k >= SMALL_TILE
+    is_narrow = launch.key.head_dim * problem.dtype.itemsize <= _WRITTEN_DQ_BYTES
+    write_dq = add_dq and has_all_keys and is_narrow
+    write_dq = write_dq and not splits_queries(problem, context.tuning)
     key = replace(launch.key, add_dq=add_dq, write_dq=write_dq, write_dbias=write_dbias)
     return launch._replace(key=key, blocks=Grid("keys", key.block_k, each=1 + key.pair))
 
@@ -212,7 +219,7 @@ def _tiles(kernel: str, P: Problem, context: LaunchContext) -> tuple[TileSize, .
         best = tuple(sorted(best, key=straddles))
     small = {
         "backward_dbias": suits_small_ds_tiles(P, context.tuning),
-        "backward_dkdv": suits_small_key_tiles(P),
+        "backward_dkdv": has_small_key_block(P),
     }
     if small.get(kernel):
         best = small_first(best)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from tileattn.call.problem import Problem
 from tileattn.dtypes import NAMED
@@ -45,6 +46,7 @@ from tileattn.kernels.cuda.families.size_class import (
     has_short_keys,
     has_two_group_keys,
     is_head_major,
+    is_window,
     short_rows,
     splits_queries,
     suits_small_ds_tiles,
@@ -109,6 +111,10 @@ _UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
         "bias is in use, and a head dimension is above 128",
         lambda P, _: P.has_bias and max(P.D, P.Dv) > _NARROW_DIM,
     ),
+)
+_SMALL: Clause = (
+    "a small tile has all queries and keys",
+    lambda P, context: is_window(P) and not context.deterministic,
 )
 
 
@@ -388,4 +394,6 @@ _CONVERT = KernelTraits(beside_rows=True)
 HOPPER_FORWARD_FAMILY = Family(
     "the Hopper kernel", lambda P, context: (forward_launch(P, context),), why_not_forward
 )
-HOPPER_BACKWARD_FAMILY = Family("the Hopper kernel", _backward, why_not_backward)
+HOPPER_BACKWARD_FAMILY = Family(
+    "the Hopper kernel", _backward, partial(first_reason, (*_UNSUPPORTED_BACKWARD, _SMALL))
+)

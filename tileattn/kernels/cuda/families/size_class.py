@@ -45,8 +45,8 @@ class SizeClass(NamedTuple):
     suits_tall_rows: bool
     is_head_major: bool
     suits_small_ds_tiles: bool
-    suits_small_key_tiles: bool
-    can_write_dq: bool
+    has_small_key_block: bool
+    is_window: bool
     splits_queries: bool
     delta_beside: tuple[int, ...]
 
@@ -70,8 +70,8 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         suits_tall_rows(P, tuning),
         is_head_major(P, tuning),
         suits_small_ds_tiles(P, tuning),
-        suits_small_key_tiles(P),
-        can_write_dq(P),
+        has_small_key_block(P),
+        is_window(P),
         splits_queries(P, tuning),
         tuple([n for n in _KEY_BLOCKS if delta_beside(P, n, tuning, sm_count)]),
     )
@@ -219,14 +219,17 @@ def suits_small_ds_tiles(P: Problem, tuning: Tuning) -> bool:
     return P.has_bias and large >= tuning.small_ds_tiles * small
 
 
-def suits_small_key_tiles(P: Problem) -> bool:
+def has_small_key_block(P: Problem) -> bool:
     """Return True if a small tile of the generic kernel over keys has all keys."""
-    return P.dtype.itemsize == 4 and P.Nk <= SMALL_TILE and not P.is_packed
+    return P.Nk <= SMALL_TILE and not P.is_packed
 
 
-def can_write_dq(P: Problem) -> bool:
-    """Return True if one key block has all keys, and no query tile is empty."""
-    return suits_small_key_tiles(P) and fills_tiles(P)
+def is_window(P: Problem) -> bool:
+    """Return True if a small tile has all queries, too, and columns leave it registers.
+
+    Tiles of the Hopper backward kernels lie mostly past the ends there.
+    """
+    return has_small_key_block(P) and P.Nq <= SMALL_TILE and max(P.D, P.Dv) <= SMALL_TILE
 
 
 def fills_tiles(P: Problem) -> bool:

@@ -1,6 +1,6 @@
 // Backward pass for k and v: one CTA for each block of keys, query tiles ascending, the query heads that
 // share the keys one after the other. dK and dV stay in registers. With ADD_DQ, dQ is added in device
-// memory, in the accumulator type. S is computed transposed, with keys in rows. Dao, FlashAttention-2,
+// memory, in the accumulator type. With WRITE_DQ the block has all keys, so dQ of a tile is complete. S is computed transposed, with keys in rows. Dao, FlashAttention-2,
 // arXiv:2307.08691, Algorithm 2.
 //
 // Flagged heads, and key blocks whose gradients are not finite, are computed by another pass, which is
@@ -153,7 +153,9 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     const Sequence sequence(p, b);
     const SlidingWindow window(p, sequence);
     const QuerySplit<SPLIT_Q && !NAN_SAFE> split(p, at.split);
-    const Range queries = split.clip(p, window.query_range(k0, k0 + BLOCK_K));
+    // With WRITE_DQ no tile is skipped, so that each row of dQ is written.
+    const Range all = WRITE_DQ ? Range{0, int(sequence.Nq)} : window.query_range(k0, k0 + BLOCK_K);
+    const Range queries = split.clip(p, all);
     k_tile.template load<THREADS, ALIGNMENT_BYTES>(
         sequence.keys<Element>(p.k, p.k_at, kv) + k0 * p.k_at.n + d0, p.k_at.n, window.length - k0,
         int(p.D) - d0);
@@ -178,7 +180,9 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     for (int g = split.begin(); g < split.end(p); ++g) {
         const Head head(p, b, kv * int(p.group) + g);
         TileIterator tiles(queries.lo / BLOCK_Q, (queries.hi + BLOCK_Q - 1) / BLOCK_Q, [&](int n) {
-            return head.attn_mask.kind(n * BLOCK_Q, n * BLOCK_Q + BLOCK_Q, k0, k0 + BLOCK_K);
+            const int kind =
+                head.attn_mask.kind(n * BLOCK_Q, n * BLOCK_Q + BLOCK_Q, k0, k0 + BLOCK_K);
+            return WRITE_DQ && kind == EMPTY ? PARTIAL : kind;
         });
         auto load_q = [&](int q0, int stage) {
             q_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(
@@ -304,29 +308,13 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
                 add_rows(sums, HEAD_DIM, dq, of_dq.row, of_dq.column, int(sequence.Nq) - q0, part,
                          parts);
             };
-            // Write dQ, or flag the head if it is not finite: backward_dq computes it then. This CTA alone has
-            // the head.
-            auto write_dq = [&](const DqFragment& dq) {
-                Element* const to = sequence.queries<Element>(p.dq, p.dq_at, head.h) + q0 * p.dq_at.n;
-                bool good = true;
-#pragma unroll
-                for (int m = 0; m < DqWarpTile::MT; ++m)
-#pragma unroll
-                    for (int e = 0; e < 4; e += 2) {
-                        const int i = of_dq.row + 16 * m + lane.row(e);
-                        if (q0 + i >= sequence.Nq) continue;
-#pragma unroll
-                        for (int n = 0; n < DqWarpTile::NT; ++n) {
-                            const int d = of_dq.column + 8 * n + lane.column(0);
-                            const Accum x = dq.x[m][n][e] * Accum(p.scale);
-                            const Accum y = dq.x[m][n][e + 1] * Accum(p.scale);
-                            good = good && is_finite(x) && is_finite(y);
-                            Element* const two = to + i * p.dq_at.n + d;
-                            if (d < p.D) two[0] = narrow<Element>(x);
-                            if (d + 1 < p.D) two[1] = narrow<Element>(y);
-                        }
-                    }
-                if (!good) flag_head(p, b, kv, NON_FINITE);
+            // If dQ is not finite, the head is flagged for backward_dq.
+            auto write_dq = [&](DqFragment dq) {
+                dq.scale(Accum(p.scale));
+                if (!dq.all_finite()) flag_head(p, b, kv, NON_FINITE);
+                store_rows<ALIGNMENT_BYTES>(
+                    sequence.queries<Element>(p.dq, p.dq_at, head.h) + q0 * p.dq_at.n + d0,
+                    p.dq_at.n, dq, of_dq.row, of_dq.column, int(sequence.Nq) - q0, int(p.D) - d0);
             };
             auto finish_dq = [&] {
                 if constexpr (WRITE_DQ)

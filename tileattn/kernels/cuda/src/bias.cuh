@@ -56,24 +56,33 @@ struct WarpBias {
     __device__ void read(Accum (&x)[2][4], const ScoreMod& score_mod, int row, int column, int m,
                          int n) const {
         const Lane lane;
-        BiasElement own[2][4];
-        const int first = ONE_TILE ? threadIdx.x / WARP * 16 * MT : 0;  // this warp's first column
-        if constexpr (STAGED) share.template read<TRANSPOSED, 16 * MT>(own, first, 16 * m, 8 * n);
+        if constexpr (STAGED) {
+            BiasElement own[2][4];
+            const int first = ONE_TILE ? threadIdx.x / WARP * 16 * MT : 0;  // this warp's first column
+            share.template read<TRANSPOSED, 16 * MT>(own, first, 16 * m, 8 * n);
 #pragma unroll
-        for (int a = 0; a < 2; ++a)
+            for (int a = 0; a < 2; ++a)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                if constexpr (STAGED) {
-                    x[a][e] = Accum(widen(own[a][e]));
-                } else {
-                    const int r = row + 16 * m + lane.row(e);
-                    const int c = column + 8 * (n + a) + lane.column(e);
-                    const int i = TRANSPOSED ? c : r, j = TRANSPOSED ? r : c;
-                    const Accum near =
-                        score_mod.bias_of(min(i, score_mod.Nq - 1), min(j, score_mod.Nk - 1));
-                    x[a][e] = i < score_mod.Nq && j < score_mod.Nk ? near : Accum(0);
+                for (int e = 0; e < 4; ++e) x[a][e] = Accum(widen(own[a][e]));
+        } else {
+            // Where both rows of the lane begin, and the bytes between columns. The compiler would
+            // compute the address of each element from the parameters.
+            const int rows = TRANSPOSED ? score_mod.Nk : score_mod.Nq;
+            const int columns = TRANSPOSED ? score_mod.Nq : score_mod.Nk;
+            const i64 down = (TRANSPOSED ? score_mod.bias_j : score_mod.bias_i) * sizeof(BiasElement);
+            i64 right = (TRANSPOSED ? score_mod.bias_i : score_mod.bias_j) * sizeof(BiasElement);
+            const int r = row + 16 * m + lane.g, c = column + 8 * n + lane.column(0);
+            const char* from = reinterpret_cast<const char*>(score_mod.bias) + r * down + c * right;
+            asm volatile("" : "+l"(right));
+#pragma unroll
+            for (int a = 0; a < 2; ++a)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const char* const at = from + (e / 2 ? 8 * down : 0) + (8 * a + e % 2) * right;
+                    const bool inside = r + e / 2 * 8 < rows && c + 8 * a + e % 2 < columns;
+                    x[a][e] = inside ? Accum(widen(*reinterpret_cast<const BiasElement*>(at))) : Accum(0);
                 }
-            }
+        }
     }
 
     // Store dbias from query i and key j on, if the bias is not broadcast: then dbias is contiguous.

@@ -148,6 +148,33 @@ __device__ inline void store_fragment(const Tile<T, R, C>& tile, const Fragment<
                     narrow<T>(c.x[m][n][e]), narrow<T>(c.x[m][n][e + 1])};
 }
 
+// Store a fragment to global memory, in the element type of the target: `rows` rows of `columns` elements.
+template <int ALIGNMENT_BYTES, class T, class S, int MT, int NT>
+__device__ inline void store_rows(T* target, i64 stride, const Fragment<S, MT, NT>& c, int m0, int n0,
+                                  int rows, int columns) {
+    const Lane lane;
+    using Pair = typename Tile<T, 16, 16>::Pair;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+            const int row = m0 + 16 * m + lane.row(e);
+            T* const to = target + row * stride;
+            if (row >= rows) continue;
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                const int column = n0 + 8 * n + lane.column(0);
+                const Pair pair{narrow<T>(c.x[m][n][e]), narrow<T>(c.x[m][n][e + 1])};
+                if (ALIGNMENT_BYTES % sizeof(Pair) == 0 && column + 1 < columns) {
+                    *reinterpret_cast<Pair*>(to + column) = pair;
+                } else {
+                    if (column < columns) to[column] = pair.x;
+                    if (column + 1 < columns) to[column + 1] = pair.y;
+                }
+            }
+        }
+}
+
 // Store a fragment transposed, to a tile that it fills.
 template <class T, int R, int C, class S, int MT, int NT>
 __device__ inline void store_transposed(const Tile<T, R, C>& tile, const Fragment<S, MT, NT>& c) {
