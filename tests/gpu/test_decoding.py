@@ -96,9 +96,12 @@ class Kernel(NamedTuple):
 
 SPLIT = Kernel("forward_split", (8, 2, 2), (64, 64), F16)
 ROWS = Kernel("forward_sm90", (64, 1, 2), WIDE, BF16)
+MANY = Kernel("forward_sm90", (18, 2, 19), WIDE, BF16)  # two blocks of rows
 VIEW = Kernel("forward_latent_sm90", (16, 1, 2), LATENT, BF16)
 
-every_kernel = pytest.mark.parametrize("kernel", [SPLIT, ROWS, VIEW], ids=lambda x: x.name)
+every_kernel = pytest.mark.parametrize(
+    "kernel", [SPLIT, ROWS, MANY, VIEW], ids=("split", "rows", "many rows", "latent")
+)
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -146,10 +149,16 @@ GENERIC: dict[str, Callable[[int, int], dict[str, Any]]] = {
 LARGE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "very large scores": lambda _Hq, _Nq: {"scale": 3000.0}
 }
-OPTIONS = {SPLIT: SHARED | ALIBI | GENERIC, ROWS: SHARED | LARGE, VIEW: SHARED | ALIBI}
+OPTIONS = {
+    SPLIT: SHARED | ALIBI | GENERIC,
+    ROWS: SHARED | LARGE,
+    MANY: SHARED | LARGE,
+    VIEW: SHARED | ALIBI,
+}
 HEADS = {
     SPLIT: [(8, Hkv, Nq) for Hkv in (8, 2, 1) for Nq in (1, 5)],
     ROWS: [(40, 1, 1), (128, 1, 1), (24, 2, 3), (16, 2, 16), (5, 1, 25), (2, 2, 64)],
+    MANY: [(10, 1, 17), (14, 2, 33), (6, 1, 64)],
     VIEW: [(Hq, 1, Nq) for Hq in (16, 20, 128) for Nq in (1, 2, 4)] + [(8, 2, 2)],
 }
 
@@ -163,7 +172,7 @@ def test_options(kernel: Kernel, heads: tuple[int, int, int], name: str) -> None
     arrays = drawn(heads, kernel.dims, kernel.dtype)
     options = {"kv_lengths": LENGTHS} | OPTIONS[kernel][name](heads[0], heads[2])
     kernel.need(arrays, **options)
-    assert kernel is VIEW or "forward_combine" in kernels(arrays, **options)
+    assert kernel in (VIEW, MANY) or "forward_combine" in kernels(arrays, **options)
     check(arrays, **options)
 
 
@@ -246,6 +255,7 @@ def test_views(view: Any, heads: Any, dims: tuple[int, int], dtype: Any) -> None
     [
         *(SPLIT._replace(heads=(8, 2, 4), dtype=x) for x in (F16, np.float32)),
         *(ROWS._replace(heads=(24, 2, 4), dtype=x) for x in (F16, BF16)),
+        MANY,
         *(VIEW._replace(heads=(heads, 2, 4)) for heads in (10, 80)),  # several splits, and one
     ],
     ids=lambda x: f"{x.name} {x.heads[0]} {np.dtype(x.dtype)}",

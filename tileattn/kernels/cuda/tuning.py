@@ -56,6 +56,9 @@ _QUERY_SPLITS = _row("few key blocks: splits of the query heads, or of the queri
 _SPLITS = _commit("2026-11-24", "Split the keys of few queries into pieces on the GPU")
 _LATENT = _commit("2026-11-25", "cut latent attention into longer pieces")
 _SPLIT_WGMMA = _commit("2026-11-25", "Take many rows that share keys on Hopper")
+_SMALL_SPLITS = _row("17 to 64 rows that share keys: two small thread blocks an SM", _H200)
+_PACKED_HEADS = _row("17 to 64 queries of grouped heads: blocks of the rows", _H200)
+_ONE_SPLIT = _row("the same over a single split, from 512 keys", _H200)
 _JOIN = _commit("2026-11-25", "Say why a warp joins up to 16 pieces")
 _SHORT = _row("head groups four times smaller")
 _DYNAMIC = _row("dynamic scheduler, head by head, that claims as late as loads allow", _BOTH)
@@ -149,11 +152,24 @@ class Tuning:
     split_bytes: int = _tuned(
         1 << 19, 1 << 20, "bytes", "of the keys and values of a split", _SPLITS
     )
+    split_square: int = _tuned(
+        32, 64, "rows**2 / keys", "of a split of > 128 rows, at most", _PACKED_HEADS
+    )
+    pack_keys: int = _tuned(
+        512, _NEVER, "keys", "few queries: all heads of a key head in a tile if Nk >= x", _ONE_SPLIT
+    )
     latent_keys_per_row: int = _tuned(
         64, 128, "keys", "of a split for each row that shares them, latent", _LATENT
     )
     split_wgmma_rows: int = _tuned(
         32, 128, "rows", "the Hopper kernel if > x share keys", _SPLIT_WGMMA
+    )
+    split_small_rows: tuple[int, int] = _tuned(
+        (16, 64),
+        (64, 64),
+        "rows",
+        "D = 128: two small thread blocks an SM if > x[0] and <= x[1]",
+        _SMALL_SPLITS,
     )
     warp_splits: int = _tuned(16, 0, "splits", "one warp joins the splits of a row if <= x", _JOIN)
     # Gradient of a bias.

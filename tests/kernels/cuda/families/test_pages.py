@@ -76,7 +76,7 @@ def test_what_the_hopper_kernel_does_not_take(page: int, changed: Any, why: str)
     assert why in made.launches[0].why
 
 
-@pytest.mark.parametrize(("Nq", "first"), [(1, SPLIT), (8, SPLIT), (32, HOPPER)])
+@pytest.mark.parametrize(("Nq", "first"), [(1, SPLIT), (4, SPLIT), (32, HOPPER)])
 def test_the_keys_of_few_queries_are_split(Nq: int, first: str) -> None:
     """By the Hopper kernel if many rows share keys."""
     made = plan(16, Nq=Nq, Nk=1 << 16)

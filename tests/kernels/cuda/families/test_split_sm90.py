@@ -8,6 +8,7 @@ import pytest
 from tests.kernels.cuda.plan.planning import A100, H200, forward
 from tileattn.call.problem import Problem, problem_of
 from tileattn.expressions.functions import mask_expression
+from tileattn.kernels.cuda.families.hopper import HOPPER
 from tileattn.kernels.cuda.families.size_class import split_keys
 from tileattn.kernels.cuda.families.split import COMBINE, SPLIT
 from tileattn.kernels.cuda.families.split_sm90 import tile_of
@@ -44,7 +45,7 @@ def test_splits_are_joined(problem: Problem) -> None:
     assert first.key.split_kv == (problem.Hq > 2)
     if first.key.split_kv:
         assert [x.name for x in plan.tensor_maps[first.tensor_maps]] == ["q", "k", "v"]
-        assert first.grid <= H200.sm_count
+        assert first.grid <= H200.sm_count * first.key.min_blocks_per_sm
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,6 @@ def test_splits_are_joined(problem: Problem) -> None:
         (wide(["mask"]), "mask is in use"),
         (wide(["tree_mask"], mask_mod=TREE, mask_options=("tree_mask",)), "tree_mask is in use"),
         (wide(["mask_mod"], mask_mod=TREE), "mask_mod is in use"),
-        (wide(Nk=1024), "there is one split"),
         (wide(Dv=124), "the head dimension of v is not a multiple of 8"),
     ],
 )
@@ -62,6 +62,32 @@ def test_what_it_leaves_to_the_generic_kernel(problem: Problem, why: str) -> Non
     first = forward(problem, H200).launches[0]
     assert first.key.kernel == SPLIT
     assert first.why.startswith(f"not the Hopper kernel over splits, because {why}; few queries")
+
+
+@pytest.mark.parametrize("Nq", [17, 33, 64])
+@pytest.mark.parametrize("Nk", [600, 10_000])
+def test_blocks_of_rows(Nq: int, Nk: int) -> None:
+    """More rows than a tile has share keys: each work tile has one block of them."""
+    plan = forward(wide(B=1, Hq=16, Nq=Nq, Nk=Nk), H200)
+    first, splits = plan.launches[0], plan.fields["splits"]
+    assert (first.key.kernel, first.key.split_kv) == (HOPPER, True)
+    assert [x.key.kernel for x in plan.launches[1:]] == [COMBINE] * (splits > 1)
+    assert first.grid == min(2 * splits * -(-8 * Nq // 128), H200.sm_count)
+    assert plan.fields["split_keys"] >= 64 * Nq
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        wide(Nq=65),
+        wide(["mask_mod"], mask_mod=TREE, Nq=17),
+        wide(["bias"], Nq=17),
+        wide(Hq=16, Nq=17, Nk=200),
+    ],
+)
+def test_many_rows_that_are_not_split(problem: Problem) -> None:
+    launches = forward(problem, H200).launches
+    assert not any(x.key.split_kv or x.key.kernel in (SPLIT, COMBINE) for x in launches)
 
 
 def test_few_rows_and_other_gpus() -> None:
@@ -75,8 +101,9 @@ def test_few_rows_and_other_gpus() -> None:
 @pytest.mark.parametrize("value", HEAD_DIM_BUCKETS)
 def test_a_tile_divides_a_split_and_fits(dim: int, value: int) -> None:
     problem = wide(D=dim, Dv=value)
-    assert split_keys(problem, DEFAULT) % tile_of(problem).block_k == 0
-    assert tile_of(problem) == tile_of(replace(problem, B=1, Nk=1 << 20, Nq=1))
+    tile = tile_of(problem, DEFAULT)
+    assert split_keys(problem, DEFAULT) % tile.block_k == 0
+    assert tile == tile_of(replace(problem, B=1, Nk=1 << 20), DEFAULT)
     assert forward(problem, H200).launches[0].shared_bytes <= H200.shared_limit - 2048
 
 

@@ -65,7 +65,7 @@ def test_grids_and_memory() -> None:
     assert launch.grid == HQ * (TQ // launch.key.block_q + S)
     plan = backward(problem, A100, on_device(problem), deterministic=True)
     grids = {launch.key.kernel: launch for launch in plan.launches}
-    dkdv, rows = grids["backward_dkdv"], (TQ // 128 + S) * 128
+    dkdv, rows = grids["backward_dkdv"], (TQ // 128 + 2 * S) * 128
     assert dkdv.grid == HKV * (TK // dkdv.key.block_k + S)
     assert plan.fields["rows"] == rows
     starts = plan.workspace.starts
@@ -73,8 +73,9 @@ def test_grids_and_memory() -> None:
     assert plan.workspace.nbytes - starts["head_flags"] == (2 + S * HKV) * 4
     on_hopper = backward(packed(), H200, on_device(packed()))
     block_q = next(x.key.block_q for x in on_hopper.launches if x.key.kernel == HOPPER_BACKWARD)
-    semaphores = on_hopper.workspace.nbytes - on_hopper.workspace.starts["dq_semaphore"]
-    assert semaphores == HQ * (TQ // block_q + S) * 4
+    starts = on_hopper.workspace.starts
+    assert starts["dq_counter"] - starts["dq_semaphore"] >= HQ * (TQ // block_q + S) * 4
+    assert on_hopper.workspace.nbytes - starts["dq_counter"] == S * HKV * 4
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0)])

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.cuda.src.test_compile import CASES, FIRST
-from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARDS, HOPPER_WIDE_DQ
+from tileattn.kernels.cuda.families.hopper import (
+    HOPPER_BACKWARDS,
+    HOPPER_DQ_CONVERT,
+    HOPPER_WIDE_DQ,
+)
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
 from tools.check_sass import ARCH
@@ -93,10 +97,12 @@ def test_a_kernel_of_flagged_heads_waits_first(kernel: str, program: str) -> Non
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernel", sorted(_BEGIN))
 def test_a_kernel_that_starts_early_looks_first(kernel: str, packed: bool, program: str) -> None:
-    """For packed sequences it waits, as all other kernels do."""
+    """For packed sequences it waits, as all other kernels do, unless it converts dq."""
     section = section_of(replace(OF_PLANS[kernel], packed=packed), program)
-    assert (too_early(section, _GLOBAL) == []) == packed
-    assert too_early(section, _GLOBAL, (_WAIT, _BEGIN[kernel])) == []
+    converts = kernel == HOPPER_DQ_CONVERT
+    assert (too_early(section, _GLOBAL) == []) == (packed and not converts)
+    first = "CCTL.IVALL" if packed and converts else _BEGIN[kernel]  # before it reads offsets
+    assert too_early(section, _GLOBAL, (_WAIT, first)) == []
     assert any(x.opcode == _WAIT for x in section.code)
 
 

@@ -64,11 +64,13 @@ extern "C" void convert(const Params* p, int done, int grid, int* found) {
     BwdWorkTile work{};
     for (int n = 0; n < done && get_work(*p, u32(n), work); ++n)
         for (u32 thread = 0; thread < DQ_COUNT; ++thread)
-            count_dq(*p, i64(work.b) * p->Hkv + work.kv, 1);
+            count_dq(*p, work.b, work.kv, 1);
     const int tiles = block_count<BLOCK_Q>(*p, p->Nq);
     for (int n = 0; n < grid; ++n) {
         const int tile = dq_tile(*p, tiles, n);
-        *found++ = tile, *found++ = dq_is_complete(*p, tile / tiles / p->group);
+        const HeadBlock<BLOCK_Q> at(*p, p->query_ends(), int(p->Hq), tile / tiles, tile % tiles);
+        const Sequence sequence(*p, at.b);
+        *found++ = tile, *found++ = dq_is_complete(*p, sequence, at.h / int(p->group));
     }
 }
 """

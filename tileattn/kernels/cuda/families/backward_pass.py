@@ -69,7 +69,8 @@ def _begins_beside_rows(launch: KernelLaunch) -> bool:
 def _rows(P: Problem, context: LaunchContext, begins: Sequence[KernelLaunch]) -> KernelLaunch:
     """Launch the kernel that computes delta, on all SMs or beside the next kernel."""
     tuning, sm_count = context.tuning, context.sm_count
-    beside = bool(begins) and delta_beside(P, begins[0].key.block_k, tuning, sm_count)
+    beside = bool(begins) and not P.is_packed  # packed sequences have no counters of rows
+    beside = beside and delta_beside(P, begins[0].key.block_k, tuning, sm_count)
     key = KernelKey(
         *("backward_preprocess", P.dtype.name),
         value_dim=bucket(min(P.Dv, MAX_HEAD_DIM)),

@@ -49,7 +49,9 @@ def _ordering(P: Problem, launch: KernelLaunch, kernel: str) -> list[KernelLaunc
     count, blocks = replace(key, kernel=COUNTS[kernel]), _blocks(key)
     order = blocks._replace(together=key.threads // _TOGETHER)
     return [
-        KernelLaunch(count, blocks._replace(together=CHUNK, above=WHOLE), why=_WHY_COUNT),
+        KernelLaunch(
+            *(count, blocks._replace(together=CHUNK, above=WHOLE)), why=_WHY_COUNT, traits=_COUNTING
+        ),
         KernelLaunch(key, order, why=_WHY, traits=_ORDERING),
     ]
 
@@ -73,4 +75,8 @@ def order_bytes(problem: Problem, key: KernelKey) -> int:
     return blocks * _BLOCK_BYTES + chunks * _COUNT_BYTES
 
 
-_ORDERING = KernelTraits(workspace=lambda P, key: Parts({"block_order": order_bytes(P, key)}, {}))
+_COUNTING = KernelTraits(beside_rows=True)
+_ORDERING = KernelTraits(
+    beside_rows=True,
+    workspace=lambda P, key: Parts({"block_order": order_bytes(P, key)}, {}),
+)

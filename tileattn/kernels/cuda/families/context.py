@@ -78,8 +78,8 @@ class KernelTraits:
     pair_by_pair : bool
         True if it has no tiles.
     beside_rows : bool
-        True if it can run beside the kernel that computes delta: it starts with heads whose delta
-        is complete, and leaves flagged heads to other kernels.
+        True if it can run right after, or beside, the kernel that computes delta: it starts with
+        heads whose delta is complete, and leaves flagged heads to other kernels.
     ordered_dq : bool
         True if its key blocks can add to dq in lockstep, or from staggered heads.
     l2_share : float

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 from tileattn.call.problem import Problem
 
 _ROW_PAD = 128  # queries; longest query block; all lengths but `TALL_ROWS` divide it
-TALL_ROWS = 80  # queries of a block, not used for packed sequences
+_ROW_BLOCKS = 2  # blocks of padded rows of a packed sequence besides whole ones
+TALL_ROWS = 80  # queries of a block
 _UNBOUNDED = (1 << 63) - 1
 _WARP, _FEW_ELEMENTS = 32, 1 << 16  # up to so many of dbias each warp of a block adds some copies
 _ROWS_OF_COPY = 4  # rows of score tiles that a thread block sums into a copy of dbias, at least
@@ -163,5 +164,7 @@ def split_count(problem: Problem, split_keys: int) -> int:
 def padded_rows(problem: Problem) -> int:
     """Return the rows of a head in the arrays that kernels of the backward pass exchange."""
     P = problem
-    rows = P.Nq if P.sequences is not None else block_count(P, P.Nq, TALL_ROWS) * TALL_ROWS
+    if P.sequences is not None:
+        return (P.Nq // _ROW_PAD + _ROW_BLOCKS * P.sequences) * _ROW_PAD
+    rows = block_count(P, P.Nq, TALL_ROWS) * TALL_ROWS
     return block_count(P, rows, _ROW_PAD) * _ROW_PAD

@@ -361,9 +361,7 @@ def _backward_workspace(P: Problem, key: KernelKey) -> Parts:
     if not key.add_dq:
         return Parts({}, _counters({"tile_counter": 2, **heads}))
     tiles = P.B * P.Hq * block_count(P, P.Nq, key.block_q)
-    counts = heads | {"tile_counter": 2, "dq_semaphore": tiles}
-    if not P.is_packed:
-        counts["dq_counter"] = P.B * P.Hkv
+    counts = heads | {"tile_counter": 2, "dq_semaphore": tiles, "dq_counter": P.entries * P.Hkv}
     sums = P.B * P.Hq * P.Nq * dq_columns(key.head_dim) * P.accum_dtype.itemsize
     return Parts({"dq_accum": sums}, _counters(counts))
 

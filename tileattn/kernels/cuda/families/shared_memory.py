@@ -105,7 +105,8 @@ def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 
     queries = _swizzled(HOPPER_GROUP_ROWS, dim)
     stages = tile.stages * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
     bias = _tiled(tile.block_q, tile.block_k, bias_size)
-    left = (HOPPER_LIMIT - HOPPER_STATIC) // tile.groups - stages - bias
+    shares = tile.groups * tile.min_blocks_per_sm
+    left = (HOPPER_LIMIT - HOPPER_STATIC) // shares - stages - bias
     warpgroups = tile.block_q // HOPPER_GROUP_ROWS
     out = _swizzled(tile.block_q, 64)
     if out > left - warpgroups * queries:

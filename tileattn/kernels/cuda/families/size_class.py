@@ -12,11 +12,12 @@ from tileattn.kernels.cuda.families.grid import TALL_ROWS, block_count, split_co
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, SMALL_TILE, bucket
 from tileattn.kernels.cuda.tuning import Tuning
 
-FEW_ROWS = 128  # query rows that share a key head, at most, in split-KV
+FEW_ROWS = 128  # query rows that share a key head, at most, in one block of split-KV
 MOST_ROWS = 1 << 30  # query rows that share a key head, at most: kernels count them in 32 bits
 WHOLE = 1 << 30  # keys of a split that has all keys
 FEW_SPLITS = 2  # stands for any number of splits that a warp can join
 
+_MANY_ROWS = 2048  # query rows that share a key head; with more, splits grow no longer
 _SHARED_ROWS = (16, 32, 64, FEW_ROWS, MOST_ROWS, MOST_ROWS + 1)
 _NO_AXES: frozenset[str] = frozenset()
 # Queries and keys of tiles: of short ones, and of the others.
@@ -37,6 +38,7 @@ class SizeClass(NamedTuple):
     split_keys: int
     splits: int
     has_split_queries: bool
+    packs_heads: bool
     has_dynamic_keys: bool
     has_short_keys: bool
     has_two_group_keys: bool
@@ -62,6 +64,7 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         keys,
         splits(P, keys, tuning),
         has_split_queries(P, tuning),
+        packs_heads(P, tuning),
         has_dynamic_keys(P, tuning),
         has_short_keys(P, tuning),
         has_two_group_keys(P, tuning),
@@ -110,17 +113,24 @@ def shared_rows(P: Problem) -> int:
 
 
 def split_keys(P: Problem, tuning: Tuning) -> int:
-    """Return the keys of a split: a power of two, or `WHOLE` if many rows share keys, or may.
+    """Return the keys of a split: a power of two, or `WHOLE` if there are many queries, or may be.
 
-    Splits of latent attention are in proportion to the rows, so that their sums are few bytes.
+    If many rows share keys, splits are long, so that their sums are few bytes: more rows are more
+    work tiles, too.
+    Many rows with score functions or a mask are not split: other kernels skip more of their tiles.
     """
     rows = shared_rows(P)
     if max(P.D, P.Dv) > MAX_HEAD_DIM:
         return tuning.latent_keys_per_row << (min(rows, FEW_ROWS) - 1).bit_length()
-    if rows > FEW_ROWS or P.is_packed:
+    few = rows <= FEW_ROWS or (has_split_queries(P, tuning) and not has_functions(P))
+    if P.is_packed or not few:
         return WHOLE
     row_bytes = (bucket(P.D) + bucket(P.Dv)) * P.dtype.itemsize
-    return 1 << (tuning.split_bytes // row_bytes).bit_length() - 1
+    least = 1 << (tuning.split_bytes // row_bytes).bit_length() - 1
+    if rows <= FEW_ROWS:
+        return least
+    many = min(1 << (P.group * P.Nq - 1).bit_length(), _MANY_ROWS)
+    return max(least, many * many // tuning.split_square)
 
 
 def splits(P: Problem, keys: int, tuning: Tuning) -> int:
@@ -132,6 +142,17 @@ def splits(P: Problem, keys: int, tuning: Tuning) -> int:
 def has_split_queries(P: Problem, tuning: Tuning) -> bool:
     """Return True if queries are few enough for split-KV."""
     return P.Nq <= tuning.split_queries
+
+
+def packs_heads(P: Problem, tuning: Tuning) -> bool:
+    """Return True if a tile of queries should have those of all heads that share a key head."""
+    few = has_split_queries(P, tuning) and P.Nk >= tuning.pack_keys and P.group > 1
+    return few and not (P.is_packed or has_functions(P))
+
+
+def has_functions(P: Problem) -> bool:
+    """Return True if something modifies or masks out scores pair by pair."""
+    return P.has_alibi or P.has_bias or P.score_mod is not None or P.has_pair_mask
 
 
 def has_dynamic_keys(P: Problem, tuning: Tuning) -> bool:
@@ -186,11 +207,13 @@ def suits_tall_rows(P: Problem, tuning: Tuning) -> bool:
 
     They are faster where queries fill the last tile, without a mask, and if a mask leaves queries
     many keys: with few, more of a tile lies beyond the diagonals. Packed lengths are known only on
-    the device.
+    the device: without a mask they count as long, else as short.
     """
-    if P.is_packed or P.has_pair_mask:
+    if P.has_pair_mask:
         return False
     left, right = P.window
+    if P.is_packed:
+        return left is None and right is None
     if left is not None or right is not None:
         keys = 0 if right is None else P.Nq if left is None else min(left + right + 1, P.Nk)
         if keys < tuning.tall_mask_keys:

@@ -30,6 +30,7 @@ from tileattn.kernels.cuda.families.size_class import (
     FEW_SPLITS,
     empty_axes,
     has_split_queries,
+    packs_heads,
     shared_rows,
     split_keys,
     splits,
@@ -59,15 +60,19 @@ _JOIN = "one {} for each query, which joins its splits"
 
 
 def concerns(problem: Problem, context: LaunchContext) -> bool:
-    """Return True if few rows share keys, and keys are many or in pages."""
+    """Return True if queries are few, and keys are many or in pages.
+
+    If more than `FEW_ROWS` rows share keys, lengths may be short: then keys must be many.
+    """
     P, tuning = problem, context.tuning
-    if max(P.D, P.Dv) > MAX_HEAD_DIM or shared_rows(P) > FEW_ROWS:
+    if max(P.D, P.Dv) > MAX_HEAD_DIM or "Nk" in empty_axes(P):
         return False
-    if reads_pages(P):
-        return True
-    many = P.has_lengths or splits(P, split_keys(P, tuning), tuning) > 1
-    few = has_split_queries(P, tuning)
-    return "Nk" not in empty_axes(P) and many and few and not P.is_packed
+    many = splits(P, split_keys(P, tuning), tuning) > 1
+    if shared_rows(P) <= FEW_ROWS:
+        if reads_pages(P):
+            return True
+        many = many or P.has_lengths or packs_heads(P, tuning)
+    return many and has_split_queries(P, tuning) and not P.is_packed
 
 
 def why_not(problem: Problem, context: LaunchContext) -> str | None:

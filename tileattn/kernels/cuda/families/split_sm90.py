@@ -11,12 +11,14 @@ from tileattn.kernels.cuda.families import hopper, split
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext, refused
 from tileattn.kernels.cuda.families.family import Family
 from tileattn.kernels.cuda.families.grid import Grid
-from tileattn.kernels.cuda.families.size_class import shared_rows, split_keys, splits
-from tileattn.kernels.cuda.families.tiles import bucket
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.families.size_class import packs_heads, shared_rows, split_keys
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
+from tileattn.kernels.cuda.tuning import TileSize, Tuning
 
 _WHY = "each SM takes an equal share of the keys that many rows share"
 
+# Two small thread blocks share an SM: while one begins or ends a split, the other loads.
+_SMALL_DIMS, _SMALL_TILE = range(97, 129), TileSize(64, 64, 4, 1, 3, 2)
 # By the larger head-dimension bucket. The keys of a tile divide the keys of a split.
 _TILES = {
     64: TileSize(128, 128, 8, 1, 4),
@@ -26,33 +28,44 @@ _TILES = {
 }
 
 
-def tile_of(problem: Problem) -> TileSize:
-    """Return the tile; like the splits, it depends only on head dimensions."""
+def tile_of(problem: Problem, tuning: Tuning) -> TileSize:
+    """Return the tile; like the splits, it depends only on head dimensions and rows."""
     dim = bucket(max(problem.D, problem.Dv))
+    if _is_small(problem, tuning):
+        return _SMALL_TILE
     return next(tile for limit, tile in _TILES.items() if dim <= limit)
 
 
+def _is_small(problem: Problem, tuning: Tuning) -> bool:
+    """Return True if a small tile suits the head dimensions, and has room for all rows."""
+    P, (least, most) = problem, tuning.split_small_rows
+    return max(P.D, P.Dv) in _SMALL_DIMS and least < shared_rows(P) <= most
+
+
 def _concerns(problem: Problem, context: LaunchContext) -> bool:
-    many = shared_rows(problem) > context.tuning.split_wgmma_rows
-    return many and split.concerns(problem, context)
+    """Return True for many rows of split-KV, or of heads that share keys."""
+    P, tuning = problem, context.tuning
+    many = shared_rows(P) > tuning.split_wgmma_rows or _is_small(P, tuning)
+    if not many or max(P.D, P.Dv) > MAX_HEAD_DIM:
+        return False
+    return packs_heads(P, tuning) or split.concerns(P, context)
 
 
 def _why_not(problem: Problem, context: LaunchContext) -> str | None:
-    P, tuning = problem, context.tuning
-    option = refused(P, "has_alibi", "has_bias", "has_mask", "mask_mod", "score_mod")
+    option = refused(problem, "has_alibi", "has_bias", "has_mask", "mask_mod", "score_mod")
     if option is not None:
         return f"{option} is in use"
-    if splits(P, split_keys(P, tuning), tuning) == 1:
-        return "there is one split"
-    return split.why_not(P, context) or hopper.why_not_forward(P, context)
+    return split.why_not(problem, context) or hopper.why_not_forward(problem, context)
 
 
 def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
     P, keys = problem, split_keys(problem, context.tuning)
-    launch = hopper.forward_launch(P, context, (tile_of(P),))
+    tile = tile_of(P, context.tuning)
+    launch = hopper.forward_launch(P, context, (tile,))
+    workers = context.sm_count * tile.min_blocks_per_sm
     launch = launch._replace(
         key=replace(launch.key, split_kv=True),
-        blocks=Grid("splits", launch.key.block_q, split_keys=keys, most=context.sm_count),
+        blocks=Grid("splits", launch.key.block_q, split_keys=keys, most=workers),
         why=_WHY,
         traits=replace(launch.traits, split_keys=keys),
     )

@@ -15,15 +15,18 @@ struct alignas(16) Accums {
     float x[4];
 };
 
-// Convert tile `number` of all query heads, each of which has `tiles`.
-__device__ inline void convert(const Params& p, int tiles, int number) {
-    const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), number / tiles, number % tiles);
+// Convert tile `number` of all query heads, each of which has `tiles`. wait(sequence, kv) returns when dQ of
+// its key head is complete.
+template <class Wait>
+__device__ inline void convert(const Params& p, int tiles, int number, Wait wait) {
+    const HeadBlock<BLOCK_Q> at = head_block<BLOCK_Q>(p, number / tiles, number % tiles);
     const int b = at.b, h = at.h, q0 = at.block * BLOCK_Q;
     const int kv = h / int(p.group);
+    const Sequence sequence(p, b);
+    wait(sequence, kv);
     const u32 flags = head_flags(p, b, kv);
     const bool stored = p.dq_semaphore[number];  // false if these queries attend to no key
     if ((flags & KNOWN) != FLAGGED_HEADS) return;
-    const Sequence sequence(p, b);
     const int rows = int(sequence.Nq) - q0, count = min(BLOCK_Q, rows);
     if (PACKED && rows <= 0) return;
     const float* const sums = static_cast<const float*>(p.dq_accum);
@@ -80,13 +83,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const int tiles = block_count<BLOCK_Q>(p, p.Nq);
     if constexpr (ONLY_FLAGGED) {
         wait_for_prerequisites();
-        for_blocks(p, p.B * p.Hq * tiles, [&](int n) { convert(p, tiles, n); });
+        auto wait = [](const Sequence&, int) {};
+        for_blocks(p, p.B * p.Hq * tiles, [&](int n) { convert(p, tiles, n, wait); });
     } else {
-        const int number = dq_tile(p, tiles, int(blockIdx.x));
         // The previous kernel leaves SMs idle at its end: CTAs here start with heads that are complete. The
         // last CTA always waits, so this kernel completes after the previous one.
         const bool waits = blockIdx.x == gridDim.x - 1;
-        if (waits || !dq_is_complete(p, number / tiles / int(p.group))) wait_for_prerequisites();
-        convert(p, tiles, number);
+        if constexpr (PACKED) pass_kernel_before();  // the offsets of sequences are read first
+        convert(p, tiles, dq_tile(p, tiles, int(blockIdx.x)), [&](const Sequence& sequence, int kv) {
+            if (waits || !dq_is_complete(p, sequence, kv)) wait_for_prerequisites();
+        });
     }
 }

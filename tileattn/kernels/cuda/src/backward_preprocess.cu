@@ -16,12 +16,14 @@ static_assert(ROW_PAD % (TOGETHER * ROWS) == 0, "a warp has rows of one head and
 // The rounding of a larger logsumexp would be visible in the gradients.
 constexpr Accum MAX_EXACT_LSE = sizeof(Element) == 2 ? 512 : 16;
 
-// Process the rows of a warp: query head `bh` of all batch entries, from row0 of its padded rows on.
-__device__ inline void preprocess(const Params& p, i64 bh, i64 row0) {
-    const int lane = threadIdx.x % WARP, padded = int(row0) + lane / LANES;
-    const HeadBlock<ROW_PAD> at(p, p.query_ends(), int(p.Hq), int(bh), padded / ROW_PAD);
+using PaddedBlock = HeadBlock<ROW_PAD, ROW_BLOCKS>;
+
+// Process the rows of a warp: query head `bh` of all batch entries, from row0 of its padded rows on, which
+// is in the block `at`.
+__device__ inline void preprocess(const Params& p, const Sequence& sequence, const PaddedBlock& at, i64 bh,
+                                  int row0) {
+    const int lane = threadIdx.x % WARP, padded = row0 + lane / LANES;
     const int b = at.b, h = at.h, i = at.block * ROW_PAD + padded % ROW_PAD;
-    const Sequence sequence(p, b);
     Accum delta = 0, lse = 0;
     if (i < sequence.Nq) {
         lse = static_cast<const Accum*>(p.lse)[sequence.row(p, h) + i];
@@ -97,8 +99,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
 #pragma unroll 1
     for (; n < total; n += warps * each) {
         const i64 bh = n / blocks;
+        const int row0 = int(n % blocks) * ROWS;
+        const PaddedBlock at = head_block<ROW_PAD, ROW_BLOCKS>(p, int(bh), row0 / ROW_PAD);
+        const Sequence sequence(p, at.b);
 #pragma unroll 1
-        for (int m = 0; m < each; ++m) preprocess(p, bh, (n % blocks + m) * ROWS);
+        for (int m = 0; m < each; ++m) preprocess(p, sequence, at, bh, row0 + m * ROWS);
         count_rows(p, bh / p.group, int(each) * ROWS);
     }
 }

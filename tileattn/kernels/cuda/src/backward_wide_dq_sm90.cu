@@ -316,9 +316,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             skip_tiles(work.end - work.begin);
             wait_turn(), pass_turn();
         } else {
-            const i64 own = PACKED ? (work.q_start / ROW_PAD + work.b) * ROW_PAD : 0;
-            const i64 first =
-                (i64(work.entry()) * p.Hq + work.h) * p.rows + own + work.q0 + row0;
+            const i64 first = (i64(work.entry()) * p.Hq + work.h) * p.rows +
+                              padded_start(work.q_start, work.b) + work.q0 + row0;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const i64 row = first + lane.row(2 * half);

@@ -24,6 +24,10 @@ __device__ inline int* chunk_counts(const Params& p, int numbers) {
     return reinterpret_cast<int*>(p.block_order + numbers);
 }
 
+// Heads of a sequence that are interleaved have at least so many blocks for each worker. With fewer the last
+// heads would end at different times: with a causal mask their blocks differ in length.
+constexpr int WAVES = 4;
+
 // The sort key of a block. Blocks with the highest `priority` come first. Blocks of equal priority are
 // interleaved, by ascending rank.
 struct BlockRank {
@@ -32,12 +36,16 @@ struct BlockRank {
 
     // `rows` is the number of rows that the longest block of the sequence visits, in whole tiles, so that
     // sequences of similar length have the same number. Numbers without a block get priority 0, the last.
-    __device__ BlockRank(const Params& p, const Sequence& sequence, int rows, int rank, bool exists)
+    // `block` is the number of rows of a block.
+    __device__ BlockRank(const Params& p, const Sequence& sequence, int rows, int block, int rank, bool exists)
         : rank(rank) {
-        const int fit = max(1, min(int(p.swizzle_rows) / max(rows, 1), int(p.swizzle_heads)));
-        const int Hkv = int(p.Hkv), sequences = fit < Hkv ? 1 : fit / Hkv;
+        const int workers = int(p.swizzle_heads), Hkv = int(p.Hkv);
+        const int fit = min(int(p.swizzle_rows) / max(rows, 1), workers);
+        const int sequences = fit < Hkv ? 1 : fit / Hkv;
+        const int wanted = max(max(fit, 1), WAVES * workers * block / max(rows, 1));
+        const int groups = (Hkv + wanted - 1) / wanted;  // of heads, about equal
         priority = exists ? (i64(rows) + 1 << 32) - int(sequence.b) / sequences : 0;
-        heads = min(fit, Hkv);
+        heads = (Hkv + groups - 1) / groups;
     }
 };
 
@@ -54,7 +62,7 @@ struct QueryRanks {
         const int last = max(0, (window.Nq - 1) / BLOCK_Q * BLOCK_Q);
         const int rows = max(keys(0), keys(last)) * BLOCK_K;
         const bool few = PAGED && sequence.Nq * p.group <= p.max_split_rows;
-        return BlockRank(p, sequence, rows, -keys(q0), q0 < window.Nq && !few);
+        return BlockRank(p, sequence, rows, BLOCK_Q, -keys(q0), q0 < window.Nq && !few);
     }
 };
 // The sort key of a block of keys: blocks of a sequence stay in order, since they may wait for each other.
@@ -63,7 +71,7 @@ struct KeyRanks {
 
     __device__ BlockRank operator()(const Sequence& sequence, int k0) const {
         const int rows = int((sequence.Nq + ROW_PAD - 1) / ROW_PAD * ROW_PAD);
-        return BlockRank(p, sequence, rows, k0, k0 < sequence.Nk);
+        return BlockRank(p, sequence, rows, BLOCK_K, k0, k0 < sequence.Nk);
     }
 };
 

@@ -224,7 +224,7 @@ __device__ inline void store_dq(const Params& p, const Smem& smem, int store_war
             }
         });
         bulk_wait();
-        count_dq(p, i64(work.b) * p.Hkv + work.kv, DQ_COUNT / DQ_STORE_WARPS);
+        count_dq(p, work.b, work.kv, DQ_COUNT / DQ_STORE_WARPS);
     }
 }
 

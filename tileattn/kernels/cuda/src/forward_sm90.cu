@@ -4,8 +4,8 @@
 // SM. CTAs are persistent. Mirrors forward_block in spec.py. Shah et al., FlashAttention-3,
 // arXiv:2407.08608.
 //
-// With SPLIT_KV the rows are the queries of all heads that share a key head, a work tile has
-// one split of the keys, and the results are partial sums that forward_combine joins: as in forward_split.
+// With SPLIT_KV the rows are the queries of all heads that share a key head, and a work tile has one split of
+// the keys. With several splits the results are partial sums that forward_combine joins: as in forward_split.
 //
 // Each group goes through its work tiles up to three times. A row is large if its maximum is beyond 2**12
 // in units of log 2: then the maximum is subtracted from the scores before they are scaled.
@@ -69,6 +69,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     PipelineState<STAGES> k_pipe = read.k, v_pipe = read.v;
 
     WorkTile work{}, next;
+    int loaded_row = -1;  // with SPLIT_KV the first row in the q stage, an index among all rows
     int tile = 0;  // with a tile list, an index into it
     KeyTileList list;
     TileEntry entry, next_entry;
@@ -96,9 +97,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if (leader) smem.v_empty(v_pipe.stage).arrive();
         v_pipe.advance();
     };
+    const auto q_tile = [&] { return smem.q(SPLIT_KV ? warpgroup : q_pipe.stage); };
     auto issue_qk = [&](auto columns) {
-        gemm_async<Element, HEAD_DIM>(atoms<columns.COUNT>(s, 0), smem.q(q_pipe.stage), 0,
-                                      smem.k(k_pipe.stage));
+        gemm_async<Element, HEAD_DIM>(atoms<columns.COUNT>(s, 0), q_tile(), 0, smem.k(k_pipe.stage));
     };
     // The V stage of the last PV of a work tile, or -1. It is released when the next work tile has
     // started, or before tiles are skipped, since those may need the stage.
@@ -179,8 +180,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             list = KeyTileList(p, work);
             next_entry = list.entry(tile);
         }
-        if constexpr (SPLIT_KV) {
-            if (!work.is_end) load_shared_rows(p, work, smem.q(q_pipe.stage));
+        // Successive splits mostly have the same rows. All GEMMs that read the previous rows are complete.
+        const int row = SPLIT_KV ? (work.b * int(p.Hq) + work.h) * int(p.Nq) + work.q0 : 0;
+        if (SPLIT_KV && !work.is_end && row != loaded_row) {
+            loaded_row = row;
+            load_shared_rows(p, work, q_tile());
             named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
         }
         if (tile < work.tiles.end) smem.k_full(k_pipe.stage).wait(k_pipe.phase);
@@ -367,7 +371,10 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     read = {q_pipe, work_pipe, k_pipe, v_pipe};
 }
 
-extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, 1)
+// Producers need more registers to find splits and packed sequences.
+using Share = Registers<SPLIT_KV ? 40 : PACKED ? 32 : 24>;
+
+extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, MIN_BLOCKS_PER_SM)
     forward_sm90(const __grid_constant__ Params p, const __grid_constant__ ForwardMaps maps) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage[GROUPS];
@@ -379,13 +386,19 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, 1)
     const Smem smem(tensors, storage, group);
     set_up(smem, maps.k, maps.q, maps.v);
     wait_for_prerequisites();
+    if constexpr (SPLIT_KV) launch_dependents();
     __syncthreads();
     if (produces) {
-        reg_dealloc<PRODUCER_REGISTERS>();
+        reg_dealloc<Share::PRODUCER>();
         const WorkOrder<> order(p, group);
-        if (threadIdx.x % UNIT < WARP && is_first_lane()) produce(p, maps, smem, order);
+        const int warp = uniform(threadIdx.x % UNIT / WARP);
+        if (warp == 0) {
+            if (is_first_lane()) produce(p, maps, smem, order);
+        } else if (HAS_SCHEDULER && warp == 1) {
+            if (is_first_lane()) schedule(p, smem, order);
+        }
     } else {
-        reg_alloc<CONSUMER_REGISTERS>();
+        reg_alloc<Share::CONSUMER>();
         const int warpgroup = index - group * CONSUMERS;
         ReadState read{{warpgroup}};
         consume<false>(p, smem, warpgroup, read);

@@ -53,13 +53,29 @@ constexpr bool PREFETCHES_Q = GROUPS == 1 && Q_STAGES == 2 * CONSUMERS;
 // claimed only when the last K/V loads have been issued.
 __device__ constexpr bool is_short(int tiles) { return tiles > STAGES && tiles <= 4; }
 
+// The scheduler thread: find the work tiles of the first pass for the producer, one ahead.
+__device__ inline void schedule(const Params& p, const Smem& smem, WorkOrder<> order) {
+    WorkTile& work = smem.found();
+    for (u32 phase = 1;; phase ^= 1) {
+        // The producer has read the work tile, with plain loads, as these stores are: there is no proxy to
+        // fence.
+        smem.found_empty().wait(phase);
+        if (smem.storage.stops) return;
+        const bool is_end = !get_work(p, order, work);
+        work.is_end = is_end, work.iteration = order.iteration;
+        smem.found_full().arrive();
+        if (is_end) return;
+    }
+}
+
 // The producer thread: publish work tiles, and load what they need in the order of use.
-__device__ inline void produce(const Params& p, const ForwardMaps& maps, const Smem& smem,
-                               WorkOrder<> order) {
+template <class Order>
+__device__ inline void produce(const Params& p, const ForwardMaps& maps, const Smem& smem, Order order) {
     PipelineState<Q_STAGES> q_pipe;
     PipelineState<2> work_pipe;
     PipelineState<STAGES> k_pipe, v_pipe;
-    WorkTile work{};
+    WorkTile own_work{};
+    WorkTile& work = HAS_SCHEDULER ? smem.found() : own_work;
     // Publish the work tile to each warpgroup, with the warpgroup's 64 queries.
     auto publish_work = [&] {
 #pragma unroll 1
@@ -73,7 +89,7 @@ __device__ inline void produce(const Params& p, const ForwardMaps& maps, const S
                 continue;
             }
             // Rotate the warpgroups: with a causal mask the last rows have most tiles.
-            own.q0 += WARPGROUP_ROWS * ((warpgroup + work.iteration) % CONSUMERS);
+            own.q0 += WARPGROUP_ROWS * ((warpgroup + (SPLIT_KV ? 0 : work.iteration)) % CONSUMERS);
             // In a NaN-safe pass the warpgroups go through the same tiles in lockstep.
             if (!work.nan_safe) own.tiles = key_tiles(p, work, work.window, own.q0, WARPGROUP_ROWS);
             if (HAS_TILE_LIST) own.tiles.begin = work.begin, own.tiles.end = work.end;
@@ -86,13 +102,22 @@ __device__ inline void produce(const Params& p, const ForwardMaps& maps, const S
         work_pipe.advance();
     };
     int begun = 0;  // iterations that the first pass has begun
+    u32 found_phase = 0;
+    // Find the next work tile of the first pass. Later passes know how many the scheduler thread has claimed.
+    auto find_first = [&] {
+        if constexpr (!HAS_SCHEDULER) return get_work(p, order, work);
+        smem.found_full().wait(found_phase);
+        found_phase ^= 1;
+        if constexpr (HAS_SCHEDULER) order.claimed = work.iteration;
+        return !work.is_end;
+    };
     Lockstep lockstep;
     auto run_pass = [&](int pass) {
         order.restart();
         work.nan_safe = pass > 0, work.all_max_first = pass > 1;
         auto find = [&] {
 #pragma unroll 1
-            while (get_work(p, order, work)) {
+            while (HAS_SCHEDULER && pass == 0 ? find_first() : get_work(p, order, work)) {
                 const bool is_new = pass == 0 || (pass == 1 && work.iteration >= begun);
                 if (is_new || smem.needs_redo(pass - 1, work.iteration)) return true;
             }
@@ -111,8 +136,8 @@ __device__ inline void produce(const Params& p, const ForwardMaps& maps, const S
             // Find the next work tile once the first tiles of this one are loading. The dynamic scheduler
             // claims as late as the loads allow: then blocks of a head that are claimed one after the
             // other also begin together, and share keys in the L2 cache. Packed sequences are found
-            // early, since looking them up takes long.
-            const bool late = !PACKED && p.next_tiles;
+            // early, if the producer looks them up, since that takes long.
+            const bool late = HAS_SCHEDULER || (!PACKED && p.next_tiles);
             const int find_at = late ? max(begin - 1, end - 2) : min(begin, end - 1);
             // Keys are a tile ahead of values. Each load appears once in the code: a work tile executes
             // about as many instructions as the instruction caches of an SM hold.
@@ -132,8 +157,9 @@ __device__ inline void produce(const Params& p, const ForwardMaps& maps, const S
                               list.tile(tile) * BLOCK_K, full);
                     v_pipe.advance();
                     lockstep.advance(p);
-                } else if (!published) {
-                    publish_work();
+                } else {
+                    if (!published) publish_work();
+                    if (HAS_SCHEDULER && pass == 0) smem.found_empty().arrive();
                 }
                 if (tile != find_at) continue;
                 found = find();
@@ -149,6 +175,10 @@ __device__ inline void produce(const Params& p, const ForwardMaps& maps, const S
         work.is_end = false;
     };
     run_pass(0);
+    if (HAS_SCHEDULER && !work.is_end) {
+        smem.storage.stops = true;
+        smem.found_empty().arrive();
+    }
     lockstep.end(p);
     publish_end();
     smem.pass_done().wait(0);
@@ -184,24 +214,36 @@ __device__ inline void load_shared_rows(const Params& p, const WorkTile& work,
     fence_async_shared();
 }
 
-// Store the partial sums of 16 rows of each warp over a split, from row0 on, without normalising.
-__device__ inline void store_sums(const Params& p, const WorkTile& work, int row0, u32 halves,
-                                  const RowState<1>& state, const Fragment<Accum, 1, VT>& acc) {
+// Store 16 rows of each warp over a split, from row0 on: the output if it is the only split, else partial
+// sums that are not normalised. `halves` has a bit for each of a lane's two rows that is to be stored.
+__device__ inline void store_split(const Params& p, const WorkTile& work, int row0, u32 halves,
+                                   const RowState<1>& state, Fragment<Accum, 1, VT>& acc) {
     const Lane lane;
+    const int rows = int(p.group * p.Nq), kv = work.h / int(p.group);
+    const Sequence sequence = work.sequence(p);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int row = row0 + lane.row(2 * half);
-        if (row >= int(p.group * p.Nq) || !(halves >> half & 1)) continue;
-        const i64 index = partial_index(p, work.b, work.h / int(p.group), row, work.split);
+        const int row = min(row0 + lane.row(2 * half), rows - 1);
+        const bool wanted = row0 + lane.row(2 * half) < rows && halves >> half & 1;
         RowSum sum;
-        sum.m = state.m[0][half], sum.l = state.l[0][half], sum.max_first = state.needs_max_first(0, half);
-        if (lane.t == 0) sum.store(static_cast<Accum*>(p.partial_sums) + 2 * index);
-        Accum* const to =
-            static_cast<Accum*>(p.partial_out) + index * VALUE_DIM + lane.column(0);
+        sum.m = state.m[0][half], sum.l = state.l[0][half];
+        sum.max_first = state.needs_max_first(0, half);
+        if (p.splits == 1) {
+            const SharedRow shared(p, kv, row);
+            const Accum inverse =
+                sum.finish(p, lse_index(p, sequence, shared), shared.h, wanted && lane.t == 0);
 #pragma unroll
-        for (int n = 0; n < VT; ++n)
-            *reinterpret_cast<float2*>(to + 8 * n) = {acc.x[0][n][2 * half],
-                                                      acc.x[0][n][2 * half + 1]};
+            for (auto& atom : acc.x[0]) atom[2 * half] *= inverse, atom[2 * half + 1] *= inverse;
+            store_row(out_row(p, sequence, shared), acc, half, int(p.Dv), wanted);
+        } else if (wanted) {
+            const i64 index = partial_index(p, work.b, kv, row, work.split);
+            if (lane.t == 0) sum.store(static_cast<Accum*>(p.partial_sums) + 2 * index);
+            Accum* const to = static_cast<Accum*>(p.partial_out) + index * VALUE_DIM + lane.column(0);
+#pragma unroll
+            for (int n = 0; n < VT; ++n)
+                *reinterpret_cast<float2*>(to + 8 * n) = {acc.x[0][n][2 * half],
+                                                          acc.x[0][n][2 * half + 1]};
+        }
     }
 }
 
@@ -262,7 +304,7 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
     if constexpr (SPLIT_KV) {
         state.reduce_sums(RowGroup(16));
         if constexpr (NAN_SAFE) acc.scale(P_DIVISOR);
-        store_sums(p, work, row0, halves, state, acc);
+        store_split(p, work, row0, halves, state, acc);
     } else {
         store_normalised<NAN_SAFE>(p, smem, work, row0, halves, state, acc);
     }

@@ -23,7 +23,8 @@ struct KeyValueStage {
 // Each warp has staging memory for its output, unless a bias leaves no space. A q stage holds the queries
 // of one warpgroup. There are stages for the next work tile, too, as far as they fit.
 constexpr int BIAS_BYTES = WarpBias<false, 1, BLOCK_K / 8>::BYTES;
-constexpr int Q_SPACE = 225 * 1024 / GROUPS - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));
+constexpr int Q_SPACE =
+    225 * 1024 / (GROUPS * MIN_BLOCKS_PER_SM) - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));
 constexpr bool STAGED_OUT = Q_SPACE >= CONSUMERS * QueryTile::BYTES + WARPS_M * STAGING_BYTES;
 constexpr int OUT_BYTES = STAGED_OUT ? WARPS_M * STAGING_BYTES : 0;
 constexpr int Q_FIT = (Q_SPACE - OUT_BYTES) / QueryTile::BYTES;
@@ -43,6 +44,10 @@ constexpr int GROUP_BYTES = int(sizeof(Tensors)) + OUT_BYTES + BIAS_BYTES;
 static_assert(GROUPS * GROUP_BYTES == SHARED_BYTES, "what a launch brings");
 static_assert(GROUPS == 1 || GROUP_BYTES % 1024 == 0, "where swizzled tiles may lie");
 
+// A scheduler thread finds the work tiles of packed sequences. Looking up a block takes several dependent
+// loads, for which the producer would keep the consumers waiting. With two groups the other group computes.
+constexpr bool HAS_SCHEDULER = PACKED && GROUPS == 1;
+
 // Static shared memory.
 struct SharedStorage {
     // A work tile occupies a q stage, but each warpgroup has two full barriers of its own. On a barrier
@@ -50,7 +55,9 @@ struct SharedStorage {
     u64 q_full[2 * CONSUMERS], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     u64 pass_done;
-    WorkTile work_tiles[Q_STAGES];
+    u64 found_full, found_empty;
+    bool stops;  // the scheduler thread stops
+    WorkTile work_tiles[Q_STAGES + HAS_SCHEDULER];  // the last one is what the scheduler thread has found
     struct {
         u32 count, iterations[TRACKED / 32];
     } redo[2];  // after the first pass, after the second
@@ -98,6 +105,9 @@ struct Smem {
         return {shared_address(storage.v_empty + stage)};
     }
     __device__ Barrier pass_done() const { return {shared_address(&storage.pass_done)}; }
+    __device__ WorkTile& found() const { return storage.work_tiles[Q_STAGES + HAS_SCHEDULER - 1]; }
+    __device__ Barrier found_full() const { return {shared_address(&storage.found_full)}; }
+    __device__ Barrier found_empty() const { return {shared_address(&storage.found_empty)}; }
 
     // The named barriers of one warpgroup, and of all consumers of the group.
     __device__ int warpgroup_barrier(int warpgroup) const {
@@ -134,6 +144,8 @@ struct Smem {
             v_full(s).init(1), v_empty(s).init(CONSUMERS);
         }
         pass_done().init(CONSUMERS);
+        found_full().init(1), found_empty().init(1);
+        storage.stops = false;
         for (auto& left : storage.redo) {
             left.count = 0;
             for (u32& bits : left.iterations) bits = 0;

@@ -107,31 +107,38 @@ __device__ inline bool all_finite_by_fma(const Fragment<float, 1, NT>& c) {
     return sum == 0;
 }
 
-// Store 16 rows of each warp to global memory, straight from registers: the first `rows`, and of a
-// thread's two rows those whose bit is set in `halves`. Two lanes exchange columns of neighbouring
-// atoms, so that each stores four of one: 8 bytes, and 32 of a row.
+// Store one of a thread's two rows to global memory, straight from registers, if `wanted`. Two lanes exchange
+// columns of neighbouring atoms, so that each stores four of one: 8 bytes, and 32 of a row.
+template <class T, int NT>
+__device__ inline void store_row(T* row, const Fragment<float, 1, NT>& c, int half, int columns,
+                                 bool wanted) {
+    const Lane lane;
+    const bool odd = lane.t & 1;
+    const int column = (odd ? 8 : 0) + lane.t / 2 * 4;
+    u32 x[NT];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) x[n] = pack<T>(c.x[0][n][2 * half], c.x[0][n][2 * half + 1]);
+#pragma unroll
+    for (int n = 0; n < NT; n += 2) {
+        const u32 got = __shfl_xor_sync(~0u, odd ? x[n] : x[n + 1], 1);
+        (odd ? x[n] : x[n + 1]) = got;
+    }
+#pragma unroll
+    for (int n = 0; n < NT; n += 2)
+        if (wanted && 8 * n + column < columns)
+            *reinterpret_cast<uint2*>(row + column + 8 * n) = {x[n], x[n + 1]};
+}
+
+// Store 16 rows of each warp: the first `rows`, and of a thread's two rows those whose bit is set in
+// `halves`.
 template <class T, int NT>
 __device__ inline void store_rows(T* target, i64 stride, const Fragment<float, 1, NT>& c, int rows,
                                   int columns, u32 halves = 3) {
     const Lane lane;
-    const bool odd = lane.t & 1;
-    const int column = (odd ? 8 : 0) + lane.t / 2 * 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        u32 x[NT];
-#pragma unroll
-        for (int n = 0; n < NT; ++n) x[n] = pack<T>(c.x[0][n][2 * half], c.x[0][n][2 * half + 1]);
-#pragma unroll
-        for (int n = 0; n < NT; n += 2) {
-            const u32 got = __shfl_xor_sync(~0u, odd ? x[n] : x[n + 1], 1);
-            (odd ? x[n] : x[n + 1]) = got;
-        }
         const int row = lane.row(2 * half);
-        T* const to = target + row * stride + column;
-#pragma unroll
-        for (int n = 0; n < NT; n += 2)
-            if (row < rows && 8 * n + column < columns && (halves >> half & 1))
-                *reinterpret_cast<uint2*>(to + 8 * n) = {x[n], x[n + 1]};
+        store_row(target + row * stride, c, half, columns, row < rows && halves >> half & 1);
     }
 }
 

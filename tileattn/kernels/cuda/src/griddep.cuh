@@ -17,7 +17,7 @@
 //
 // In Hopper's backward pass three kernels overlap: the second and the third start while the previous one
 // runs. The first, backward_preprocess, lets them start after its own wait, so everything before it is
-// complete. For packed sequences these kernels wait first; only the one that orders their blocks does not.
+// complete. For packed sequences the second kernel waits first; the one that orders its blocks does not.
 //
 // - backward_sm90, backward_halves_sm90 and backward_wide_sm90 wait for the rows of a head before they
 //   compute it (row_counter.cuh). A warp of each CTA waits at the end, so they complete after the first.

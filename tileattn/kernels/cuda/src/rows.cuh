@@ -19,6 +19,23 @@ constexpr int lanes_of_row(int columns) {
     return lanes;
 }
 
+// A block of a query head, as HeadBlock finds it. All lanes of a warp call for the same one, and compare 32
+// packed sequences at a time, since each comparison waits for memory.
+template <int BLOCK, int MORE = 1>
+__device__ inline HeadBlock<BLOCK, MORE> head_block(const Params& p, int head, int number) {
+    using Block = HeadBlock<BLOCK, MORE>;
+    if constexpr (!PACKED) return Block(p, p.query_ends(), int(p.Hq), head, number);
+    const Integers ends = p.query_ends();
+    int b = 0, end = int(p.entries);
+    while (end - b > 1) {
+        const int step = (end - b + WARP - 1) / WARP;
+        const int probe = b + (int(threadIdx.x) % WARP + 1) * step;
+        b += __popc(__ballot_sync(~0u, probe < end && Block::first(ends, probe) <= number)) * step;
+        end = min(end, b + step);
+    }
+    return Block(b, head, max(0, number - Block::first(ends, b)));
+}
+
 // Load the first `count` elements of a vector, and zeros after them.
 __device__ inline Vector<Element> load_vector(const Element* source, int count) {
     if (count >= VECTOR_SIZE) return *reinterpret_cast<const Vector<Element>*>(source);

@@ -7,8 +7,12 @@
 constexpr i64 ALIGNED = -(1ll << 62);  // an offset that means: align the last query with the last key
 
 // In lse_log2, delta and row_max, the rows of a head, or of a packed sequence, are padded to a multiple of
-// this.
-constexpr int ROW_PAD = 128;
+// this. A packed sequence of n rows has at least n + ROW_PAD rows there, so that tiles of any length may go
+// past its end.
+constexpr int ROW_PAD = 128, ROW_BLOCKS = 2;
+__device__ inline i64 padded_start(i64 q_start, i64 b) {
+    return PACKED ? (q_start / ROW_PAD + ROW_BLOCKS * b) * ROW_PAD : 0;
+}
 
 template <class T>
 __device__ inline const T* rows_of(const void* data, const Rows& at, i64 b, i64 h) {
@@ -67,8 +71,7 @@ struct Sequence {
     }
     // The same in lse_log2, delta and row_max, whose rows are padded: a multiple of ROW_PAD.
     __device__ i64 padded_row(const Params& p, i64 h) const {
-        const i64 start = PACKED ? (q_start / ROW_PAD + b) * ROW_PAD : 0;
-        return (entry() * p.Hq + h) * p.rows + start;
+        return (entry() * p.Hq + h) * p.rows + padded_start(q_start, b);
     }
 };
 
@@ -80,8 +83,9 @@ __device__ inline int block_count(const Params& p, i64 rows) {
 }
 
 // A block of a head, from its number and the index of the head, with `heads` heads in each batch entry. If
-// packed, it may lie past the end of its sequence: then there is no block.
-template <int BLOCK>
+// packed, it may lie past the end of its sequence: then there is no block. Each sequence has numbers for its
+// whole blocks, and for MORE.
+template <int BLOCK, int MORE = 1>
 struct HeadBlock {
     int b, h, block;
 
@@ -90,16 +94,19 @@ struct HeadBlock {
                          int rows = 1)
         : b(head / heads), h(head % heads), block(number) {
         if constexpr (PACKED) {
-            auto first = [&](int s) {
-                return int(min(max(ends[s], i64(0)), i64(1) << 30) * rows / BLOCK) + s;
-            };
             int end = int(p.entries);
             for (b = 0; end - b > 1;) {
                 const int middle = (b + end) / 2;
-                (first(middle) <= number ? b : end) = middle;
+                (first(ends, middle, rows) <= number ? b : end) = middle;
             }
-            block = max(0, number - first(b));
+            block = max(0, number - first(ends, b, rows));
         }
+    }
+    __device__ HeadBlock(int b, int h, int block) : b(b), h(h), block(block) {}
+
+    // The number of the first block of packed sequence s.
+    __device__ static int first(const Integers& ends, int s, int rows = 1) {
+        return int(min(max(ends[s], i64(0)), i64(1) << 30) * rows / BLOCK) + MORE * s;
     }
 };
 

@@ -205,22 +205,29 @@ __device__ inline int sum_of_warp(int x) {
 }
 
 // Split-KV: lengths are on the device, so each worker counts the splits of all sequences, and takes an
-// equal number of consecutive splits. All lanes of a warp construct it.
+// equal number of consecutive work tiles. All splits come for the first block of rows, then all for the
+// next one: with as many workers for each block, those of the same splits begin together, and share keys
+// in the L2 cache. All lanes of a warp construct it.
 template <>
 struct WorkOrder<true> {
-    int iteration = -1, share, first_b = 0, first_place = 0;  // place: index among the splits of a sequence
-    int b = 0, place = 0, kv = 0, split = 0;
+    int iteration = -1, share;
+    int block = 0, b = 0, place = 0;  // place: index among the splits of a sequence
+    int first_block = 0, first_b = 0, first_place = 0;
+    int kv = 0, split = 0;
 
     __device__ explicit WorkOrder(const Params& p, int group = 0) {
         const int lane = threadIdx.x % WARP, B = int(p.B);
         auto count = [&](int b) { return b < B ? splits_of(p, b).count * int(p.Hkv) : 0; };
-        int total = 0;
+        int total = 0;  // of one block of rows
         for (int n = lane; n < B; n += WARP) total += count(n);
         total = sum_of_warp(total);
-        auto start_of = [&](i64 worker) { return int(worker * total / worker_count()); };
+        const i64 all = i64(total) * block_count<BLOCK_Q>(p, p.group * p.Nq);
+        auto start_of = [&](i64 worker) { return int(worker * all / worker_count()); };
         int before = start_of(worker_of(group));  // splits of earlier workers from sequence n on
         share = start_of(worker_of(group) + 1) - before;
-        for (int n = 0; n < B && share > 0; n += WARP) {
+        if (share == 0) return;
+        first_block = before / total, before %= total;
+        for (int n = 0; n < B; n += WARP) {
             const int own = count(n + lane);
             int end = own;
 #pragma unroll
@@ -250,10 +257,16 @@ struct WorkOrder<true> {
     }
     __device__ bool next(const Params& p) {
         if (++iteration >= share) return false;
-        b = iteration ? b : first_b, place = iteration ? place + 1 : first_place;
+        if (iteration == 0)
+            block = first_block, b = first_b, place = first_place;
+        else
+            ++place;
         Splits splits = splits_of(p, b);
-        while (place >= splits.count * int(p.Hkv))
-            place -= splits.count * int(p.Hkv), splits = splits_of(p, ++b);
+        while (place >= splits.count * int(p.Hkv)) {
+            place -= splits.count * int(p.Hkv);
+            if (++b == int(p.B)) b = 0, ++block;
+            splits = splits_of(p, b);
+        }
         kv = place / splits.count, split = splits.first + place % splits.count;
         return true;
     }
@@ -302,11 +315,11 @@ __device__ inline bool get_work(const Params& p, WorkOrder<false>& order, Work& 
 template <class Work>
 __device__ inline bool get_work(const Params& p, WorkOrder<true>& order, Work& work) {
     if (!order.next(p)) return false;
-    work.b = order.b, work.h = order.kv * int(p.group), work.q0 = 0;
+    work.b = order.b, work.h = order.kv * int(p.group), work.q0 = order.block * BLOCK_Q;
     work.split = order.split, work.iteration = order.iteration;
     const SlidingWindow window(p, work.sequence(p));
     work.keep(window);
-    work.tiles = key_tiles(p, work, window, 0, BLOCK_Q);
+    work.tiles = key_tiles(p, work, window, work.q0, BLOCK_Q);
     work.begin = work.tiles.begin, work.end = work.tiles.end;
     return true;
 }
@@ -348,7 +361,7 @@ struct BwdWorkTile : WorkSequence<PACKED>, QuerySplit<SPLIT_Q> {
     // delta.
     __device__ int first_tile() const { return PACKED ? q_start / BLOCK_Q + b : 0; }
     __device__ int first_statistic() const {
-        return PACKED ? (q_start / ROW_PAD + b) * ROW_PAD : 0;
+        return int(padded_start(q_start, b));
     }
 };
 

@@ -13,12 +13,16 @@ constexpr int WARPGROUPS = GROUPS * CONSUMERS;  // consumer warpgroups of the CT
 static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
 
 // Registers of a thread, in units of 8 (setmaxnreg). The producer warpgroup keeps what it needs, which is
-// more if it counts splits of the keys or has half of the columns, and gives the rest to the consumers.
+// more if it has half of the columns, and gives the rest to the consumers.
 constexpr int ALL_REGISTERS =
     65536 / WARPGROUP / MIN_BLOCKS_PER_SM / (WARPGROUPS + 1) / 8 * 8 * (WARPGROUPS + 1);
-constexpr int NEEDED_REGISTERS = SPLIT_KV || PAIR ? 40 : 24;
-constexpr int CONSUMER_REGISTERS = (ALL_REGISTERS - NEEDED_REGISTERS) / WARPGROUPS / 8 * 8;
-constexpr int PRODUCER_REGISTERS = ALL_REGISTERS - WARPGROUPS * CONSUMER_REGISTERS;
+template <int NEEDED>
+struct Registers {
+    static constexpr int CONSUMER = (ALL_REGISTERS - NEEDED) / WARPGROUPS / 8 * 8;
+    static constexpr int PRODUCER = ALL_REGISTERS - WARPGROUPS * CONSUMER;
+};
+constexpr int CONSUMER_REGISTERS = Registers<PAIR ? 40 : 24>::CONSUMER;
+constexpr int PRODUCER_REGISTERS = Registers<PAIR ? 40 : 24>::PRODUCER;
 
 // The tensor maps of a launch, in the order in which the host passes them.
 struct ForwardMaps {
