@@ -205,15 +205,13 @@ __device__ inline int sum_of_warp(int x) {
 }
 
 // Split-KV: lengths are on the device, so each worker counts the splits of all sequences, and takes an
-// equal number of consecutive work tiles. All splits come for the first block of rows, then all for the
-// next one: with as many workers for each block, those of the same splits begin together, and share keys
-// in the L2 cache. All lanes of a warp construct it.
+// equal number of consecutive work tiles. All splits come for one block of rows, then for the next: workers
+// of the same splits begin together, and share keys in the L2 cache. All lanes of a warp construct it.
 template <>
 struct WorkOrder<true> {
     int iteration = -1, share;
     int block = 0, b = 0, place = 0;  // place: index among the splits of a sequence
-    int first_block = 0, first_b = 0, first_place = 0;
-    int kv = 0, split = 0;
+    int first_block = 0, first_b = 0, first_place = 0, kv = 0, split = 0;
 
     __device__ explicit WorkOrder(const Params& p, int group = 0) {
         const int lane = threadIdx.x % WARP, B = int(p.B);
@@ -257,10 +255,8 @@ struct WorkOrder<true> {
     }
     __device__ bool next(const Params& p) {
         if (++iteration >= share) return false;
-        if (iteration == 0)
-            block = first_block, b = first_b, place = first_place;
-        else
-            ++place;
+        ++place;
+        if (iteration == 0) block = first_block, b = first_b, place = first_place;
         Splits splits = splits_of(p, b);
         while (place >= splits.count * int(p.Hkv)) {
             place -= splits.count * int(p.Hkv);
