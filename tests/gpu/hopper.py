@@ -123,7 +123,8 @@ def runs_backward(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> bool:
 
 def is_small(q: Any, k: Any, v: Any) -> bool:
     """True if a small tile of the generic backward kernel has all queries and keys."""
-    return max(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]) <= SMALL_TILE
+    longest: int = max(q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
+    return longest <= SMALL_TILE
 
 
 def forward(q: Array, k: Array, v: Array, **options: Any) -> Attention:
