@@ -13,6 +13,7 @@ from tests.kernels.cuda.src.samples import TILED, is_tuned, representative_keys
 from tileattn.dtypes import DTYPES
 from tileattn.errors import KernelCompileError
 from tileattn.kernels.cuda.families.block_order import COUNTS
+from tileattn.kernels.cuda.families.generic import NAIVE
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
@@ -224,6 +225,7 @@ def test_every_option_of_a_hopper_kernel(kernel: str) -> None:
 def test_kernels_of_flagged_heads_on_hopper() -> None:
     repairs = {key.kernel for arch, key in CASES if key.head_flags and arch == "sm_90a"}
     generic = {"backward_large_scores", "backward_dkdv", "backward_dq"}
+    generic |= {NAIVE[kernel] for kernel in generic}  # of wide heads
     assert repairs == generic | {HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_DQ_CONVERT}
 
 

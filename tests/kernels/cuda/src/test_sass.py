@@ -33,6 +33,7 @@ KEYS = [
     *keys([(192, 128)], ["float16"], [("cu_seqlens_q",)])[1:2],
     *keys([(256, 256)], ["float16"], [("cu_seqlens_q",)])[1:3],
     *keys([(128, 128)], ["bfloat16"], [("kv_lengths",)])[:1],
+    *keys([(512, 512)], ["bfloat16"], [()])[:3],
     *keys([], ["bfloat16"]),  # latent attention
 ]
 
