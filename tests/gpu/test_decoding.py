@@ -176,6 +176,17 @@ def test_options(kernel: Kernel, heads: tuple[int, int, int], name: str) -> None
     check(arrays, **options)
 
 
+@pytest.mark.parametrize("heads", [(4, 2, 49), (8, 1, 5), (40, 1, 1)], ids=str)
+def test_rows_without_keys_over_one_split(heads: tuple[int, int, int]) -> None:
+    """No other kernel writes the rows of a sequence that has no keys."""
+    Hq, Hkv, Nq = heads
+    rng = np.random.default_rng(0)
+    shapes = [(3, Hq, Nq, 64), (3, Hkv, 300, 64), (3, Hkv, 300, 64)]
+    arrays = [rng.standard_normal(shape).astype(F16) for shape in shapes]
+    for lengths in ([0, 300, 1], [0, 0, 0]):
+        check(arrays, kv_lengths=np.array(lengths), sinks=np.linspace(-1, 3, Hq))
+
+
 def test_the_options_that_wgmma_leaves_to_another_kernel() -> None:
     arrays = drawn((40, 1, 1), (64, 64), F16)
     given = {"kv_lengths": LENGTHS, "alibi_slopes": np.linspace(0.1, 1, 40)}

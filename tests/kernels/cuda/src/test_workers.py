@@ -149,3 +149,27 @@ def test_every_work_tile_of_packed_sequences_is_claimed_once(
     }
     found = taken(tmp_path, plan, cu_seqlens_q=ends, cu_seqlens_k=ends)
     assert_each_once(found, plan, wanted)
+
+
+_SPLITS = """\
+#include "tile_scheduler_sm90.cuh"
+
+extern "C" int splits_of(const Params* p, int b) { return WorkOrder<true>::splits_of(*p, b).count; }
+"""
+
+
+@pytest.mark.parametrize(("Nk", "expected"), [(49, [1, 1, 1]), (9000, [0, 1, 2])])
+def test_an_only_split_has_a_work_tile_even_without_keys(
+    Nk: int, expected: list[int], tmp_path: Path
+) -> None:
+    """It writes the rows that attend to no key. Where there are more, another kernel does."""
+    sizes: dict[str, Any] = {"B": 3, "Hq": 4, "Hkv": 2, "Nq": 49, "D": 32, "Dv": 32}
+    problem = asked("bfloat16", {"kv_lengths"}, Nk=Nk, **sizes)
+    plan = forward(problem, H200)
+    launch = plan.launches[0]
+    assert launch.key.split_kv
+    split = launch.traits.split_keys
+    block = block_with(plan, {"kv_lengths": np.minimum([0, 1, split + 1], Nk)})
+    texts = scheduler_texts(launch.key) | {"splits.cpp": _SPLITS}
+    library = built(tmp_path, texts, "splits.cpp")
+    assert [library.splits_of(pointer(block), b) for b in range(3)] == expected

@@ -243,11 +243,13 @@ struct WorkOrder<true> {
         }
     }
 
-    // The splits of a sequence that some query attends to, for each key head.
+    // The splits of a sequence that some query attends to, for each key head. An only split has a work tile
+    // even if no query attends to a key, since no other kernel writes the rows.
     struct Splits {
         int first, count;
     };
     __device__ static Splits splits_of(const Params& p, int b) {
+        if (p.splits == 1) return {0, 1};
         const SlidingWindow window(p, Sequence(p, b));
         const Range keys = window.key_range(0, window.Nq);
         const int split = int(p.split_keys), first = keys.lo / split;
