@@ -41,7 +41,7 @@ from tileattn.call.parse import parse
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import PLAIN
 from tileattn.kernels.cuda.plan.device import Device, device_of_arch
-from tileattn.kernels.cuda.plan.layout import CallLayout, contiguous_inputs
+from tileattn.kernels.cuda.plan.layout import CallLayout, contiguous, contiguous_inputs
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forward
 from tileattn.kernels.cuda.tuning import TunedNumber, tuned_numbers
 
@@ -62,12 +62,16 @@ class Case(NamedTuple):
     configuration: Configuration
     deterministic: bool = False
     option: str = ""  # a name of `OPTIONS`
-    queries: int | None = None  # if fewer than keys
+    queries: int | None = None  # if not as many as keys
     latent: bool = False  # values are columns of the keys
+    bias: bool = False  # for all batch entries, with its gradient
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return self.configuration.mask.options() | OPTIONS.get(self.option, {})
+    def options(self, xp: Any = np) -> dict[str, Any]:
+        found = self.configuration.mask.options() | OPTIONS.get(self.option, {})
+        if self.bias:
+            (_, H, Nq, _), (*_, Nk, _) = self.shapes[:2]
+            found["bias"] = xp.zeros((1, H, Nq, Nk), DTYPES[self.configuration.dtype])
+        return found
 
     @property
     def shapes(self) -> Shapes:
@@ -77,13 +81,14 @@ class Case(NamedTuple):
 
     def row(self) -> Row:
         given = {"deterministic": self.deterministic, "option": self.option, "Nq": self.queries}
+        given["bias"] = self.bias
         return self.configuration.row() | {name: x for name, x in given.items() if x}
 
     def problem(self) -> Problem:
         """Describe the problem, without arrays."""
         dtype = DTYPES[self.configuration.dtype]
         q, k, v = (np.broadcast_to(np.zeros((), dtype), shape) for shape in self.shapes[:3])
-        return parse(q, k, v, self.options)[0]
+        return parse(q, k, v, self.options())[0]
 
     def plan(self, problem: Problem, layout: CallLayout, device: Device) -> LaunchPlan:
         if self.configuration.kind == "forward":
@@ -114,6 +119,13 @@ def cases() -> list[Case]:
         for B, N in ((1, 65536), (16, 128), (16, 1024), (16, 8192))
         for D, heads, Nq in product((64, 128, 256), (32, 8, 1), (1, 4))
     ]
+    found += [Case(Configuration("forward", "bf16", 8, 32, 8192, 128, Hkv=4), queries=32)]
+    # Cross attention over few keys; windows, pair representations and texts with a bias.
+    found += [Case(Configuration("backward", "bf16", 4, 10, 128, 64), queries=N) for N in LENGTHS]
+    found += [
+        Case(Configuration("backward", "bf16", B, 6, N, D), bias=True)
+        for B, N, D in ((1024, 49, 32), (128, 384, 32), (16, 512, 64))
+    ]
     latent = (Configuration("forward", "bf16", 16, 16, N, 576, Hkv=1, Dv=512) for N in LENGTHS)
     return found + [Case(one, queries=1, latent=True) for one in latent]
 
@@ -125,6 +137,9 @@ def problems() -> list[tuple[Case, Problem, CallLayout]]:
     for case in cases():
         problem = case.problem()
         layout = contiguous_inputs(problem)._replace(v_is_k=case.latent)
+        bias = case.options().get("bias")
+        if bias is not None:
+            layout = layout.with_arrays(bias=contiguous(bias.shape, problem.dtype.name))
         kind = case.configuration.kind
         found.append((case, problem, layout.with_contiguous_results(problem, kind)))
     return found
@@ -166,12 +181,14 @@ def prepared(case: Case, number: TunedNumber, value: Any, device: Gpu) -> Call:
     calls = []
     for x in device.inputs(case.shapes, case.configuration.dtype):
         v = x.k[..., : x.v.shape[-1]] if case.latent else x.v
-        problem, operands = parse(x.q, x.k, v, case.options)
-        out, lse = tileattn.forward(x.q, x.k, v, **case.options)
-        arrays = {"q": x.q, "k": x.k, "v": v, "out": out, "lse": lse}
+        options = case.options(device.xp)
+        problem, operands = parse(x.q, x.k, v, options)
+        out, lse = tileattn.forward(x.q, x.k, v, **options)
+        given = {"q": x.q, "k": x.k, "v": v} | ({"bias": options["bias"]} if case.bias else {})
+        arrays = given | {"out": out, "lse": lse}
         if case.configuration.kind == "backward":
             arrays["dout"] = x.dout
-            arrays |= {f"d{name}": device.xp.empty_like(arrays[name]) for name in "qkv"}
+            arrays |= {f"d{name}": device.xp.empty_like(x) for name, x in given.items()}
 
         def plan_of(layout: CallLayout, gpu: Device, problem: Problem = problem) -> LaunchPlan:
             return case.plan(problem, layout, with_value(number, value, gpu))
