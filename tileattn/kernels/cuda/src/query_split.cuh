@@ -17,7 +17,7 @@ template <bool>
 struct QuerySplit {
     static constexpr int split = 0;
 
-    __device__ QuerySplit() {}
+    QuerySplit() = default;
     __device__ QuerySplit(const Params&, int) {}
     __device__ int begin() const { return 0; }
     __device__ int end(const Params& p) const { return int(p.group); }
@@ -27,7 +27,7 @@ template <>
 struct QuerySplit<true> {
     int split, first_head;
 
-    __device__ QuerySplit() {}
+    QuerySplit() = default;
     __device__ QuerySplit(const Params& p, int split)
         : split(split), first_head(split % int(p.head_splits) * int(p.split_heads)) {}
     __device__ int begin() const { return first_head; }

@@ -6,8 +6,7 @@
 #include "splits.cuh"
 #include "tile_scheduler.cuh"
 
-// The key tiles that a block of queries attends to: begin to end - 1. Tiles full_begin to full_end - 1 need
-// no mask.
+// The key tiles of a block of queries: begin to end - 1. Tiles full_begin to full_end - 1 need no mask.
 struct TileRange {
     int begin, end, full_begin, full_end;
     bool ends_in_half;  // the second half of the last tile is masked out
@@ -243,8 +242,7 @@ struct WorkOrder<true> {
         }
     }
 
-    // The splits of a sequence that some query attends to, for each key head. An only split has a work tile
-    // even if no query attends to a key, since no other kernel writes the rows.
+    // The splits of a sequence that some query attends to. An only split also writes rows without keys.
     struct Splits {
         int first, count;
     };
