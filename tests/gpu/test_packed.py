@@ -216,7 +216,7 @@ def test_one_long_sequence_among_many_short_ones(dtype: Any, D: int) -> None:
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_tiles_that_go_past_the_end_of_a_sequence(D: int) -> None:
-    """The next sequence has exponentials that overflow if they are taken for those of this one."""
+    """Rows of the next sequence overflow if a tile treats them as rows of this one."""
     lengths = [127, 255, 0, 1, 79, 81, 160, 300, 128, 47]
     q, k, v, dout = arrays(lengths, lengths, ml_dtypes.bfloat16, D, D)
     check([4 * abs(q), -4 * abs(k), v, dout], there(lengths, lengths))

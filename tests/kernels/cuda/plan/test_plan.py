@@ -259,7 +259,7 @@ def test_copies_are_as_wide_as_all_rows_allow(name: str, alignment: int) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_the_backward_pass_launches(dtype: str) -> None:
-    keys = 70  # more than those of a small tile
+    keys = 70  # a small tile has 64
     more: Fields = {
         "sinks": contiguous((HQ,), "float64"),
         "bias": contiguous((1, 1, NQ, keys), "float32"),

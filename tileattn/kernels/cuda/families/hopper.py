@@ -157,7 +157,7 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     * Short tiles are for few queries and keys, which others would pad more.
     * Two groups of warps fill the time between work tiles, but read the keys more often: they are
       for queries that attend to few keys. With score modifiers and dropout their registers spill.
-      With four groups those of a mask do, too.
+      With four groups a mask makes registers spill, too.
     * The smallest tiles are for such calls with few keys and a causal mask: they compute fewer
       masked-out pairs.
     * Tiles of 192 queries read the keys less often. Above 64 columns they need many queries, or SMs

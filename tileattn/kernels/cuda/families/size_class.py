@@ -145,7 +145,7 @@ def has_split_queries(P: Problem, tuning: Tuning) -> bool:
 
 
 def packs_heads(P: Problem, tuning: Tuning) -> bool:
-    """Return True if a tile of queries should have those of all heads that share a key head."""
+    """Return True if a tile should have the queries of all heads that share a key head."""
     few = has_split_queries(P, tuning) and P.Nk >= tuning.pack_keys and P.group > 1
     return few and not (P.is_packed or has_functions(P))
 

@@ -35,7 +35,7 @@ struct WorkTile {
     __device__ static int first_key(int tile, int rank) { return tile * BLOCK_K + rank * OWN_KEYS; }
 };
 
-// The first key of a part of the values: first come those of which the other CTA has computed P.
+// The first key of a part of the values. The keys whose P the other CTA has computed come first.
 __device__ inline int value_part(int tile, int part, int rank) {
     constexpr int HALF = VALUE_PARTS / 2;
     return WorkTile::first_key(tile, part < HALF ? 1 - rank : rank) + part % HALF * PART_KEYS;

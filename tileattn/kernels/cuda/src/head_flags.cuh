@@ -18,7 +18,7 @@ __device__ inline bool any_flagged_head(const Params& p) {
     return (p.head_flags[0] | p.head_flags[1]) & FLAGGED_HEADS;
 }
 
-// Flag a head. Only new flags take atomics: those of all rows would contend.
+// Flag a head. Only new flags take atomics: atomics of all rows would contend.
 __device__ inline void flag_head(const Params& p, i64 b, i64 kv, u32 flags) {
     u32& known = head_flags(p, b, kv);
     if (!(flags & ~*static_cast<volatile u32*>(&known))) return;

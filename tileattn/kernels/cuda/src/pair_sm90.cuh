@@ -91,7 +91,7 @@ struct Exchange {
         }
         order_after(never);  // each load has ended before the tile is released
     }
-    // Send the operands of the own half of the scores, and then receive those of the other half.
+    // Send the operands of this CTA's half of the scores, then receive the operands of the other half.
     template <class A, int K>
     __device__ void send(const A (&own)[K]) const {
         const u32 to = wait_empty(), landed = peer_address(full.address);

@@ -12,7 +12,8 @@ __device__ inline int split_count(const Params& p) {
     return SPLIT_Q ? int(p.head_splits * p.query_splits) : 1;
 }
 
-// The query heads of a work tile, counted in the group that shares a key head: all, or those of a split.
+// The query heads of a work tile, counted in the group that shares a key head: all, or some if the queries
+// are split.
 template <bool>
 struct QuerySplit {
     static constexpr int split = 0;

@@ -25,7 +25,7 @@ struct SplitTeam {
     static constexpr int THREADS_OF_TEAM = THREADS / TEAMS;
     static constexpr i64 SUMS = SPLIT_SUMS / TEAMS;
     const Params& p;
-    i64 block;  // index of the key block among those of all key heads
+    i64 block;  // index among the key blocks of all key heads
     int split, index, thread;
     Any any;
 

@@ -15,8 +15,7 @@ using DoutTile = SmemTile<WARPGROUP_ROWS, VALUE_COLUMNS>;
 using KeyTile = SmemTile<BLOCK_K, HEAD_COLUMNS>;
 using ValueTile = SmemTile<BLOCK_K, VALUE_COLUMNS>;
 
-// What consumers must know of a tile of keys that the producer has found: only it evaluates the mask by
-// tiles.
+// A tile of keys, as the producer tells consumers. Only the producer evaluates the mask by tiles.
 struct StagedTile {
     int bits;
 
@@ -29,7 +28,7 @@ struct StagedTile {
 };
 
 // Layout of dynamic shared memory: queries and dO of each warpgroup, then the stages. In paired CTAs a tile
-// for each warpgroup follows, where parts of dP arrive, then those of S, then dS.
+// for each warpgroup follows, where parts of dP arrive, then parts of S, then dS.
 constexpr int STAGE_BYTES = KeyTile::BYTES > ValueTile::BYTES ? KeyTile::BYTES : ValueTile::BYTES;
 constexpr int ROWS_BYTES = QueryTile::BYTES + DoutTile::BYTES;
 constexpr int EXCHANGE_BYTES = PAIR ? WARPGROUP_ROWS * BLOCK_K * 4 / SHARES : 0;
