@@ -45,7 +45,7 @@ def _commit(date: str, subject: str) -> Source:
 _TWO_GROUPS = _row("D and Dv up to 64 and a mean of at most 3,072 keys per query")
 _SHORT_TILES = _row("few queries and keys: tiles that pad them less", _H200)
 _SMALL = _commit("2026-11-26", "Run two groups of warpgroups in a CTA")
-_TALL = _row("D above 64: tiles of 192 queries with 96 keys", _H100)
+_TALL = _row("D above 64: tiles of 192 queries wherever they pad little", _H200)
 _FAMILIES = _commit("2026-11-22", "Plan launches as pure values, by kernel families")
 _PADDED = _row("D = 128: tiles of 80 queries if queries fill them")
 _TALL_WINDOW = _row("D above 64: tiles of 80 queries with windows from 2,048 keys", _H100)
@@ -98,12 +98,11 @@ class Tuning:
     short_tile_rows: int = _tuned(
         512, 0, "rows", "short tiles if Nq and Nk <= x, and 128 x 128 pad more", _SHORT_TILES
     )
-    tall_queries: tuple[tuple[int, int], ...] = _tuned(
-        ((64, 0), (96, 4096), (128, 8192)),
-        ((64, 0),),
-        "(D, queries)",
-        "192 queries a tile if D <= x[0] and Nq >= x[1]",
-        _TALL,
+    tall_padding: float = _tuned(
+        1.04, 0.0, "ratio", "D > 64: tall tiles if 192 queries pad Nq to <= x as much as 128", _TALL
+    )
+    tall_waves: float = _tuned(
+        2.5, 0.0, "waves", "of 128 queries a tile; with fewer, tall tiles lose 64 queries", _TALL
     )
     masked_rows: int = _tuned(
         128, 192, "queries", "of a tile, at most, if a mask leaves tiles empty", _FAMILIES
@@ -273,6 +272,7 @@ class TileSize(NamedTuple):
     spills: bool = False  # the fastest although its loop spills some addresses
     pair: bool = False  # two thread blocks (a cluster) hold half of the columns each
     short: bool = False  # for few queries and keys that larger tiles would pad more
+    stand_in: bool = False  # for the first tile if work tiles are few; gives the same bits
 
     @property
     def why(self) -> str:
@@ -303,10 +303,14 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         ),
         96: (
             TileSize(192, 96, 12, 1, 3, tuned=True),
-            TileSize(128, 96, 8, 1, 2, tuned=True, short=True),
+            TileSize(128, 96, 8, 1, 2, tuned=True, short=True, stand_in=True),
             TileSize(128, 128, 8, 1, 2, tuned=True),
         ),
-        128: (TileSize(192, 64, 12, 1, 3, tuned=True), TileSize(128, 128, 8, 1, 2, tuned=True)),
+        128: (
+            TileSize(192, 64, 12, 1, 3, tuned=True),
+            TileSize(128, 64, 8, 1, 3, tuned=True, stand_in=True),
+            TileSize(128, 128, 8, 1, 2, tuned=True),
+        ),
         192: (TileSize(128, 128, 8, 1, 2, tuned=True), TileSize(128, 96, 8, 1, 2)),
         256: (TileSize(128, 64, 8, 1, 2, tuned=True),),
     },

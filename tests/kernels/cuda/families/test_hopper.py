@@ -160,7 +160,7 @@ def test_shared_memory_of_every_head_dimension_fits(dim: int) -> None:
         ((197, 197), 64, (), (128, 64, 2)),  # four blocks of 64 queries
         ((4096, 77), 64, (), (128, 64, 2)),
         ((577, 577), 64, ("bias",), (192, 128, 1)),
-        ((257, 257), 80, (), (128, 96, 1)),
+        ((65, 65), 80, (), (128, 96, 1)),
         ((197, 197), 80, (), (128, 128, 1)),
     ],
     ids=str,
@@ -174,6 +174,29 @@ def test_few_queries_and_keys_have_tiles_that_pad_them_little(
         problem = replace(problem_of("bfloat16", D, options), B=heads, Hq=8, Nq=Nq, Nk=Nk)
         key = forward_launches(problem, ON_HOPPER)[0].key
         assert (key.block_q, key.block_k, key.groups) == tile
+
+
+@pytest.mark.parametrize(
+    ("Nq", "D", "options", "few", "many"),
+    [
+        (2048, 128, (), (128, 64), (192, 64)),
+        (257, 80, (), (128, 96), (192, 96)),
+        (577, 96, (), (128, 128), (128, 128)),  # three blocks of 192 queries would pad them more
+        (2048, 128, ("bias",), (128, 64), (192, 64)),
+        (2048, 128, ("mask",), (128, 128), (128, 128)),
+        (8192, 192, (), (128, 96), (128, 96)),
+    ],
+    ids=str,
+)
+def test_tiles_that_stand_in_for_tall_ones_have_as_many_keys(
+    Nq: int, D: int, options: tuple[str, ...], few: tuple[int, int], many: tuple[int, int]
+) -> None:
+    """A warpgroup has the same scores in both, so the number of heads changes no bits."""
+    problem = replace(problem_of("bfloat16", D, options), Nq=Nq, Nk=Nq)
+    context = ON_HOPPER._replace(sm_count=132)
+    for heads, tile in ((1, few), (1000, many)):
+        key = forward_launches(replace(problem, B=1, Hq=heads, Hkv=heads), context)[0].key
+        assert (key.block_q, key.block_k) == tile
 
 
 def test_packed_sequences_have_the_same_tiles_at_any_length() -> None:

@@ -185,7 +185,7 @@ def test_entries_with_many_keys_begin() -> None:
     found = schedule(LONG, lengths)
     assert found.assignment is not None
     assert found.head_groups == 8
-    blocks = -(-LONG.Nq // 128)
+    blocks = -(-LONG.Nq // launch_of(LONG).key.block_q)
     assert (found.assignment[0] >= LONG.Hq * blocks).all()  # of the second entry
     costs = costs_of(LONG, layout_of(LONG, lengths), launch_of(LONG), 8)
     loads = loads_of(found.assignment, costs)
@@ -212,7 +212,9 @@ SHOWN = [  # some rows of blocks are attended to by many, and some by few
 def test_tiles_that_are_skipped_cost_nothing(
     changed: dict[str, Any], mask: BlockMask | None
 ) -> None:
-    problem, launch = replace(LONG, **changed), launch_of(replace(LONG, **changed))
+    masked = {} if mask is None else {"enabled_options": frozenset({"block_mask"})}
+    problem = replace(LONG, **changed, **masked)
+    launch = launch_of(problem)
     layout = layout_of(problem)._replace(block_mask=mask)
     found = schedule_of(problem, layout, (launch,), H200)
     costs = costs_of(problem, layout, launch, found.head_groups)

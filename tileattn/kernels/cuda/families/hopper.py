@@ -41,6 +41,7 @@ from tileattn.kernels.cuda.families.shared_memory import (
 )
 from tileattn.kernels.cuda.families.size_class import (
     empty_axes,
+    fills_tall_tiles,
     fits_positions,
     has_dynamic_keys,
     has_short_keys,
@@ -51,7 +52,7 @@ from tileattn.kernels.cuda.families.size_class import (
     splits_queries,
     suits_small_ds_tiles,
     suits_tall_rows,
-    tall_columns,
+    suits_tall_tiles,
 )
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, small_first, tuned_tiles
 from tileattn.kernels.cuda.tuning import TileSize
@@ -160,22 +161,22 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
       With four groups a mask makes registers spill, too.
     * The smallest tiles are for such calls with few keys and a causal mask: they compute fewer
       masked-out pairs.
-    * Tiles of 192 queries read the keys less often. Above 64 columns they need many queries, or SMs
-      have too few work tiles.
+    * Tiles of 192 queries read the keys less often. Above 64 columns they must pad queries little.
+      If SMs would have too few of them, tiles of 128 queries and as many keys stand in: a row has
+      the same bits in both, since each warpgroup has 64 rows of its own.
     * With a mask, tiles have at most 128 queries, the usual block of a block mask.
 
-    The number of heads does not count, so that a row has the same bits in any batch. Packed lengths
-    are known only on the device, so their tiles are the same for all lengths.
+    Otherwise the number of heads does not count, so that a row has the same bits in any batch.
+    Packed lengths are known only on the device, so their tiles are the same for all lengths.
     """
     P, tuning = problem, context.tuning
     dim, value = _forward_bucket(P.D), _forward_bucket(P.Dv)
     masked, packed = P.has_pair_mask, P.is_packed
     plain = not (P.changes_scores or masked or P.has_dropout)
     widest = max(dim, value)
-    columns, least = next((x for x in tuning.tall_queries if widest <= x[0]), (0, 0))
-    is_short = has_short_keys(P, tuning)
-    many = columns in tall_columns(P, tuning) and not (is_short or packed)
-    tall, few = not least or many, has_two_group_keys(P, tuning)
+    is_short, few = has_short_keys(P, tuning), has_two_group_keys(P, tuning)
+    tall = suits_tall_tiles(P, tuning) and not masked
+    fills = fills_tall_tiles(P, tuning, context.sm_count)
     cut = is_short and P.window[1] is not None and not (masked or packed)
     short = short_rows(P, tuning)
     bias_size = _bias_size(context)
@@ -184,9 +185,11 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
         shared = hopper_forward_bytes(tile, dim, value, bias_size)
         if shared + HOPPER_STATIC > HOPPER_LIMIT:
             return False
+        if tile.stand_in and tall:
+            return True
         if tile.short:
             return tile.block_q in short and (plain or tile.groups < _MANY_GROUPS)
-        if tile.block_q > tuning.masked_rows and (masked or not tall):
+        if tile.stand_in or (tile.block_q > tuning.masked_rows and (masked or not fills)):
             return False
         return tile.groups == 1 or (plain and few)
 

@@ -22,7 +22,8 @@ _SHARED_ROWS = (16, 32, 64, FEW_ROWS, MOST_ROWS, MOST_ROWS + 1)
 _NO_AXES: frozenset[str] = frozenset()
 # Queries and keys of tiles: of short ones, and of the others.
 _SHORT_BLOCKS, _LARGE_BLOCK = ((64, 64), (128, 96)), (128, 128)
-_NARROW = 64  # columns of heads for which float32 kernels have blocks of 128 keys
+_TALL_QUERIES, _TALL_COLUMNS = 192, 128  # of a forward tile; the columns at most
+_NARROW = 64  # columns of heads that leave registers for larger tiles
 _KEY_BLOCKS = (64, 128)  # keys of a tile of the Hopper backward kernels
 # Positions have 32 bits; the margin is for what the last tile goes beyond.
 _MOST_POSITIONS = (1 << 31) - (1 << 16)
@@ -43,7 +44,8 @@ class SizeClass(NamedTuple):
     has_short_keys: bool
     has_two_group_keys: bool
     short_rows: tuple[int, ...]
-    tall_columns: tuple[int, ...]
+    suits_tall_tiles: bool
+    fills_tall_tiles: bool
     suits_tall_rows: bool
     is_head_major: bool
     suits_small_ds_tiles: bool
@@ -69,7 +71,8 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         has_short_keys(P, tuning),
         has_two_group_keys(P, tuning),
         short_rows(P, tuning),
-        tall_columns(P, tuning),
+        suits_tall_tiles(P, tuning),
+        fills_tall_tiles(P, tuning, sm_count),
         suits_tall_rows(P, tuning),
         is_head_major(P, tuning),
         suits_small_ds_tiles(P, tuning),
@@ -197,9 +200,29 @@ def padded_pairs(P: Problem, block_q: int, block_k: int) -> int:
     return -(-P.Nq // block_q) * block_q * (-(-P.Nk // block_k) * block_k)
 
 
-def tall_columns(P: Problem, tuning: Tuning) -> tuple[int, ...]:
-    """Return the columns of `Tuning.tall_queries` for which there are enough queries."""
-    return tuple([columns for columns, queries in tuning.tall_queries if P.Nq >= queries])
+def suits_tall_tiles(P: Problem, tuning: Tuning) -> bool:
+    """Return True if forward tiles of 192 queries are best: always for narrow heads.
+
+    They read the keys less often. For wider heads they must pad the queries little more than tiles
+    of 128. Packed lengths are known only on the device, and count as long.
+    """
+    columns = max(P.D, P.Dv)
+    if columns <= _NARROW or columns > _TALL_COLUMNS:
+        return columns <= _NARROW
+    if P.is_packed:
+        return True
+    tall, other = (-(-P.Nq // rows) * rows for rows in (_TALL_QUERIES, _LARGE_BLOCK[0]))
+    return tall <= tuning.tall_padding * other
+
+
+def fills_tall_tiles(P: Problem, tuning: Tuning, sm_count: int) -> bool:
+    """Return True if tall tiles suit, and those of wide heads are enough for all SMs.
+
+    This depends on the batch, so tiles that it chooses from must give the same bits.
+    """
+    blocks = P.B * P.Hq * -(-P.Nq // _LARGE_BLOCK[0])
+    many = max(P.D, P.Dv) <= _NARROW or blocks >= tuning.tall_waves * sm_count
+    return many and suits_tall_tiles(P, tuning)
 
 
 def suits_tall_rows(P: Problem, tuning: Tuning) -> bool:
@@ -207,13 +230,13 @@ def suits_tall_rows(P: Problem, tuning: Tuning) -> bool:
 
     They are faster where queries fill the last tile, without a mask, and if a mask leaves queries
     many keys: with few, more of a tile lies beyond the diagonals. Packed lengths are known only on
-    the device: without a mask they count as long, else as short.
+    the device: they count as long, in a window on the left as short.
     """
     if P.has_pair_mask:
         return False
     left, right = P.window
     if P.is_packed:
-        return left is None and right is None
+        return left is None
     if left is not None or right is not None:
         keys = 0 if right is None else P.Nq if left is None else min(left + right + 1, P.Nk)
         if keys < tuning.tall_mask_keys:
