@@ -212,7 +212,7 @@ SHOWN = [  # some rows of blocks are attended to by many, and some by few
 def test_tiles_that_are_skipped_cost_nothing(
     changed: dict[str, Any], mask: BlockMask | None
 ) -> None:
-    masked = {} if mask is None else {"enabled_options": frozenset({"block_mask"})}
+    masked: dict[str, Any] = {} if mask is None else {"enabled_options": frozenset({"block_mask"})}
     problem = replace(LONG, **changed, **masked)
     launch = launch_of(problem)
     layout = layout_of(problem)._replace(block_mask=mask)
