@@ -216,7 +216,7 @@ def suits_tall_tiles(P: Problem, tuning: Tuning) -> bool:
 
 
 def fills_tall_tiles(P: Problem, tuning: Tuning, sm_count: int) -> bool:
-    """Return True if tall tiles suit, and those of wide heads are enough for all SMs.
+    """Return True if tall tiles suit, and there are enough of them for all SMs if heads are wide.
 
     This depends on the batch, so tiles that it chooses from must give the same bits.
     """
