@@ -89,7 +89,7 @@ def filled(options: dict[str, Any], Nk: int) -> dict[str, Any]:
     """Fill in what depends on the problem: arrays by their shapes, lengths by their fraction."""
     rng = np.random.default_rng(1)
     made = dict(options)
-    for name in {"alibi_slopes", "sinks"} & made.keys():
+    for name in sorted({"alibi_slopes", "sinks"} & made.keys()):
         made[name] = rng.random(made[name]).astype(np.float32)
     if "kv_lengths" in made:
         made["kv_lengths"] = [int(part * Nk) for part in made["kv_lengths"]]

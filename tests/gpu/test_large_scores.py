@@ -16,7 +16,7 @@ from tests.arrays import Array, Given, normal
 from tests.on_gpu import host, needs_gpu, poisoned, sent
 from tileattn.oracle.dense import Forward, evaluate_backward, evaluate_forward
 from tileattn.testing import assert_attention_close, error_bound
-from tileattn.testing.rounding import backward_floors, forward_floors, norm, storing, summing
+from tileattn.testing.rounding import floors, norm, storing, summing
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
 
@@ -87,9 +87,8 @@ def hold(
     plain = evaluated(given, sums, options, of_lse)
     q, k, v, dout = given
     forward = normalised(evaluate_forward(q, k, v, np.float64, options))
-    floors = forward_floors(forward, storing(dtype), summing(sums))
     backward = evaluate_backward(forward, dout, None)
-    floors |= backward_floors(forward, backward, None, storing(dtype), summing(sums))
+    unavoidable = floors(forward, backward, None, storing(dtype), summing(sums))
     for name, parts in found.items():
         kind, want = parts[0].dtype, exact[name]
         finite = np.isfinite(want)
@@ -97,7 +96,7 @@ def hold(
         assert np.array_equal(np.isfinite(got), finite), name
         rough = plain[name].astype(kind).astype(want.dtype)
         stored = np.sqrt(sum(np.sum(storing(kind).of(x.astype(want.dtype)[finite])) for x in parts))
-        error = 2 * norm((rough - want)[finite]) + np.hypot(floors[name], stored)
+        error = 2 * norm((rough - want)[finite]) + np.hypot(unavoidable[name], stored)
         ok = norm((got - want)[finite]) <= error
         assert ok, (name, norm((got - want)[finite]), error)
 

@@ -16,9 +16,8 @@ from tileattn.reference import check_call
 from tileattn.results import Attention, Gradients
 from tileattn.testing.rounding import (
     Rounding,
-    backward_floors,
     finite,
-    forward_floors,
+    floors,
     norm,
     storing,
     summing,
@@ -122,12 +121,12 @@ def error_bound(
     dtypes |= {f"daux[{n}]": x.dtype for n, x in enumerate(options.get("aux") or ())}
     forward = evaluate_forward(q, k, v, np.float64, options)
     backward = None if dout is None else evaluate_backward(forward, dout, dlse)
-    floors = _floors(forward, backward, dlse, storing(dtype), summing(sums))
+    found = _floors(forward, backward, dlse, storing(dtype), summing(sums))
     exact = _results(forward, backward)
     errors = _unfused_errors(exact, (q, k, v, dout, dlse), options, dtypes)
     bounds = {}
     for name, result in exact.items():
-        floor = np.hypot(floors[name], np.sqrt(np.sum(storing(dtypes[name]).of(finite(result)))))
+        floor = np.hypot(found[name], np.sqrt(np.sum(storing(dtypes[name]).of(finite(result)))))
         bounds[name] = Bound(float(errors[name] + floor), dtypes[name])
     return bounds
 
@@ -153,11 +152,7 @@ def _floors(
     cu_seqlens = f.options.cu_seqlens_q
     # Padded rows attend to no key, but their lse includes a sink: replace it by that of no key.
     f = replace(f, lse=padded(f.results.lse, 3, cu_seqlens, fill=-np.inf))
-    floors = forward_floors(f, store, sums)
-    if b is not None:
-        dense_dlse = None if dlse is None else padded(dlse, 3, cu_seqlens)
-        floors |= backward_floors(f, b, dense_dlse, store, sums)
-    return floors
+    return floors(f, b, None if dlse is None else padded(dlse, 3, cu_seqlens), store, sums)
 
 
 def _unfused_errors(

@@ -58,99 +58,122 @@ def norm(x: Array) -> float:
 
 def finite(x: Array) -> Array:
     """Replace NaN and infinities by zero."""
-    return np.where(np.isfinite(x), x, 0.0)
+    found = np.isfinite(x)
+    return x if found.all() else np.where(found, x, 0.0)
 
 
-def forward_floors(f: Forward, store: Rounding, sums: Rounding) -> dict[str, float]:
-    """Return the norms of the uncertainty of ``out`` and ``lse``, without that of storing them."""
-    with np.errstate(all="ignore"):
-        of_P = _of_probabilities(f, store, sums) * f.kept**2
-        largest = finite(np.max(f.scores, axis=-1, initial=-np.inf))
-        return {
-            "out": _root(of_P @ finite(f.v) ** 2),
-            "lse": _root(sums.of(largest) + sums.of(finite(f.lse)) + _of_sums(f, sums)),
-        }
-
-
-def backward_floors(
-    f: Forward, b: Backward, dlse: Array | None, store: Rounding, sums: Rounding
+def floors(
+    f: Forward, b: Backward | None, dlse: Array | None, store: Rounding, sums: Rounding
 ) -> dict[str, float]:
-    """Return the norm of the uncertainty of each gradient, without that of storing it."""
+    """Return the norm of the uncertainty of each result, without that of storing it."""
     with np.errstate(all="ignore"):
-        P, dS, dout = finite(f.P), finite(b.dS), finite(b.dout)
-        of_P = _of_probabilities(f, store, sums)
-        squares_of_dP = f.kept**2 * (dout**2 @ _transpose(finite(f.v) ** 2)) + finite(b.dP) ** 2
-        of_dP = sums.relative**2 * squares_of_dP
-        of_out = store.of(finite(f.out)) + (of_P * f.kept**2) @ finite(f.v) ** 2
-        # If a gradient sums few deltas (of a sink, or of a bias for one row), chance may exceed the
-        # root of the sum of squares: allow a whole unit in the last place of out.
-        of_delta = 4 * np.sum(dout**2 * of_out, axis=-1)
-        if dlse is not None:
-            of_delta = of_delta + sums.of(finite(np.reshape(dlse, of_delta.shape)))
-        slack = finite(b.dP) + finite(b.dlog)[..., np.newaxis]  # dS = P slack
-        of_dS = np.where(f.attended, of_P * slack**2 + store.of(dS) + P**2 * of_dP, 0)
-        by_score, of_ds = np.ones_like(dS), of_dS
-        if f.function is not None:
-            # ds = dS by_score
-            by_score = np.where(f.attended, finite(f.function.by_score), 0)
-            of_ds = of_dS * by_score**2 + dS**2 * sums.of(by_score)
-        slope, of_draw = by_score, of_ds
-        if f.options.softcap is not None:
-            # draw = slope ds, slope = 1 - tanh(raw / softcap)**2
-            slope = 1 - finite(f.capped / f.options.softcap) ** 2
-            of_slope = sums.of(1 + 2 * slope * _size(f) / f.options.softcap)
-            of_draw = of_ds * slope**2 + (dS * by_score) ** 2 * of_slope
-            slope = slope * by_score
-        # A row has one error of delta, so it adds over keys before squaring.
-        row = of_delta[..., np.newaxis]
-        of_draw_k = of_draw @ finite(f.k) ** 2 + row * ((P * slope) @ finite(f.k)) ** 2
-        of_draw_q = _transpose(of_draw + row * (P * slope) ** 2) @ finite(f.q) ** 2
-        floors = {
-            "dq": abs(f.scale) * _root(of_draw_k),
-            "dk": abs(f.scale) * _root(of_draw_q),
-            "dv": _root(_transpose(of_P * f.kept**2) @ dout**2),
-        }
-        if f.options.bias is not None:
-            over_keys = np.shape(f.options.bias)[-1:] in ((), (1,))
-            part = P * by_score
-            weight = np.sum(part, axis=-1) ** 2 if over_keys else np.sum(part**2, axis=-1)
-            floors["dbias"] = float(np.sqrt(np.sum(of_ds) + np.sum(of_delta * weight)))
-        for number in range(len(f.options.aux or ())):
-            squares = np.zeros_like(of_delta)
-            for read, tangent in ({} if f.function is None else f.function.by_element).items():
-                if read[0] == number:
-                    by = np.where(f.attended, finite(tangent), 0)
-                    squares += np.sum(of_dS * by**2 + dS**2 * sums.of(by), axis=-1)
-                    squares += of_delta * np.sum(P * np.abs(by), axis=-1) ** 2
-            floors[f"daux[{number}]"] = _root(squares)
-        if f.options.sinks is not None:
-            sinks = np.asarray(f.options.sinks, np.float64)[:, np.newaxis]
-            of_exponent = sums.of(1 + np.abs(finite(sinks)) + np.abs(finite(f.lse)))
-            of_exponent = of_exponent + _of_sums(f, sums)
-            of_sink = of_exponent * finite(b.dlog) ** 2 + of_delta
-            floors["dsinks"] = _root(finite(np.exp(sinks - f.lse)) ** 2 * of_sink)
-        return floors
+        softmax = _softmax(f, store, sums)
+        found = _forward_floors(f, softmax, sums)
+        return found if b is None else found | _backward_floors(f, b, dlse, softmax, store, sums)
 
 
-def _size(f: Forward) -> Array:
-    """Return the root of the sum of squares of the modifiers of each score and of ``lse``."""
-    squares = f.scale**2 * (finite(f.q) ** 2 @ _transpose(finite(f.k) ** 2))
-    squares = squares + finite(f.capped) ** 2 + finite(f.scores) ** 2
-    return np.asarray(np.sqrt(squares + finite(f.lse)[..., np.newaxis] ** 2))
+@dataclass(frozen=True)
+class _Softmax:
+    """What the uncertainty of every result depends on.
 
-
-def _of_sums(f: Forward, sums: Rounding) -> Array:
-    """Return the uncertainty of ``lse`` from that of the scores.
-
-    Scores of a row share its query, so their errors may have the same sign.
+    Parameters
+    ----------
+    size : array, shape (B, Hq, Nq, Nk)
+        Root of the sum of squares of the modifiers of each score and of ``lse``.
+    of_P : array, shape (B, Hq, Nq, Nk)
+        Uncertainty of P from storing it and from its score.
+    of_sums : array, shape (B, Hq, Nq)
+        Uncertainty of ``lse`` from that of the scores. Scores of a row share its query, so their
+        errors may have the same sign.
+    of_out : array, shape (B, Hq, Nq, Dv)
+        Uncertainty of ``out`` from that of P.
     """
-    return np.asarray((sums.relative * np.sum(finite(f.P) * _size(f), axis=-1)) ** 2)
+
+    size: Array
+    of_P: Array
+    of_sums: Array
+    of_out: Array
 
 
-def _of_probabilities(f: Forward, store: Rounding, sums: Rounding) -> Array:
-    """Return the uncertainty of P from storing it and from its score."""
+def _softmax(f: Forward, store: Rounding, sums: Rounding) -> _Softmax:
+    """Return the uncertainty of the softmax of a call."""
+    size = f.scale**2 * (finite(f.q) ** 2 @ _transpose(finite(f.k) ** 2))
+    size += finite(f.capped) ** 2
+    size += finite(f.scores) ** 2
+    size += finite(f.lse)[..., np.newaxis] ** 2
+    size = np.sqrt(size)
     P = finite(f.P)
-    return np.where(f.attended, store.of(P) + (P * sums.relative * _size(f)) ** 2, 0)
+    scaled = P * size
+    of_P = np.where(f.attended, store.of(P) + (sums.relative * scaled) ** 2, 0)
+    of_sums = (sums.relative * np.sum(scaled, axis=-1)) ** 2
+    of_out = (of_P * f.kept**2) @ finite(f.v) ** 2
+    return _Softmax(size, of_P, of_sums, of_out)
+
+
+def _forward_floors(f: Forward, s: _Softmax, sums: Rounding) -> dict[str, float]:
+    """Return the floors of ``out`` and ``lse``."""
+    largest = finite(np.max(f.scores, axis=-1, initial=-np.inf))
+    return {
+        "out": _root(s.of_out),
+        "lse": _root(sums.of(largest) + sums.of(finite(f.lse)) + s.of_sums),
+    }
+
+
+def _backward_floors(
+    f: Forward, b: Backward, dlse: Array | None, s: _Softmax, store: Rounding, sums: Rounding
+) -> dict[str, float]:
+    """Return the floor of each gradient."""
+    P, dS, dout = finite(f.P), finite(b.dS), finite(b.dout)
+    squares_of_dP = f.kept**2 * (dout**2 @ _transpose(finite(f.v) ** 2)) + finite(b.dP) ** 2
+    of_dP = sums.relative**2 * squares_of_dP
+    of_out = store.of(finite(f.out)) + s.of_out
+    # If a gradient sums few deltas (of a sink, or of a bias for one row), chance may exceed the
+    # root of the sum of squares: allow a whole unit in the last place of out.
+    of_delta = 4 * np.sum(dout**2 * of_out, axis=-1)
+    if dlse is not None:
+        of_delta = of_delta + sums.of(finite(np.reshape(dlse, of_delta.shape)))
+    slack = finite(b.dP) + finite(b.dlog)[..., np.newaxis]  # dS = P slack
+    of_dS = np.where(f.attended, s.of_P * slack**2 + store.of(dS) + P**2 * of_dP, 0)
+    by_score, of_ds = np.ones_like(dS), of_dS
+    if f.function is not None:
+        # ds = dS by_score
+        by_score = np.where(f.attended, finite(f.function.by_score), 0)
+        of_ds = of_dS * by_score**2 + dS**2 * sums.of(by_score)
+    slope, of_draw = by_score, of_ds
+    if f.options.softcap is not None:
+        # draw = slope ds, slope = 1 - tanh(raw / softcap)**2
+        slope = 1 - finite(f.capped / f.options.softcap) ** 2
+        of_slope = sums.of(1 + 2 * slope * s.size / f.options.softcap)
+        of_draw = of_ds * slope**2 + (dS * by_score) ** 2 * of_slope
+        slope = slope * by_score
+    # A row has one error of delta, so it adds over keys before squaring.
+    row = of_delta[..., np.newaxis]
+    of_draw_k = of_draw @ finite(f.k) ** 2 + row * ((P * slope) @ finite(f.k)) ** 2
+    of_draw_q = _transpose(of_draw + row * (P * slope) ** 2) @ finite(f.q) ** 2
+    found = {
+        "dq": abs(f.scale) * _root(of_draw_k),
+        "dk": abs(f.scale) * _root(of_draw_q),
+        "dv": _root(_transpose(s.of_P * f.kept**2) @ dout**2),
+    }
+    if f.options.bias is not None:
+        over_keys = np.shape(f.options.bias)[-1:] in ((), (1,))
+        part = P * by_score
+        weight = np.sum(part, axis=-1) ** 2 if over_keys else np.sum(part**2, axis=-1)
+        found["dbias"] = float(np.sqrt(np.sum(of_ds) + np.sum(of_delta * weight)))
+    for number in range(len(f.options.aux or ())):
+        squares = np.zeros_like(of_delta)
+        for read, tangent in ({} if f.function is None else f.function.by_element).items():
+            if read[0] == number:
+                by = np.where(f.attended, finite(tangent), 0)
+                squares += np.sum(of_dS * by**2 + dS**2 * sums.of(by), axis=-1)
+                squares += of_delta * np.sum(P * np.abs(by), axis=-1) ** 2
+        found[f"daux[{number}]"] = _root(squares)
+    if f.options.sinks is not None:
+        sinks = np.asarray(f.options.sinks, np.float64)[:, np.newaxis]
+        of_exponent = sums.of(1 + np.abs(finite(sinks)) + np.abs(finite(f.lse))) + s.of_sums
+        of_sink = of_exponent * finite(b.dlog) ** 2 + of_delta
+        found["dsinks"] = _root(finite(np.exp(sinks - f.lse)) ** 2 * of_sink)
+    return found
 
 
 def _root(squares: Array) -> float:
