@@ -389,7 +389,7 @@ def test_out_whose_rows_are_not_aligned() -> None:
 def test_tall_tiles_and_those_that_stand_in_give_the_same_bits(
     D: int, Dv: int, options: dict[str, Any], dtype: Any
 ) -> None:
-    """Many heads run on tall tiles, a few of them do not; NaN-safe passes compute some heads."""
+    """Many heads run on tall tiles, few heads on others; NaN-safe passes compute some of them."""
     group, Nq, Nk = 6, 384, 700
     q, k, v = normal((2, 28 * group, 28, Nq, Nk, D, Dv), dtype)[:3]
     q[1, :group] *= 40

@@ -109,6 +109,20 @@ def test_a_model_has_a_row_with_both_passes() -> None:
     assert "    | Another | 2 | 8 | 8 | 9 | 50 | 64 | 32 | yes | 1 |  | 2.00 | 2.00 |" in page
 
 
+def test_the_headline_names_each_version_with_its_pass() -> None:
+    versions = {"forward": {"cudnn": "9.1", "fa3": "3"}, "backward": {"cudnn": "9.2", "fa3": "3"}}
+    results = {
+        f"gpu_{kind}_bf16": {
+            "machine": MACHINE | {"peers": peers},
+            "section": "grid",
+            "rows": [row({"tileattn": 10.0, "cudnn": 12.0, "fa3": 20.0}) | {"pass": kind}],
+        }
+        for kind, peers in versions.items()
+    }
+    said = " ".join(summary.headline(results, list(comparisons(results))))
+    assert "cuDNN 9.1 (forward) or cuDNN 9.2 (backward) and FlashAttention-3 3:" in said
+
+
 def test_libraries_without_a_speedup_say_why() -> None:
     failed = {"flex": "MemoryError: no room"}
     rows = [

@@ -121,12 +121,13 @@ def error_bound(
     dtypes |= {f"daux[{n}]": x.dtype for n, x in enumerate(options.get("aux") or ())}
     forward = evaluate_forward(q, k, v, np.float64, options)
     backward = None if dout is None else evaluate_backward(forward, dout, dlse)
-    found = _floors(forward, backward, dlse, storing(dtype), summing(sums))
+    unavoidable = _unavoidable_errors(forward, backward, dlse, storing(dtype), summing(sums))
     exact = _results(forward, backward)
     errors = _unfused_errors(exact, (q, k, v, dout, dlse), options, dtypes)
     bounds = {}
     for name, result in exact.items():
-        floor = np.hypot(found[name], np.sqrt(np.sum(storing(dtypes[name]).of(finite(result)))))
+        stored = np.sqrt(np.sum(storing(dtypes[name]).of(finite(result))))
+        floor = np.hypot(unavoidable[name], stored)
         bounds[name] = Bound(float(errors[name] + floor), dtypes[name])
     return bounds
 
@@ -145,7 +146,7 @@ def _results(forward: Forward, backward: Backward | None) -> dict[str, Array]:
     return {name: result for name, result in results.items() if result is not None}
 
 
-def _floors(
+def _unavoidable_errors(
     f: Forward, b: Backward | None, dlse: Array | None, store: Rounding, sums: Rounding
 ) -> dict[str, float]:
     """Return the norm of the uncertainty of each result, without padding of packed sequences."""

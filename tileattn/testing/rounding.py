@@ -74,7 +74,7 @@ def floors(
 
 @dataclass(frozen=True)
 class _Softmax:
-    """What the uncertainty of every result depends on.
+    """Uncertainty of the softmax, which every result depends on.
 
     Parameters
     ----------

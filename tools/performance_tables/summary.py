@@ -44,15 +44,23 @@ def headline(results: Mapping[str, Row], found: Iterable[Comparison]) -> Iterato
         for kind, some in passes.items()
     )
     some = passes["forward"]
-    versions = results[some[0].file]["machine"].get("peers", {})
-    *first, last = (
-        versioned(NAMES[name], versions.get(name, "unknown")) for name in some[0].speeds
-    )
+    peers = {kind: results[f"gpu_{kind}_bf16"]["machine"].get("peers", {}) for kind in PASSES}
+    *first, last = (_beside(name, peers) for name in some[0].speeds)
     yield from paragraphs(
         f"On an {some[0].where} in bfloat16, tileattn runs {' and '.join(means)} the speed of the "
         f"fastest of {', '.join(first)} and {last}: geometric means of {len(some)} and "
         f"{len(passes['backward'])} configurations."
     )
+
+
+def _beside(name: str, peers: Mapping[str, Mapping[str, str]]) -> str:
+    """Name a library and its version; each version with its passes if passes have others."""
+    passes: dict[str, list[str]] = {}
+    for kind, versions in peers.items():
+        passes.setdefault(versioned(NAMES[name], versions.get(name, "unknown")), []).append(kind)
+    if len(passes) == 1:
+        return next(iter(passes))
+    return " or ".join(f"{label} ({' and '.join(kinds)})" for label, kinds in passes.items())
 
 
 def part(name: str, found: Iterable[Comparison]) -> Iterator[str]:

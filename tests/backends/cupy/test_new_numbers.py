@@ -185,7 +185,7 @@ def test_the_second_call_of_a_kind_is_not_planned(
 def test_gradients_that_are_named_need_no_validation(
     h200: Machine, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of options that are not named are not computed."""
+    """Gradients of options are computed only if `wrt` names them."""
     names = ("v", *named, "k", "q")
     given = {N: inputs(h200, np.float16, Nq=N) for N in (216, 208, 200)}
     options = {"sinks": h200.array((HQ,)), "bias": h200.array((HQ, 1, 1))}

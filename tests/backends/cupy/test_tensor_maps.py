@@ -43,7 +43,7 @@ def residuals(gpu: Machine, dtype: Any = np.float16) -> dict[str, Any]:
 def test_maps_say_where_the_arrays_lie(
     h200: Machine, dtype: Any, kind: int, backward: bool
 ) -> None:
-    """Of the backward pass two kernels are given the same ones."""
+    """Two kernels of the backward pass get the same maps."""
     given, boxes = arrays(h200, dtype), BACKWARD_BOXES if backward else FORWARD_BOXES
     if backward:
         tileattn.backward(**given, **(more := residuals(h200, dtype)))

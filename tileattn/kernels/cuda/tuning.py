@@ -102,7 +102,7 @@ class Tuning:
         1.04, 0.0, "ratio", "D > 64: tall tiles if 192 queries pad Nq to <= x as much as 128", _TALL
     )
     tall_waves: float = _tuned(
-        2.5, 0.0, "waves", "of 128 queries a tile; with fewer, tall tiles lose 64 queries", _TALL
+        2.5, 0.0, "waves", "of tiles of 128 queries; with < x, they stand in for tall ones", _TALL
     )
     masked_rows: int = _tuned(
         128, 192, "queries", "of a tile, at most, if a mask leaves tiles empty", _FAMILIES

@@ -81,7 +81,7 @@ def test_grids_and_memory() -> None:
 @pytest.mark.parametrize("window", [(None, None), (None, 0)])
 @pytest.mark.parametrize("D", [64, 128, 192])
 def test_tiles_do_not_depend_on_lengths(D: int, window: tuple[None, int | None]) -> None:
-    """Nor on how many sequences there are: so each has the same bits among any others.
+    """Nor on the number of sequences, so a sequence has the same bits in any batch.
 
     Forward tiles with more queries, but as many keys, give the same bits.
     """

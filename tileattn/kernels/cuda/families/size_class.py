@@ -216,9 +216,9 @@ def suits_tall_tiles(P: Problem, tuning: Tuning) -> bool:
 
 
 def fills_tall_tiles(P: Problem, tuning: Tuning, sm_count: int) -> bool:
-    """Return True if tall tiles suit, and there are enough of them for all SMs if heads are wide.
+    """Return True if tall tiles suit, and wide heads have enough of them for all SMs.
 
-    This depends on the batch, so tiles that it chooses from must give the same bits.
+    The answer depends on the batch, so the tiles it decides between must give the same bits.
     """
     blocks = P.B * P.Hq * -(-P.Nq // _LARGE_BLOCK[0])
     many = max(P.D, P.Dv) <= _NARROW or blocks >= tuning.tall_waves * sm_count
@@ -230,7 +230,7 @@ def suits_tall_rows(P: Problem, tuning: Tuning) -> bool:
 
     They are faster where queries fill the last tile, without a mask, and if a mask leaves queries
     many keys: with few, more of a tile lies beyond the diagonals. Packed lengths are known only on
-    the device: they count as long, in a window on the left as short.
+    the device: packed sequences count as long, but as short if a window bounds the left side.
     """
     if P.has_pair_mask:
         return False
