@@ -125,7 +125,8 @@ def test_amplitudes(dtype: Any, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "D"), [(np.float16, 128), (np.float16, 192), (np.float32, 128), (np.float32, 300)]
+    ("dtype", "D"),
+    [(np.float16, 128), (np.float16, 192), (np.float16, 320), (np.float32, 128), (np.float32, 300)],
 )
 def test_head_dimensions(dtype: Any, D: int) -> None:
     for amplitude in (1.0, 100.0):

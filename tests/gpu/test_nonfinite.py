@@ -56,6 +56,7 @@ KERNELS = (
     Kernels(BF16, (128, 128), lengths=(333, 270)),
     Kernels(np.float16, (192, 128)),
     Kernels(BF16, (256, 256)),
+    Kernels(BF16, (320, 264)),
     Kernels(np.float32, (64, 64)),
     Kernels(np.float32, (128, 128), deterministic=False),
     Kernels(np.float32, (192, 128), deterministic=True),

@@ -112,6 +112,7 @@ def test_head_dimensions_above_256(dtype: Any, D: int, causal: bool) -> None:
         (np.float64, 128),
         (np.float16, 20),
         (ml_dtypes.bfloat16, 36),
+        (np.float16, 320),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )
