@@ -121,17 +121,18 @@ TALL: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "lengths": {"kv_lengths": [530]},
-    "window": {"window": (300, 40), "q_offset": -2000},
+    "window": {"window": (300, 40), "q_offset": -300},
     "softcap": {"softcap": 2.0, "causal": True, "q_offset": 0},
     "dropout": {"dropout_p": 0.3},
     "bias": {"bias": np.random.default_rng(1).standard_normal((2, 1, 710)).astype(np.float16)},
 }
 
 
+@pytest.mark.usefixtures("few_sms")
 @pytest.mark.parametrize("options", TALL)
-@pytest.mark.parametrize(("D", "Dv", "Nq"), [(128, 128, 8250), (96, 96, 4200), (72, 72, 4200)])
-def test_tall_tiles(D: int, Dv: int, Nq: int, options: str) -> None:
-    q, k, v = normal((1, 2, 1, Nq, 710, D, Dv), DTYPES[1])[:3]
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (96, 96), (72, 72)])
+def test_tall_tiles(D: int, Dv: int, options: str) -> None:
+    q, k, v = normal((1, 2, 1, 1150, 710, D, Dv), DTYPES[1])[:3]
     there = {name: sent(x) for name, x in TALL[options].items()}
     call = described("forward", sent(q), sent(k), sent(v), **there)
     rows = 192 if options != "bias" or D == 128 else 128  # there is no room for both

@@ -43,10 +43,13 @@ def _is_small(problem: Problem, tuning: Tuning) -> bool:
 
 
 def _concerns(problem: Problem, context: LaunchContext) -> bool:
-    """Return True for many rows of split-KV, or of heads that share keys."""
+    """Return True for many rows of split-KV, or of heads that share keys.
+
+    Of packed sequences only the sum of their rows is known here, and it may not decide on bits.
+    """
     P, tuning = problem, context.tuning
     many = shared_rows(P) > tuning.split_wgmma_rows or _is_small(P, tuning)
-    if not many or max(P.D, P.Dv) > MAX_HEAD_DIM:
+    if not many or max(P.D, P.Dv) > MAX_HEAD_DIM or P.is_packed:
         return False
     return packs_heads(P, tuning) or split.concerns(P, context)
 
