@@ -32,6 +32,15 @@ import tileattn
 
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
 SIZES = (2, 4, 2, 75, 141)  # B, Hq, Hkv, Nq, Nk: more than one tile each, the last one part full
+SHAPES = (  # D, Hq, Hkv, Nq, Nk
+    (80, 40, 20, 575, 200),  # tall tiles, many of them
+    (128, 40, 20, 575, 200),
+    (32, 6, 6, 49, 49),  # windows of a tile
+    (64, 4, 4, 2300, 77),  # a key block is split by queries
+    (128, 16, 2, 700, 700),  # and by query heads
+    (320, 4, 2, 150, 141),  # pairs of thread blocks
+    (512, 4, 2, 150, 141),
+)
 
 
 def options(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
@@ -75,6 +84,7 @@ def packed(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, 
         yield dtype, 64, 64, ends
         yield dtype, 128, 128, {**ends, "causal": True, "sinks": rng.standard_normal(Hq)}
     yield np.float16, 256, 256, ends
+    yield ml_dtypes.bfloat16, 512, 512, {**ends, "causal": True}
     yield np.float64, 264, 270, ends
 
 
@@ -140,16 +150,16 @@ def run_claimed(D: int) -> None:
         x.get()
 
 
-def run_tall(D: int, Nq: int) -> None:
-    """Run both passes with tall tiles, which take many queries."""
+def run_shape(D: int, Hq: int, Hkv: int, Nq: int, Nk: int) -> None:
+    """Run both passes."""
     import cupy
 
     rng = np.random.default_rng(5)
     q, k, v, dout = (
-        cupy.asarray(rng.standard_normal((1, heads, n, D)).astype(np.float16))
-        for heads, n in ((2, Nq), (1, 530), (1, 530), (2, Nq))
+        cupy.asarray(rng.standard_normal((2, heads, n, D)).astype(np.float16))
+        for heads, n in ((Hq, Nq), (Hkv, Nk), (Hkv, Nk), (Hq, Nq))
     )
-    k[0, 0, 100] = np.inf
+    k[0, 0, Nk // 2] = np.inf
     out, lse = tileattn.forward(q, k, v)
     for x in (out, lse, *tileattn.backward(dout, q, k, v, out, lse)[:3]):
         x.get()
@@ -217,7 +227,7 @@ def main() -> int:
         for each in (run_few, append):
             list(pool.map(lambda problem, f=each: f(*problem), few(np.random.default_rng(0))))
         list(pool.map(run_claimed, (64, 128, 256)))
-        list(pool.map(run_tall, (80, 128), (4160, 8240)))
+        list(pool.map(lambda shape: run_shape(*shape), SHAPES))
     cupy.cuda.Device().synchronize()
     sys.stdout.write(f"ran {len(problems)} problems, forward and backward\n")
     return 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 _NEVER = 1 << 30  # more than any length
+_LOW_QUERIES = 128  # of the tiles of two warpgroups
 
 
 class Source(NamedTuple):
@@ -272,7 +273,18 @@ class TileSize(NamedTuple):
     spills: bool = False  # the fastest although its loop spills some addresses
     pair: bool = False  # two thread blocks (a cluster) hold half of the columns each
     short: bool = False  # for few queries and keys that larger tiles would pad more
-    stand_in: bool = False  # for the first tile if work tiles are few; gives the same bits
+
+    @property
+    def is_tall(self) -> bool:
+        """True if the tile of a Hopper kernel has more than two warpgroups' queries."""
+        return self.block_q > _LOW_QUERIES
+
+    def lowered(self) -> "TileSize":
+        """Return a tall tile with 128 queries and as many keys, and any other tile as it is.
+
+        Each warpgroup has 64 queries of its own, so rows have the same bits in both.
+        """
+        return self._replace(block_q=_LOW_QUERIES, warps_m=8) if self.is_tall else self
 
     @property
     def why(self) -> str:
@@ -291,24 +303,22 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         512: (TileSize(128, 64, 8), TileSize(64, 64, 4)),
     },
     # One warpgroup per 64 queries. Several groups are for few keys. With score modifiers, a mask or
-    # dropout four groups would leave them too few registers.
+    # dropout four groups would leave them too few registers. Tall tiles are also taken lowered.
     ("forward_sm90", 2): {
         64: (
             TileSize(64, 64, 4, 1, 2, groups=4, tuned=True, short=True),
             TileSize(64, 64, 4, 1, 2, groups=3, tuned=True, short=True),
             TileSize(128, 64, 8, 1, 4, groups=2, tuned=True),
             TileSize(192, 128, 12, 1, 4, tuned=True),
-            TileSize(128, 128, 8, 1, 4, tuned=True),
             TileSize(192, 64, 12, 1, 4, tuned=True),
         ),
         96: (
             TileSize(192, 96, 12, 1, 3, tuned=True),
-            TileSize(128, 96, 8, 1, 2, tuned=True, short=True, stand_in=True),
+            TileSize(128, 96, 8, 1, 2, tuned=True, short=True),
             TileSize(128, 128, 8, 1, 2, tuned=True),
         ),
         128: (
             TileSize(192, 64, 12, 1, 3, tuned=True),
-            TileSize(128, 64, 8, 1, 3, tuned=True, stand_in=True),
             TileSize(128, 128, 8, 1, 2, tuned=True),
         ),
         192: (TileSize(128, 128, 8, 1, 2, tuned=True), TileSize(128, 96, 8, 1, 2)),

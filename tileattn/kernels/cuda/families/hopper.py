@@ -162,38 +162,37 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     * The smallest tiles are for such calls with few keys and a causal mask: they compute fewer
       masked-out pairs.
     * Tiles of 192 queries read the keys less often. Above 64 columns they must pad queries little.
-      If SMs would have too few of them, tiles of 128 queries and as many keys stand in: a row has
-      the same bits in both, since each warpgroup has 64 rows of its own.
-    * With a mask, tiles have at most 128 queries, the usual block of a block mask.
+      Tiles of 128 queries and as many keys take their place if SMs would have too few tall ones, if
+      a bias leaves no room for them, and with a mask: 128 is the usual block of a block mask.
 
     Otherwise the number of heads does not count, so that a row has the same bits in any batch.
     Packed lengths are known only on the device, so their tiles are the same for all lengths.
     """
     P, tuning = problem, context.tuning
     dim, value = _forward_bucket(P.D), _forward_bucket(P.Dv)
-    masked, packed = P.has_pair_mask, P.is_packed
-    plain = not (P.changes_scores or masked or P.has_dropout)
+    plain = not (P.changes_scores or P.has_pair_mask or P.has_dropout)
     widest = max(dim, value)
     is_short, few = has_short_keys(P, tuning), has_two_group_keys(P, tuning)
-    tall = suits_tall_tiles(P, tuning) and not masked
-    fills = fills_tall_tiles(P, tuning, context.sm_count)
-    cut = is_short and P.window[1] is not None and not (masked or packed)
+    tall, fills = suits_tall_tiles(P, tuning), fills_tall_tiles(P, tuning, context.sm_count)
+    cut = is_short and P.window[1] is not None and not (P.has_pair_mask or P.is_packed)
     short = short_rows(P, tuning)
     bias_size = _bias_size(context)
 
     def suits(tile: TileSize) -> bool:
-        shared = hopper_forward_bytes(tile, dim, value, bias_size)
-        if shared + HOPPER_STATIC > HOPPER_LIMIT:
-            return False
-        if tile.stand_in and tall:
-            return True
         if tile.short:
             return tile.block_q in short and (plain or tile.groups < _MANY_GROUPS)
-        if tile.stand_in or (tile.block_q > tuning.masked_rows and (masked or not fills)):
+        if tile.is_tall and not tall:
             return False
         return tile.groups == 1 or (plain and few)
 
-    tiles = list(filter(suits, tuned_tiles(HOPPER, P.dtype.itemsize, widest)))
+    def fits(tile: TileSize) -> bool:
+        shared = hopper_forward_bytes(tile, dim, value, bias_size)
+        return shared + HOPPER_STATIC <= HOPPER_LIMIT
+
+    tiles = []
+    for tile in filter(suits, tuned_tiles(HOPPER, P.dtype.itemsize, widest)):
+        forms = (tile, tile.lowered()) if fills else (tile.lowered(),)
+        tiles += list(filter(fits, forms))[:1]
     has_groups = any(tile.groups > 1 for tile in tiles)
     return tiles[-1:] if cut and not has_groups else tiles
 

@@ -204,10 +204,11 @@ def suits_tall_tiles(P: Problem, tuning: Tuning) -> bool:
     """Return True if forward tiles of 192 queries are best: always for narrow heads.
 
     They read the keys less often. For wider heads they must pad the queries little more than tiles
-    of 128. Packed lengths are known only on the device, and count as long.
+    of 128, and no mask may leave tiles empty. Packed lengths are known only on the device, and
+    count as long.
     """
     columns = max(P.D, P.Dv)
-    if columns <= _NARROW or columns > _TALL_COLUMNS:
+    if columns <= _NARROW or columns > _TALL_COLUMNS or not _allows_tall_tiles(P, tuning):
         return columns <= _NARROW
     if P.is_packed:
         return True
@@ -222,7 +223,12 @@ def fills_tall_tiles(P: Problem, tuning: Tuning, sm_count: int) -> bool:
     """
     blocks = P.B * P.Hq * -(-P.Nq // _LARGE_BLOCK[0])
     many = max(P.D, P.Dv) <= _NARROW or blocks >= tuning.tall_waves * sm_count
-    return many and suits_tall_tiles(P, tuning)
+    return many and _allows_tall_tiles(P, tuning) and suits_tall_tiles(P, tuning)
+
+
+def _allows_tall_tiles(P: Problem, tuning: Tuning) -> bool:
+    """Return True unless a mask leaves tiles empty: fewer tall ones would be."""
+    return not P.has_pair_mask or tuning.masked_rows >= _TALL_QUERIES
 
 
 def suits_tall_rows(P: Problem, tuning: Tuning) -> bool:
