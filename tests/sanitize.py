@@ -37,7 +37,7 @@ SHAPES = (  # D, Hq, Hkv, Nq, Nk
     (128, 40, 20, 575, 200),
     (32, 6, 6, 49, 49),  # windows of a tile
     (64, 4, 4, 2300, 77),  # a key block is split by queries
-    (128, 16, 2, 700, 700),  # and by query heads
+    (128, 8, 1, 2600, 300),  # and by query heads
     (320, 4, 2, 150, 141),  # pairs of thread blocks
     (512, 4, 2, 150, 141),
 )
