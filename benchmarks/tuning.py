@@ -121,6 +121,7 @@ def cases() -> list[Case]:
     ]
     found += [Case(Configuration("forward", "bf16", 8, 32, 8192, 128, Hkv=4), queries=32)]
     found += [Case(Configuration("forward", "bf16", 1, 8, N, 128, True)) for N in (2048, 4096)]
+    found += [Case(Configuration("forward", "bf16", 4, 16, 120, D), queries=4096) for D in (72, 96)]
     # Cross attention over few keys; windows, pair representations and texts with a bias.
     found += [Case(Configuration("backward", "bf16", 4, 10, 128, 64), queries=N) for N in LENGTHS]
     found += [

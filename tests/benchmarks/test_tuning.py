@@ -65,7 +65,7 @@ def test_every_number_changes_a_call(name: str) -> None:
 SMALL = [
     ("stagger_one_wave", Case(Configuration("backward", "bf16", 1, 70, 256, 96, True), True)),
     ("modified_rows", Case(Configuration("backward", "bf16", 1, 2, 512, 64), option="softcap")),
-    ("masked_rows", Case(Configuration("forward", "bf16", 1, 2, 512, 96), option="documents")),
+    ("masked_rows", Case(Configuration("forward", "bf16", 1, 2, 512, 64), option="documents")),
     ("split_queries", Case(Configuration("forward", "bf16", 1, 2, 9000, 64, Hkv=1), queries=1)),
     (
         "latent_keys_per_row",

@@ -47,6 +47,7 @@ _TWO_GROUPS = _row("D and Dv up to 64 and a mean of at most 3,072 keys per query
 _SHORT_TILES = _row("few queries and keys: tiles that pad them less", _H200)
 _SMALL = _commit("2026-11-26", "Run two groups of warpgroups in a CTA")
 _TALL = _row("D above 64: tiles of 192 queries wherever they pad little", _H200)
+_TALL_KEYS = _row("D = 65 to 96: tall tiles of 64 keys if 96 pad the keys much more", _H200)
 _FAMILIES = _commit("2026-11-22", "Plan launches as pure values, by kernel families")
 _PADDED = _row("D = 128: tiles of 80 queries if queries fill them")
 _TALL_WINDOW = _row("D above 64: tiles of 80 queries with windows from 2,048 keys", _H100)
@@ -104,6 +105,13 @@ class Tuning:
     )
     tall_waves: float = _tuned(
         2.5, 0.0, "waves", "of tiles of 128 queries; with < x, they stand in for tall ones", _TALL
+    )
+    tall_key_padding: float = _tuned(
+        1.06,
+        float(_NEVER),
+        "ratio",
+        "64 < D <= 96: tall tiles of 64 keys if 96 pad Nk to > x as much",
+        _TALL_KEYS,
     )
     masked_rows: int = _tuned(
         128, 192, "queries", "of a tile, at most, if a mask leaves tiles empty", _FAMILIES
@@ -314,6 +322,7 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         ),
         96: (
             TileSize(192, 96, 12, 1, 3, tuned=True),
+            TileSize(192, 64, 12, 1, 3, tuned=True),
             TileSize(128, 96, 8, 1, 2, tuned=True, short=True),
             TileSize(128, 128, 8, 1, 2, tuned=True),
         ),

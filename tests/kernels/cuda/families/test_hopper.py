@@ -1,6 +1,7 @@
 """The Hopper kernels: which calls they support, and what is true of all that they launch."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tileattn.kernels.cuda.families.shared_memory import HOPPER_STATIC
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
 from tileattn.kernels.cuda.plan.layout import contiguous_inputs
 from tileattn.kernels.cuda.plan.plan import with_grids
+from tileattn.kernels.cuda.tuning import DEFAULT
 
 SUPPORTED = replace(problem_of("float16", 64), Nq=65)  # more than split the keys
 ROWS, MAXIMA = "backward_preprocess", "backward_large_scores"
@@ -197,6 +199,26 @@ def test_tiles_that_stand_in_for_tall_ones_have_as_many_keys(
     for heads, tile in ((1, few), (1000, many)):
         key = forward_launches(replace(problem, B=1, Hq=heads, Hkv=heads), context)[0].key
         assert (key.block_q, key.block_k) == tile
+
+
+@pytest.mark.parametrize(
+    ("Nk", "keys"), [(64, 64), (77, 96), (120, 64), (200, 64), (257, 96), (700, 64), (1100, 96)]
+)
+def test_tall_tiles_pad_few_keys_little(Nk: int, keys: int) -> None:
+    """With a causal mask only the last queries would reach the padding."""
+    for D, heads, right in product((72, 96), (1, 1000), (None, 0)):
+        sizes: dict[str, Any] = {
+            "B": 1,
+            "Hq": heads,
+            "Hkv": heads,
+            "Nq": 4096,
+            "Nk": Nk,
+            "window": (None, right),
+        }
+        problem = replace(problem_of("bfloat16", D, ()), **sizes)
+        key = forward_launches(problem, ON_HOPPER._replace(sm_count=132))[0].key
+        low = right is not None and Nk <= DEFAULT.small_tile_keys
+        assert key.block_k == (128 if low else 96 if right is not None else keys)
 
 
 def test_packed_sequences_have_the_same_tiles_at_any_length() -> None:

@@ -52,7 +52,7 @@ from tileattn.kernels.cuda.families.size_class import (
     splits_queries,
     suits_small_ds_tiles,
     suits_tall_rows,
-    suits_tall_tiles,
+    tall_keys,
 )
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, small_first, tuned_tiles
 from tileattn.kernels.cuda.tuning import TileSize
@@ -161,9 +161,10 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
       With four groups a mask makes registers spill, too.
     * The smallest tiles are for such calls with few keys and a causal mask: they compute fewer
       masked-out pairs.
-    * Tiles of 192 queries read the keys less often. Above 64 columns they must pad queries little.
-      Tiles of 128 queries and as many keys take their place if SMs would have too few tall ones, if
-      a bias leaves no room for them, and with a mask: 128 is the usual block of a block mask.
+    * Tiles of 192 queries read the keys less often. Above 64 columns they must pad queries little,
+      and have 64 keys if 96 would pad the keys. Tiles of 128 queries and as many keys take their
+      place if SMs would have too few tall ones, if a bias leaves no room for them, and with a mask:
+      128 is the usual block of a block mask.
 
     Otherwise the number of heads does not count, so that a row has the same bits in any batch.
     Packed lengths are known only on the device, so their tiles are the same for all lengths.
@@ -173,7 +174,7 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     plain = not (P.changes_scores or P.has_pair_mask or P.has_dropout)
     widest = max(dim, value)
     is_short, few = has_short_keys(P, tuning), has_two_group_keys(P, tuning)
-    tall, fills = suits_tall_tiles(P, tuning), fills_tall_tiles(P, tuning, context.sm_count)
+    most_keys, fills = tall_keys(P, tuning), fills_tall_tiles(P, tuning, context.sm_count)
     cut = is_short and P.window[1] is not None and not (P.has_pair_mask or P.is_packed)
     short = short_rows(P, tuning)
     bias_size = _bias_size(context)
@@ -181,7 +182,7 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     def suits(tile: TileSize) -> bool:
         if tile.short:
             return tile.block_q in short and (plain or tile.groups < _MANY_GROUPS)
-        if tile.is_tall and not tall:
+        if tile.is_tall and tile.block_k > most_keys:
             return False
         return tile.groups == 1 or (plain and few)
 

@@ -23,6 +23,7 @@ _NO_AXES: frozenset[str] = frozenset()
 # Queries and keys of tiles: of short ones, and of the others.
 _SHORT_BLOCKS, _LARGE_BLOCK = ((64, 64), (128, 96)), (128, 128)
 _TALL_QUERIES, _TALL_COLUMNS = 192, 128  # of a forward tile; the columns at most
+_MOST_TALL_KEYS, _WIDE_TALL_KEYS = 128, (96, 64)  # wide: above `_NARROW` columns
 _NARROW = 64  # columns of heads that leave registers for larger tiles
 _KEY_BLOCKS = (64, 128)  # keys of a tile of the Hopper backward kernels
 # Positions have 32 bits; the margin is for what the last tile goes beyond.
@@ -44,7 +45,7 @@ class SizeClass(NamedTuple):
     has_short_keys: bool
     has_two_group_keys: bool
     short_rows: tuple[int, ...]
-    suits_tall_tiles: bool
+    tall_keys: int
     fills_tall_tiles: bool
     suits_tall_rows: bool
     is_head_major: bool
@@ -71,7 +72,7 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         has_short_keys(P, tuning),
         has_two_group_keys(P, tuning),
         short_rows(P, tuning),
-        suits_tall_tiles(P, tuning),
+        tall_keys(P, tuning),
         fills_tall_tiles(P, tuning, sm_count),
         suits_tall_rows(P, tuning),
         is_head_major(P, tuning),
@@ -214,6 +215,20 @@ def suits_tall_tiles(P: Problem, tuning: Tuning) -> bool:
         return True
     tall, other = (-(-P.Nq // rows) * rows for rows in (_TALL_QUERIES, _LARGE_BLOCK[0]))
     return tall <= tuning.tall_padding * other
+
+
+def tall_keys(P: Problem, tuning: Tuning) -> int:
+    """Return how many keys tall forward tiles may have; 0 if tall tiles do not suit.
+
+    Tiles of 96 keys, for 65 to 96 columns, may pad the keys much more than tiles of 64. With a
+    causal mask only the last queries would reach the padding.
+    """
+    if not suits_tall_tiles(P, tuning):
+        return 0
+    if max(P.D, P.Dv) <= _NARROW or P.is_packed or P.window[1] is not None:
+        return _MOST_TALL_KEYS
+    padded, least = (-(-P.Nk // keys) * keys for keys in _WIDE_TALL_KEYS)
+    return min(_WIDE_TALL_KEYS) if padded > tuning.tall_key_padding * least else _MOST_TALL_KEYS
 
 
 def fills_tall_tiles(P: Problem, tuning: Tuning, sm_count: int) -> bool:
