@@ -13,7 +13,7 @@ from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.kind_plan import launch_context
 from tileattn.kernels.cuda.plan.layout import CallLayout
 from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_forward
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.tile_sizes import TileSize
 
 # A warp for 32 queries, or for 16 where there are no more; the Hopper kernel has four for 64.
 # Stages are those of the fastest row of the table.

@@ -29,7 +29,7 @@ from benchmarks.configurations import DTYPES, Call, Configuration, Inputs, draw
 from benchmarks.device import Gpu
 from benchmarks.implementations import Implementation, Naive, NaiveTorch, Tileattn
 from benchmarks.report import Row
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.tile_sizes import TileSize
 
 LENGTHS = tuple(512 << i for i in range(10))  # to 262,144
 DTYPE = {"cpu": "f32", "gpu": "fp16"}

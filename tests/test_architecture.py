@@ -118,7 +118,7 @@ def own_imports(path: Path) -> set[str]:
 # may import one another.
 LEAVES = {"array_functions", "dtypes", "errors", "lru", "messages", "results", "validation"}
 FACTS = LEAVES | {"call", "expressions"}
-CUDA = {f"kernels.cuda.{name}" for name in ("families", "jit", "plan", "tuning")}
+CUDA = {f"kernels.cuda.{name}" for name in ("families", "jit", "plan", "tile_sizes", "tuning")}
 LLVM_FACTS = {f"kernels.llvm.{x}" for x in ("params", "sizes", "target", "user_functions")}
 KERNELS = CUDA | LLVM_FACTS | {"kernels.disk_cache", "kernels.llvm"}
 PARTS = {f"distributed.{x}" for x in ("arrays", "layout", "rank_blocks", "visibility")}
@@ -143,8 +143,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "kernels.disk_cache": set(),
     "kernels.cuda": set(),
+    "kernels.cuda.tile_sizes": set(),
     "kernels.cuda.tuning": set(),
-    "kernels.cuda.families": FACTS | {"kernels.cuda.tuning"},
+    "kernels.cuda.families": FACTS | {"kernels.cuda.tile_sizes", "kernels.cuda.tuning"},
     "kernels.cuda.jit": LEAVES | {"kernels.cuda.families", "kernels.disk_cache"},
     "kernels.cuda.plan": FACTS | {"algorithm", "kernels.cuda.families", "kernels.cuda.tuning"},
     "kernels.llvm.params": {"call"},

@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 CUDA, LLVM = "tileattn/kernels/cuda", "tileattn/kernels/llvm"
-ON_GPU = tuple(f"{CUDA}/{name}" for name in ("src", "families", "plan", "tuning.py"))
+ON_GPU = tuple(
+    f"{CUDA}/{name}" for name in ("src", "families", "plan", "tile_sizes.py", "tuning.py")
+)
 ON_CPU = (LLVM, "tileattn/backends/llvm", "tileattn/backends/numpy", "tileattn/algorithm")
 LAUNCHES = (f"{CUDA}/jit", "tileattn/backends/cupy")
 CALLS = ("tileattn/api.py", "tileattn/call", "tileattn/torch")  # CPU time counts, too

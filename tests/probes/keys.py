@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import hopper_backward_bytes, hopper_forward_bytes
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.tile_sizes import TileSize
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

@@ -24,7 +24,7 @@ from tests.kernels.cuda.src.samples import TILED
 from tileattn.kernels.cuda.families.shared_memory import generic_static_bytes
 from tileattn.kernels.cuda.plan.device import Device, device_of_arch
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, contiguous
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.tile_sizes import TileSize
 
 Fields = dict[str, Any]
 DTYPES = ("float16", "bfloat16", "float32", "float64")

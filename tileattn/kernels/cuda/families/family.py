@@ -7,7 +7,7 @@ from tileattn.call.problem import Problem
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext
 from tileattn.kernels.cuda.families.size_class import empty_axes
-from tileattn.kernels.cuda.tuning import TILES
+from tileattn.kernels.cuda.tile_sizes import TILES
 
 Clause = tuple[str, Callable[[Problem, LaunchContext], bool]]
 """A reason not to run a pass, and the condition under which it applies."""

@@ -46,7 +46,7 @@ from tileattn.kernels.cuda.families.tiles import (
     small_first,
     tuned_tiles,
 )
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.tile_sizes import TileSize
 
 NAIVE = {
     "forward": "naive_forward",

@@ -55,7 +55,7 @@ from tileattn.kernels.cuda.families.size_class import (
     tall_keys,
 )
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, small_first, tuned_tiles
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.tile_sizes import TileSize
 
 HOPPER = "forward_sm90"
 HOPPER_BACKWARD, HOPPER_WIDE = "backward_sm90", "backward_wide_sm90"

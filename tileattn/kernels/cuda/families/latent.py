@@ -32,7 +32,7 @@ from tileattn.kernels.cuda.families.size_class import (
     split_keys,
 )
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.tile_sizes import TileSize
 
 LATENT = "forward_latent_sm90"
 LATENT_VALUE_DIM = 512

@@ -25,7 +25,7 @@ from tileattn.kernels.cuda.families.shared_memory import (
 )
 from tileattn.kernels.cuda.families.size_class import is_head_major
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, tuned_tiles
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.tile_sizes import TileSize
 
 BUCKETS = (256, 320, 384, 512)  # of the columns of both thread blocks
 _MOST = BUCKETS[-1]

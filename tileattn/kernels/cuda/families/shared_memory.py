@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.tile_sizes import TileSize
 
 RESERVED = 1024  # bytes of an SM that CUDA reserves for each thread block
 HOPPER_LIMIT = 227 * 1024  # bytes per thread block on compute capability 9.0

@@ -36,7 +36,7 @@ from tileattn.kernels.cuda.families.size_class import (
     splits,
 )
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.tile_sizes import TileSize
 
 SPLIT, COMBINE = "forward_split", "forward_combine"
 

@@ -13,7 +13,8 @@ from tileattn.kernels.cuda.families.family import Family
 from tileattn.kernels.cuda.families.grid import Grid
 from tileattn.kernels.cuda.families.size_class import packs_heads, shared_rows, split_keys
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
-from tileattn.kernels.cuda.tuning import TileSize, Tuning
+from tileattn.kernels.cuda.tile_sizes import TileSize
+from tileattn.kernels.cuda.tuning import Tuning
 
 _WHY = "each SM takes an equal share of the keys that many rows share"
 

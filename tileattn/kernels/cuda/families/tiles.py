@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 
-from tileattn.kernels.cuda.tuning import TILES, TileSize
+from tileattn.kernels.cuda.tile_sizes import TILES, TileSize
 
 HEAD_DIM_BUCKETS = (32, 64, 96, 128, 192, 256)  # others are padded; Hopper kernels have more
 SMALL_TILE = 64  # queries, and keys

@@ -22,7 +22,7 @@ from tileattn.kernels.cuda.families.shared_memory import (
     wide_bytes,
 )
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
-from tileattn.kernels.cuda.tuning import TileSize
+from tileattn.kernels.cuda.tile_sizes import TileSize
 
 WIDE = "forward_wide_sm90"
 _BUCKETS = (256, 320, 384, 512)  # half of a bucket has as many columns as a wgmma may have
