@@ -92,8 +92,8 @@ def check_masked_out(
 ) -> None:
     """Fill masked-out entries: no bit of a result depends on them.
 
-    The order of dq's sums is fixed where ``deterministic``. Results in ``loose`` may be computed in
-    another order then: they are compared with the oracle.
+    The order of dq's sums is fixed if ``deterministic``. Kernels may sum results in ``loose`` in
+    another order if an entry is not finite, so these are compared with the oracle.
     """
     expected, of_expected = both(runner, given, options, deterministic=deterministic)
     visible = visibility(given, options)

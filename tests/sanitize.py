@@ -151,7 +151,7 @@ def run_claimed(D: int) -> None:
 
 
 def run_shape(D: int, Hq: int, Hkv: int, Nq: int, Nk: int) -> None:
-    """Run both passes."""
+    """Run both passes of a shape without options."""
     import cupy
 
     rng = np.random.default_rng(5)

@@ -110,7 +110,7 @@ def call_of(kernels: Kernels, kind: str) -> tuple[Given, dict[str, Any]]:
 
 
 def repaired(call: Given, options: dict[str, Any]) -> set[str]:
-    """Name the results that kernels may compute again, and sum in another order, if one has NaN."""
+    """Return the names of results that kernels sum again, in another order, after NaN."""
     q, k, v, dout = map(sent, call)
     there = {name: sent(x) for name, x in options.items()}
     device = describe.device_of(0)

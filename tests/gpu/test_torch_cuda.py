@@ -290,7 +290,7 @@ def test_memory_is_that_of_pytorch() -> None:
     options = _options()["bias"] | {"kv_lengths": [131, 40]}
     both(given, **options)  # compiles
     gc.collect()  # what earlier tests have left must not be freed meanwhile
-    torch.cuda.empty_cache()  # waits for other streams, whose tensors count until then
+    torch.cuda.empty_cache()  # frees tensors that other streams used: they count until then
     of_cupy = pool.used_bytes(), pool.total_bytes()
     before = torch.cuda.memory_allocated()
     results = both(given, **options)

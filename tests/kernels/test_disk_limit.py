@@ -128,7 +128,7 @@ def test_processes_share_a_small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         import sys
         from tileattn.kernels import disk_cache as cache
         body, found = bytes(range(256)) * 40, 0
-        for n in range(150):  # twice each name: the second read finds it, unless others removed it
+        for n in range(150):  # read each name twice: others seldom remove it in between
             name = f"llvm-{n // 2 * int(sys.argv[1]) % 5:064x}"
             read = cache.read(name)
             assert read in (None, body)

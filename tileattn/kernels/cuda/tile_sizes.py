@@ -22,7 +22,7 @@ class TileSize(NamedTuple):
 
     @property
     def is_tall(self) -> bool:
-        """True if the tile of a Hopper kernel has more than two warpgroups' queries."""
+        """True if a Hopper tile has more queries than two warpgroups take."""
         return self.block_q > _LOW_QUERIES
 
     def lowered(self) -> "TileSize":

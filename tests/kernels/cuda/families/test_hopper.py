@@ -207,15 +207,8 @@ def test_tiles_that_stand_in_for_tall_ones_have_as_many_keys(
 def test_tall_tiles_pad_few_keys_little(Nk: int, keys: int) -> None:
     """With a causal mask only the last queries would reach the padding."""
     for D, heads, right in product((72, 96), (1, 1000), (None, 0)):
-        sizes: dict[str, Any] = {
-            "B": 1,
-            "Hq": heads,
-            "Hkv": heads,
-            "Nq": 4096,
-            "Nk": Nk,
-            "window": (None, right),
-        }
-        problem = replace(problem_of("bfloat16", D, ()), **sizes)
+        problem = replace(problem_of("bfloat16", D, ()), B=1, Hq=heads, Hkv=heads, Nq=4096, Nk=Nk)
+        problem = replace(problem, window=(None, right))
         key = forward_launches(problem, ON_HOPPER._replace(sm_count=132))[0].key
         low = right is not None and Nk <= DEFAULT.small_tile_keys
         assert key.block_k == (128 if low else 96 if right is not None else keys)

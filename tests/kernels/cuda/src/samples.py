@@ -236,7 +236,7 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
         return False
     rows = tuned_tiles(key.kernel, NAMED[key.dtype].itemsize, max(key.head_dim, key.value_dim))
     # A kernel of flagged heads has another number of stages than its row.
-    rows += tuple(x.lowered() for x in rows) if key.kernel == "forward_sm90" else ()
+    rows += tuple(x.lowered() for x in rows) if key.kernel == HOPPER else ()
     own = (x for x in rows if x[:2] == key.tile and (key.head_flags or x.stages == key.stages))
     return any(row.tuned and not row.spills for row in own)
 

@@ -242,7 +242,7 @@ def fills_tall_tiles(P: Problem, tuning: Tuning, sm_count: int) -> bool:
 
 
 def _allows_tall_tiles(P: Problem, tuning: Tuning) -> bool:
-    """Return True unless a mask leaves tiles empty: fewer tall ones would be."""
+    """Return True if there is no mask, or the tuned numbers allow tall tiles with a mask."""
     return not P.has_pair_mask or tuning.masked_rows >= _TALL_QUERIES
 
 

@@ -46,7 +46,8 @@ def _is_small(problem: Problem, tuning: Tuning) -> bool:
 def _concerns(problem: Problem, context: LaunchContext) -> bool:
     """Return True for many rows of split-KV, or of heads that share keys.
 
-    Of packed sequences only the sum of their rows is known here, and it may not decide on bits.
+    The plan of a packed call knows only the sum of the lengths. The bits of a row must not depend
+    on the sum, so the generic kernel takes packed calls.
     """
     P, tuning = problem, context.tuning
     many = shared_rows(P) > tuning.split_wgmma_rows or _is_small(P, tuning)
