@@ -52,6 +52,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const i64 first = partial_index(p, b, kv, r, 0);
     const Accum softmax_scale_log2 = ScoreMod(p, b, row.h).softmax_scale_log2();
 
+    // Issue the loads of all shares before the first wait.
+    Part parts[OWN];
+    auto is_there = [&](int split) { return split >= begin && split < end; };
+    auto load = [&](int next) {
+#pragma unroll
+        for (int s = 0; s < OWN; ++s)
+            if (is_there(next + s)) parts[s].load(p, first + next + s, lane);
+    };
+    const int first_own = begin / SHARES * SHARES + share;
+    load(first_own);
+
     RowSum total;
     for (int split = begin + lane; split < end; split += WARP)
         total.raise(sum_of(p, first + split), softmax_scale_log2);
@@ -70,16 +81,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
 
     Accum acc[OWN][COLUMNS] = {}, l[OWN] = {};
 #pragma unroll(OWN == 1 ? 4 : 1)
-    for (int next = begin / SHARES * SHARES + share; next < end; next += SHARES) {
-        // Issue the loads of all shares before the first wait.
-        Part parts[OWN];
-        auto is_there = [&](int s) { return next + s >= begin && next + s < end; };
-#pragma unroll
-        for (int s = 0; s < OWN; ++s)
-            if (is_there(s)) parts[s].load(p, first + next + s, lane);
+    for (int next = first_own; next < end; next += SHARES) {
+        if (next > first_own) load(next);
 #pragma unroll
         for (int s = 0; s < OWN; ++s) {
-            if (!is_there(s)) continue;
+            if (!is_there(next + s)) continue;
             const RowSum& own = parts[s].sum;
             const Accum factor = own.factor(total, softmax_scale_log2);
             l[s] = fma(own.l, factor, l[s]);

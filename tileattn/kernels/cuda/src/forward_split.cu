@@ -161,16 +161,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const Element* const k = static_cast<const Element*>(p.k) + work.kv * p.k_at.h;
     const Element* const v = static_cast<const Element*>(p.v) + work.kv * p.v_at.h;
     const int slice_thread = threadIdx.x % SLICE_THREADS;
+    const bool has_tiles_in_pages = !PAGED || int(p.page) % BLOCK_K == 0;
     auto load_tile = [&](int tile, int stage) {
         const int k0 = tile * BLOCK_K;
         if (k0 < keys.hi) {
-            auto from = [&](const Element* first, const Rows& at) {
-                return [&, first](int row) { return key_rows.row(first, at, k0 + row, row); };
+            auto load = [&](const auto& tile, const Element* first, const Rows& at, int columns) {
+                if (has_tiles_in_pages)
+                    tile.template load<SLICE_THREADS, ALIGNMENT_BYTES>(
+                        key_rows.row(first, at, k0, 0), at.n, keys.hi - k0, columns, slice_thread);
+                else
+                    tile.template load_rows<SLICE_THREADS, ALIGNMENT_BYTES>(
+                        [&](int row) { return key_rows.row(first, at, k0 + row, row); }, keys.hi - k0,
+                        columns, slice_thread);
             };
-            k_tile(stage).template load_rows<SLICE_THREADS, ALIGNMENT_BYTES>(
-                from(k, p.k_at), keys.hi - k0, int(p.D), slice_thread);
-            v_tile(stage).template load_rows<SLICE_THREADS, ALIGNMENT_BYTES>(
-                from(v, p.v_at), keys.hi - k0, int(p.Dv), slice_thread);
+            load(k_tile(stage), k, p.k_at, int(p.D));
+            load(v_tile(stage), v, p.v_at, int(p.Dv));
         }
         copy_commit();
         key_rows.find(k0 + WARPS_N * BLOCK_K + int(threadIdx.x) % WARP);  // for the next tile
