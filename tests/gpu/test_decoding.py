@@ -236,6 +236,19 @@ def test_no_lengths_and_few_keys(kernel: Kernel, Nk: int) -> None:
     check(drawn(kernel.heads, kernel.dims, kernel.dtype, Nk), causal=True)
 
 
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("heads", [(4, 4, 1), (8, 2, 2), (16, 1, 1)], ids=str)
+@pytest.mark.parametrize("Nk", [1, 17, 200, 511])
+def test_short_caches_have_the_same_bits_with_lengths(Nk: int, heads: Any, dtype: Any) -> None:
+    """The kernel is the same: a cache of which each key counts is no other cache."""
+    arrays = drawn(heads, WIDE, dtype, Nk)
+    assert kernels(arrays).startswith("forward_split")
+    plain = check(arrays)
+    longer = [arrays[0], *(np.concatenate([x, np.full_like(x, np.nan)], 2) for x in arrays[1:])]
+    given = forward(longer, kv_lengths=np.full(B, Nk))
+    assert bits(plain) == bits(given)
+
+
 def test_one_split_is_not_combined() -> None:
     arrays = drawn((8, 2, 3), WIDE, BF16, capacity=100)
     options: dict[str, Any] = {"kv_lengths": np.array([100, 0, 1]), "causal": True}

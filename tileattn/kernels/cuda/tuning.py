@@ -60,6 +60,7 @@ _SPLIT_WGMMA = _commit("2026-11-25", "Take many rows that share keys on Hopper")
 _SMALL_SPLITS = _row("17 to 64 rows that share keys: two small thread blocks an SM", _H200)
 _PACKED_HEADS = _row("17 to 64 queries of grouped heads: blocks of the rows", _H200)
 _ONE_SPLIT = _row("the same over a single split, from 512 keys", _H200)
+_SHORT_CACHES = _row("few queries over short caches: a tile has the rows of a key head", _H200)
 _JOIN = _commit("2026-11-25", "Say why a warp joins up to 16 pieces")
 _SHORT = _row("head groups four times smaller")
 _DYNAMIC = _row("dynamic scheduler, head by head, that claims as late as loads allow", _BOTH)
@@ -164,6 +165,12 @@ class Tuning:
     )
     pack_keys: int = _tuned(
         512, _NEVER, "keys", "few queries: all heads of a key head in a tile if Nk >= x", _ONE_SPLIT
+    )
+    pack_queries: int = _tuned(
+        16, 0, "queries", "the same over fewer keys if Nq <= x", _SHORT_CACHES
+    )
+    split_few_queries: int = _tuned(
+        2, 0, "queries", "split-KV if no heads share keys and Nq <= x", _SHORT_CACHES
     )
     latent_keys_per_row: int = _tuned(
         64, 128, "keys", "of a split for each row that shares them, latent", _LATENT

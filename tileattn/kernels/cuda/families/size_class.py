@@ -150,8 +150,12 @@ def has_split_queries(P: Problem, tuning: Tuning) -> bool:
 
 def packs_heads(P: Problem, tuning: Tuning) -> bool:
     """Return True if a tile should have the queries of all heads that share a key head."""
-    few = has_split_queries(P, tuning) and P.Nk >= tuning.pack_keys and P.group > 1
-    return few and not (P.is_packed or has_functions(P))
+    if P.is_packed or has_functions(P):
+        return False
+    if P.group == 1:
+        return P.Nq <= tuning.split_few_queries
+    most = tuning.split_queries if P.Nk >= tuning.pack_keys else tuning.pack_queries
+    return P.Nq <= most
 
 
 def has_functions(P: Problem) -> bool:

@@ -60,9 +60,9 @@ _JOIN = "one {} for each query, which joins its splits"
 
 
 def concerns(problem: Problem, context: LaunchContext) -> bool:
-    """Return True if queries are few, and keys are many or in pages.
+    """Return True if queries are few, and keys are many, in pages, or shared by several heads.
 
-    If more than `FEW_ROWS` rows share keys, lengths may be short: then keys must be many.
+    If more than `FEW_ROWS` rows share keys, keys must be many.
     """
     P, tuning = problem, context.tuning
     if max(P.D, P.Dv) > MAX_HEAD_DIM or "Nk" in empty_axes(P):
