@@ -130,6 +130,7 @@ def joined(
         value_dim=key.value_dim,
         warps_m=rows,
         warps_n=warps,
+        min_blocks_per_sm=2 if P.accum_dtype.itemsize == 4 else 1,  # 128 registers of a thread
         bias=key.bias,
         score_mod=key.score_mod,
         fold_scale=key.fold_scale,
