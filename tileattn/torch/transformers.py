@@ -61,7 +61,7 @@ def register() -> None:
 # already has the window.
 _REFUSED = UNSUPPORTED | {
     "block_table": "paged caches are not supported",
-    "cache": "continuous batching is not supported",
+    "cache": "continuous batching takes attn_implementation='sdpa' inside tileattn.torch.sdpa()",
 }
 
 
