@@ -186,7 +186,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"", "algorithm", "backends", "distributed.call", "distributed.comm"},
     "distributed.model": FACTS | PARTS | {"distributed.call", "distributed.schedules"},
     "distributed": FACTS | PARTS | {"backends"} | DISTRIBUTED,
-    "torch": FACTS | {"", "backends", "distributed"} | DISTRIBUTED,
+    "torch": FACTS | {"", "backends", "distributed", "merging"} | DISTRIBUTED,
     "cli": FACTS | KERNELS | {"", "backends", "backends.threads", "testing.selfcheck"},
     "__main__": {"cli"},
 }

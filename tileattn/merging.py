@@ -54,12 +54,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
     >>> bool(np.allclose(whole.out, tileattn.forward(q, k, v).out))
     True
     """
-    outs, lses = _listed("outs", outs), _listed("lses", lses)
-    if len(outs) != len(lses) or not outs:
-        raise ValueError(
-            "outs and lses must have as many entries, and at least one; got "
-            f"{len(outs)} and {len(lses)}"
-        )
+    outs, lses = parts_of(outs, lses)
     check_dtype("outs[0]", outs[0])
     ensure_one_owner(_named("outs", outs) | _named("lses", lses), {})
     sums = accum_dtype(outs[0].dtype)
@@ -75,12 +70,23 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
     return Attention(merged.astype(outs[0].dtype, copy=False), lse)
 
 
+def parts_of(outs: Any, lses: Any, kind: str = "arrays") -> tuple[list[Any], list[Any]]:
+    """List the partial results; raise an error unless both are sequences of one length."""
+    outs, lses = _listed("outs", outs, kind), _listed("lses", lses, kind)
+    if len(outs) != len(lses) or not outs:
+        raise ValueError(
+            "outs and lses must have as many entries, and at least one; got "
+            f"{len(outs)} and {len(lses)}"
+        )
+    return outs, lses
+
+
 def _named(name: str, arrays: list[Any]) -> dict[str, Any]:
     return {f"{name}[{n}]": x for n, x in enumerate(arrays)}
 
 
-def _listed(name: str, x: Any) -> list[Any]:
-    what = "a sequence of arrays"
+def _listed(name: str, x: Any, kind: str) -> list[Any]:
+    what = f"a sequence of {kind}"
     if hasattr(x, "dtype"):  # one array may hold the parts, or be one part
         remedy = f"list({name}) where its first axis counts the parts"
         raise TypeError(must_be(name, what, x, remedy))

@@ -10,7 +10,7 @@ import torch
 from tests.backends.cupy.fake_copies import Stream
 from tests.backends.cupy.fake_cupy import Machine, machine
 from tileattn.backends.cupy.external_memory import CupyMemory
-from tileattn.torch import cuda, eager
+from tileattn.torch import cuda, eager, tensors
 
 STREAM = 11  # handle of PyTorch's current stream
 
@@ -75,7 +75,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(cuda, "on_device", on_device)
         monkeypatch.setattr(cuda, "tensor_of", lambda x: on_gpu(tensor_of(x)))
         monkeypatch.setattr(cuda, "_current_stream", lambda _: Stream(made, STREAM))
-        monkeypatch.setattr(eager, "PLAIN", {OnGpu, torch.Tensor})
+        for module in (eager, tensors):
+            monkeypatch.setattr(module, "PLAIN", {OnGpu, torch.Tensor})
         monkeypatch.setattr(torch, "empty", _made)
         monkeypatch.setattr(torch, "zeros", _zeros)
         zeros_like = torch.zeros_like

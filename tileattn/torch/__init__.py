@@ -10,6 +10,19 @@ except ModuleNotFoundError as error:
 
 from tileattn.torch.distributed import distributed_attention
 from tileattn.torch.drop_in import scaled_dot_product_attention, sdpa
+from tileattn.torch.explaining import explain
 from tileattn.torch.functional import attention
+from tileattn.torch.kv_cache import append_kv
+from tileattn.torch.merging import merge
+from tileattn.torch.rotary import rope
 
-__all__ = ["attention", "distributed_attention", "scaled_dot_product_attention", "sdpa"]
+__all__ = [
+    "append_kv",
+    "attention",
+    "distributed_attention",
+    "explain",
+    "merge",
+    "rope",
+    "scaled_dot_product_attention",
+    "sdpa",
+]

@@ -29,6 +29,8 @@ def rule_for_vmap(operator: Any) -> Callable[..., Any]:
             operator(*(_element(n, x, dim) for x, dim in zip(inputs, in_dims, strict=True)))
             for n in range(max(info.batch_size, 1))  # an empty batch needs one call for the shapes
         ]
+        if isinstance(calls[0], torch.Tensor):
+            return torch.stack(calls)[: info.batch_size], 0
         stacked = [torch.stack(parts)[: info.batch_size] for parts in zip(*calls, strict=True)]
         whole = type(calls[0])(stacked)
         return whole, type(whole)([0] * len(stacked))
@@ -57,6 +59,8 @@ def rule_for_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
         in_dims = tree_map(lambda x: 0 if _is_batched(x) else None, inputs)
         whole = tree_map(lambda x: _whole(x, level) if _is_batched(x) else x, inputs)
         found, _ = rule(_Batch(len(_whole(tensors[0], level))), in_dims, *whole)
+        if isinstance(found, torch.Tensor):
+            return torch._add_batch_dim(found, 0, level)
         return type(found)(torch._add_batch_dim(x, 0, level) for x in found)
 
     return kernel

@@ -14,7 +14,7 @@ from tileattn.call.sequences import integers
 from tileattn.call.window import window_of
 from tileattn.errors import UnsupportedError
 from tileattn.messages import calling
-from tileattn.torch.eager import holds_elements, is_eager
+from tileattn.torch import library
 from tileattn.torch.flash_options import NAMES, Integers, Window, check_tensors, to_options
 from tileattn.torch.functional import attend
 from tileattn.torch.inputs import integer_tensor, number, refuse_gradients
@@ -199,7 +199,7 @@ _INPUTS = {
 def _append_and_attend(
     tensors: Sequence[Any], options: Mapping[str, Any], interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append and attend, through the operator only if something intercepts operators."""
+    """Append and attend."""
     left, right = window_of(options["window"], options["causal"])
     own = [options.get(name) for name in ("mask", "alibi_slopes", "sinks")]
     numbers = [
@@ -207,10 +207,8 @@ def _append_and_attend(
         for name in ("scale", "softcap")
     ]
     inputs = [*tensors, *own, *numbers, left, right, interleaved]
-    given = (x for x in (*tensors, *own) if x is not None)
-    if is_eager() and not inputs[0].is_meta and all(map(holds_elements, given)):
-        return _append(*inputs)
-    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.tileattn.append_and_attend(*inputs)
+    found: tuple[torch.Tensor, torch.Tensor]
+    found = library.call("append_and_attend", _append, *inputs)
     return found
 
 
@@ -266,10 +264,7 @@ def _refuse_batches(*_inputs: Any) -> Any:
     )
 
 
-_LIBRARY = torch.library.Library("tileattn", "FRAGMENT")
-_schema = ", ".join(f"{kind} {name}" for name, kind in _INPUTS.items())
-_LIBRARY.define(f"append_and_attend({_schema}) -> (Tensor, Tensor)")
-for _kind in ("CPU", "CUDA"):
-    _LIBRARY.impl("append_and_attend", _append, _kind)
-_LIBRARY.impl("append_and_attend", _refuse_batches, "FuncTorchBatched")
-torch.library.register_fake("tileattn::append_and_attend", _fake, lib=_LIBRARY)
+library.define(
+    *("append_and_attend", _INPUTS, "(Tensor, Tensor)", _append, _fake),
+    refuse_batches=_refuse_batches,
+)

@@ -91,13 +91,13 @@ def number(name: str, x: Any) -> float:
     return number_of(name, x)
 
 
-def refuse_gradients(tensors: Mapping[str, Any]) -> None:
+def refuse_gradients(tensors: Mapping[str, Any], function: str = "attention") -> None:
     """Raise UnsupportedError if a tensor requires a gradient: it would silently stay None."""
     for name, x in tensors.items():
         if torch.is_grad_enabled() and x.requires_grad:
             remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
             raise UnsupportedError(
-                f"{called(name)} requires a gradient, which attention does not compute; pass "
+                f"{called(name)} requires a gradient, which {function} does not compute; pass "
                 f"{called(name)}.detach(){remedy}"
             )
 

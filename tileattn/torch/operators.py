@@ -55,12 +55,17 @@ Functions are texts of expressions, so that an exported program is self-containe
 
 def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the forward operator without PyTorch's dispatcher; the arguments are `INPUTS`."""
-    given = dict(zip(INPUTS, inputs, strict=True))
-    with on(given["q"].device):
-        options = _options(given)
-        del options["deterministic"]
-        result = tileattn.forward(*(array_of(given[name]) for name in ROWS), **options)
+    with on(inputs[0].device):
+        result = on_arrays(tileattn.forward, inputs)
         return tensor_of(result.out), tensor_of(result.lse)
+
+
+def on_arrays(call: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """Call ``tileattn.forward`` or ``tileattn.explain`` on the arrays of `INPUTS`."""
+    given = dict(zip(INPUTS, inputs, strict=True))
+    options = _options(given)
+    del options["deterministic"]
+    return call(*(array_of(given[name]) for name in ROWS), **options)
 
 
 def backward(
@@ -191,13 +196,15 @@ _RESULTS = {
     "backward": "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, str[] wrt, "
     f"{_shared}) -> Tensor[]",
 }
-# A CUDA graph would repeat the values that operators have read on the host.
-_UNSAFE = [x for x in (getattr(torch.Tag, "cudagraph_unsafe", None),) if x is not None]
+
+UNSAFE = [x for x in (getattr(torch.Tag, "cudagraph_unsafe", None),) if x is not None]
+"""Tags of operators that read values on the host: a CUDA graph would repeat these values."""
+
 for _name, _run, _fake in (
     ("forward", forward, _fake_forward),
     ("backward", backward, _fake_backward),
 ):
-    for _suffix, _tags in (("", []), ("_reading_host", _UNSAFE)):
+    for _suffix, _tags in (("", []), ("_reading_host", UNSAFE)):
         _own = f"{_name}{_suffix}"
         _LIBRARY.define(f"{_own}{_RESULTS[_name]}", tags=_tags)
         for _kind in ("CPU", "CUDA"):

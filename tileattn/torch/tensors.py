@@ -95,8 +95,12 @@ def check_tensor(
     x: Any,
     device: torch.device | None = None,
     kinds: Sequence[str] = ("cpu", "cuda", "meta"),
+    first: str = "q",
 ) -> None:
-    """Raise an error unless an argument is a dense tensor on such a device, or on this one."""
+    """Raise an error unless an argument is a dense tensor on such a device, or on this one.
+
+    ``first`` is the argument whose device this is.
+    """
     own = called(name)
     if not isinstance(x, torch.Tensor):
         remedy = f"torch.as_tensor({own}) makes one"
@@ -117,7 +121,7 @@ def check_tensor(
         expected = _EXPECTED.get(name.partition("[")[0], _FLOATS)
         raise TypeError(f"{own} must have dtype {expected}; got {x.dtype}")
     if device is not None and x.device != device:
-        where = f"on the device of {called('q')}, {device}"
+        where = f"on the device of {called(first)}, {device}"
         raise ValueError(_message(name, where, f"a tensor on {x.device}"))
     if x.device.type not in kinds:
         where = "on the CPU or on an NVIDIA GPU" if "cuda" in kinds else "on the CPU"
@@ -151,12 +155,15 @@ def check_elements(name: str, x: torch.Tensor) -> None:
         )
 
 
-def check_integers(name: str, x: Any, device: torch.device) -> None:
-    """Raise an error unless integers are a dense tensor on the CPU or, but for a seed, near q."""
+def check_integers(name: str, x: Any, device: torch.device, first: str = "q") -> None:
+    """Raise an error unless integers are a dense tensor on the CPU or, but for a seed, near q.
+
+    ``first`` is the argument whose device is given, if that is not q.
+    """
     check_tensor(name, x)
     on_cpu_only = name in SEEDS or device.type == "cpu"
     if x.device.type != "cpu" and (on_cpu_only or x.device != device):
-        too = "" if on_cpu_only else f" or on the device of {called('q')}, {device}"
+        too = "" if on_cpu_only else f" or on the device of {called(first)}, {device}"
         raise ValueError(_wrong_place(name, f"on the CPU{too}", x))
 
 

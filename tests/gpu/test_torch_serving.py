@@ -1,0 +1,109 @@
+"""Serving with PyTorch's tensors on a GPU: results of the CPU, gradients and graphs."""
+
+from typing import Any
+
+import pytest
+
+from tests.on_gpu import needs_gpu
+
+torch = pytest.importorskip("torch")
+
+from tileattn.torch import (  # noqa: E402 - PyTorch may be absent
+    append_kv,
+    attention,
+    explain,
+    merge,
+    rope,
+)
+
+pytestmark = [
+    *needs_gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU"),
+]
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+B, H, N, D = 2, 3, 5, 64
+
+
+def drawn(*shape: int, seed: int, dtype: Any = torch.float32) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def step(k_pages: Any, v_pages: Any, k: Any, v: Any, *given: Any) -> Any:
+    lengths, table, cos, sin = given
+    return append_kv(
+        *(k_pages, v_pages, k, v), kv_lengths=lengths, block_table=table, rotary=(cos, sin)
+    )
+
+
+def arguments(dtype: Any) -> list[Any]:
+    """Make pages, new tokens, lengths, pages of sequences, and tables."""
+    pages = [drawn(6, 8, H, D, seed=n, dtype=dtype).transpose(1, 2) for n in range(2)]
+    new = [drawn(B, N, H, D, seed=n + 2, dtype=dtype).transpose(1, 2) for n in range(2)]
+    tables = [drawn(40, 16, seed=n + 4, dtype=dtype) for n in range(2)]
+    return [*pages, *new, torch.tensor([3, 0]), torch.tensor([[4, 1], [0, 5]]), *tables]
+
+
+def same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rope_and_append_kv_have_the_bits_of_the_cpu(dtype: Any) -> None:
+    ours = arguments(dtype)
+    theirs = [x.cuda() for x in ours]
+    lengths = step(*theirs)
+    assert lengths.is_cuda
+    same(lengths, step(*ours))
+    for x, y in zip(theirs[:2], ours[:2], strict=True):
+        same(x, y)
+    x, positions = ours[2].requires_grad_(), torch.arange(B * N).view(B, N)
+    there = x.detach().cuda().requires_grad_()
+    out = rope(there, *theirs[-2:], positions=positions.cuda())
+    expected = rope(x, *ours[-2:], positions=positions)
+    same(out.detach(), expected.detach())
+    expected.backward(ours[3])
+    out.backward(theirs[3])
+    same(there.grad, x.grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merged_results_and_gradients_are_close_to_those_of_the_cpu(dtype: Any) -> None:
+    sums = torch.float64 if dtype is torch.float64 else torch.float32
+    outs = [drawn(B, H, N, D, seed=n, dtype=dtype) for n in range(3)]
+    lses = [drawn(B, H, N, seed=n + 3, dtype=sums) for n in range(3)]
+    lses[1][0] = -torch.inf
+    found = []
+    for device in ("cpu", "cuda"):
+        given = [x.to(device).requires_grad_() for x in (*outs, *lses)]
+        out, lse = merge(given[:3], given[3:])
+        grads = torch.autograd.grad(out.float().cos().sum() + lse.sin().sum(), given)
+        found.append([x.detach().cpu() for x in (out, lse, *grads)])
+    torch.testing.assert_close(*found)
+
+
+def test_a_graph_replays_other_lengths() -> None:
+    given = [x.cuda() for x in arguments(torch.bfloat16)]
+    lengths = given[4]
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        step(*given)
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        new = step(*given)
+    lengths.copy_(torch.tensor([7, 2]))
+    fresh = [x.clone() for x in given]
+    graph.replay()
+    assert new.tolist() == [7 + N, 2 + N]
+    step(*fresh)
+    for x, y in zip(given[:2], fresh[:2], strict=True):
+        same(x, y.cpu())
+
+
+def test_explain_names_the_kernel_of_the_gpu() -> None:
+    q, k, v = (drawn(B, H, 200, D, seed=n, dtype=torch.bfloat16).cuda() for n in range(3))
+    report = explain(q, k, v, causal=True)
+    assert report.backend == "cupy"
+    assert attention(q, k, v, causal=True).is_cuda
