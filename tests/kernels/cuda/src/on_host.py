@@ -61,7 +61,7 @@ extern "C" void quick(i64 count, const float* x, const float* y, float* quotient
 }
 """
 
-_KERNEL = """\
+LAUNCH = """\
 #include "{kernel}.cu"
 
 extern "C" void launch(const Params* p, int grid) {{
@@ -69,6 +69,7 @@ extern "C" void launch(const Params* p, int grid) {{
         for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x) {kernel}(*p);
 }}
 """
+"""The text of a program that runs all threads of a kernel, one after another."""
 
 
 _ELEMENT_SUMS = """\
@@ -322,7 +323,7 @@ def kernel_texts(key: KernelKey, threads: int, accum: str) -> dict[str, str]:
     return sources(*names) | {
         "config.cuh": "\n".join(["#pragma once", *included, *config]),
         "functions.cuh": functions,
-        f"{key.kernel}.cpp": _KERNEL.format(kernel=key.kernel),
+        f"{key.kernel}.cpp": LAUNCH.format(kernel=key.kernel),
     }
 
 

@@ -84,7 +84,26 @@ __device__ inline void sum_of_row(const Head& head, int i, Accum& m, Accum& l) {
     l = warp_sum(l);
 }
 
-// Compute out and lse of query i, 32 columns at a time, each over all keys.
+// Columns of a row that a lane sums at a time: d0 + lane, d0 + lane + 32 and so on. Scores are computed again
+// for the columns after them.
+constexpr int COLUMNS_OF_LANE = 16, COLUMNS_AT_A_TIME = WARP * COLUMNS_OF_LANE;
+
+// Call visit(n, d) for each of these columns that the row has: d is the n-th of the lane.
+template <class Visit>
+__device__ inline void for_columns(i64 d0, i64 columns, Visit visit) {
+#pragma unroll
+    for (int n = 0; n < COLUMNS_OF_LANE; ++n) {
+        const i64 d = d0 + n * WARP + threadIdx.x % WARP;
+        if (d < columns) visit(n, d);
+    }
+}
+// Add some columns of a row, times a weight.
+__device__ inline void add_columns(Accum (&totals)[COLUMNS_OF_LANE], i64 d0, i64 columns, Accum weight,
+                                   const Element* row) {
+    for_columns(d0, columns, [&](int n, i64 d) { totals[n] = fma(weight, Accum(widen(row[d])), totals[n]); });
+}
+
+// Compute out and lse of query i.
 __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
     const Head head(p, b, h);
     const Accum sink = head.sink();
@@ -97,23 +116,21 @@ __device__ inline void forward_row(const Params& p, i64 b, i64 h, int i) {
     const Denominator all(l, sink, sink_above(sink, m, softmax_scale));
     if (lane == 0) static_cast<Accum*>(p.lse)[head.row(i)] = all.lse(m * softmax_scale);
     Element* out = head.sequence.queries<Element>(p.out, p.out_at, head.h) + i * p.out_at.n;
-    for (int d0 = 0; d0 < p.Dv; d0 += WARP) {
-        const int d = d0 + lane;
-        Accum total = 0;
+    for (int d0 = 0; d0 < p.Dv; d0 += COLUMNS_AT_A_TIME) {
+        Accum totals[COLUMNS_OF_LANE] = {};
         for (int j0 = keys.lo; j0 < keys.hi; j0 += WARP) {
             const int j = j0 + lane;
             const Accum s = j < keys.hi ? head.score(i, j) : -infinity<Accum>();
             const bool kept = !HAS_DROPOUT || head.dropout.keeps(i, j);
             const Accum own = kept ? exp2_of(difference(s, m) * softmax_scale_log2) : Accum(0);
             for_each_attended(s != -infinity<Accum>(), own, [&](int other, Accum weight) {
-                const Element* const row = head.v + (j0 + other) * p.v_at.n;
-                if (d < p.Dv) total = fma(weight, Accum(widen(row[d])), total);
+                add_columns(totals, d0, p.Dv, weight, head.v + (j0 + other) * p.v_at.n);
             });
         }
-        if (d < p.Dv)
-            out[d] = narrow<Element>(
-                all.total == 0 ? Accum(0)
-                               : total * (Accum(p.dropout_scale) / all.total * all.rescale));
+        const Accum factor = Accum(p.dropout_scale) / all.total * all.rescale;
+        for_columns(d0, p.Dv, [&](int n, i64 d) {
+            out[d] = narrow<Element>(all.total == 0 ? Accum(0) : totals[n] * factor);
+        });
     }
 }
 
@@ -123,19 +140,17 @@ __device__ inline void query_row(const Params& p, i64 b, i64 h, int i) {
     const int lane = threadIdx.x % WARP;
     const Range keys = head.attn_mask.window.key_range(i, i + 1);
     Element* dq = head.sequence.queries<Element>(p.dq, p.dq_at, head.h) + i * p.dq_at.n;
-    for (int d0 = 0; d0 < p.D; d0 += WARP) {
-        const int d = d0 + lane;
-        Accum total = 0;
+    for (int d0 = 0; d0 < p.D; d0 += COLUMNS_AT_A_TIME) {
+        Accum totals[COLUMNS_OF_LANE] = {};
         for (int j0 = keys.lo; j0 < keys.hi; j0 += WARP) {
             const int j = j0 + lane;
             const PairGradient pair =
                 j < keys.hi ? pair_gradient(head, i, j) : PairGradient{false, 0, 0, 0};
             for_each_attended(pair.attended, pair.capped, [&](int other, Accum weight) {
-                if (d < p.D)
-                    total = fma(weight, Accum(widen(head.k[(j0 + other) * p.k_at.n + d])), total);
+                add_columns(totals, d0, p.D, weight, head.k + (j0 + other) * p.k_at.n);
             });
         }
-        if (d < p.D) dq[d] = narrow<Element>(total * Accum(p.scale));
+        for_columns(d0, p.D, [&](int n, i64 d) { dq[d] = narrow<Element>(totals[n] * Accum(p.scale)); });
     }
 }
 
@@ -145,9 +160,8 @@ __device__ inline void key_row(const Params& p, i64 b, i64 kv, int j) {
     const Sequence sequence(p, b);
     Element* dk = sequence.keys<Element>(p.dk, p.dk_at, kv) + j * p.dk_at.n;
     Element* dv = sequence.keys<Element>(p.dv, p.dv_at, kv) + j * p.dv_at.n;
-    for (int d0 = 0; d0 < p.D || d0 < p.Dv; d0 += WARP) {
-        const int d = d0 + lane;
-        Accum dk_total = 0, dv_total = 0;
+    for (int d0 = 0; d0 < p.D || d0 < p.Dv; d0 += COLUMNS_AT_A_TIME) {
+        Accum dk_totals[COLUMNS_OF_LANE] = {}, dv_totals[COLUMNS_OF_LANE] = {};
         for (int g = 0; g < group; ++g) {
             const Head head(p, b, kv * group + g);
             const Range queries = head.attn_mask.window.query_range(j, j + 1);
@@ -156,17 +170,14 @@ __device__ inline void key_row(const Params& p, i64 b, i64 kv, int j) {
                 const PairGradient pair =
                     i < queries.hi ? pair_gradient(head, i, j) : PairGradient{false, 0, 0, 0};
                 for_each_attended(pair.attended, pair.capped, [&](int other, Accum weight) {
-                    if (d < p.D)
-                        dk_total = fma(weight, Accum(widen(head.q[(i0 + other) * p.q_at.n + d])),
-                                       dk_total);
+                    add_columns(dk_totals, d0, p.D, weight, head.q + (i0 + other) * p.q_at.n);
                 });
                 for_each_attended(pair.attended, pair.p, [&](int other, Accum weight) {
-                    const Element* dout = head.dout + (i0 + other) * p.dout_at.n;
-                    if (d < p.Dv) dv_total = fma(weight, Accum(widen(dout[d])), dv_total);
+                    add_columns(dv_totals, d0, p.Dv, weight, head.dout + (i0 + other) * p.dout_at.n);
                 });
             }
         }
-        if (d < p.D) dk[d] = narrow<Element>(dk_total * Accum(p.scale));
-        if (d < p.Dv) dv[d] = narrow<Element>(dv_total);
+        for_columns(d0, p.D, [&](int n, i64 d) { dk[d] = narrow<Element>(dk_totals[n] * Accum(p.scale)); });
+        for_columns(d0, p.Dv, [&](int n, i64 d) { dv[d] = narrow<Element>(dv_totals[n]); });
     }
 }
