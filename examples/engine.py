@@ -2,8 +2,8 @@
 
 - Continuous batching: a step takes a few tokens of every running request, packed: a part of a
   prompt, or the last token and drafts. A request joins as soon as another has ended.
-- Prefix sharing: requests whose texts begin alike share the pages of whole blocks that are the
-  same, also those of requests that have ended.
+- Prefix sharing: requests whose texts begin alike share the pages of their common whole blocks.
+  A request that has ended leaves its pages for others to share.
 - Speculative decoding: what followed the last token earlier in the text are drafts. The model
   checks them in the same step, and keeps those that it would have written.
 
@@ -120,9 +120,8 @@ class Engine:
             while waiting and len(self.running) < self.slots and self._join(waiting[0]):
                 self.running.append(waiting.popleft())
             if not self.running:
-                raise ValueError(
-                    f"a request of {waiting[0].end} tokens needs more pages than there are"
-                )
+                end = waiting[0].end
+                raise ValueError(f"pages must be {-(-end // PAGE)} for a request of {end} tokens")
             self._step()
             for request in self.running:
                 if len(request.tokens) >= request.end:

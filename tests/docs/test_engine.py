@@ -39,7 +39,7 @@ def test_requests_that_join_and_leave(engine: ModuleType, slots: int) -> None:
 
 
 def test_prefixes_are_shared(engine: ModuleType) -> None:
-    """Also those of requests that have ended, but not the block with the last token."""
+    """A request shares pages of one that has ended, but not the block with its own last token."""
     server = engine.Engine(engine.model_of(), pages=8, slots=1)
     server.serve([engine.Request(*each) for each in ASKED])
     assert server.shared == 16 + 32 + 16
@@ -63,7 +63,7 @@ def test_drafts_that_are_right(engine: ModuleType) -> None:
 
 def test_a_request_that_is_too_long(engine: ModuleType) -> None:
     server = engine.Engine(engine.model_of(), pages=2, slots=2)
-    with pytest.raises(ValueError, match="a request of 40 tokens needs more pages"):
+    with pytest.raises(ValueError, match="pages must be 3 for a request of 40 tokens"):
         server.serve([engine.Request([1, 2], 38)])
 
 

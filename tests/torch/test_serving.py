@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - PyTor
 import tileattn  # noqa: E402 - as above
 from tests.torch.graphs import graphs_of  # noqa: E402 - as above
 from tests.torch.test_cuda import elsewhere  # noqa: E402 - as above
+from tileattn import reference  # noqa: E402 - as above
 from tileattn.errors import UnsupportedError  # noqa: E402 - as above
+from tileattn.testing import assert_attention_close, error_bound  # noqa: E402 - as above
 from tileattn.torch import append_kv, attention, explain, merge, rope  # noqa: E402 - as above
 from tileattn.torch.tensors import array_of  # noqa: E402 - as above
 
@@ -225,7 +227,9 @@ def test_appended_keys_are_attended() -> None:
     q, k, v = (drawn(B, H, N, n, seed=n) for n in (D, D, DV))
     lengths = append_kv(k_cache, v_cache, k, v, kv_lengths=torch.tensor([0, 9]))
     out = attention(q, k_cache, v_cache, kv_lengths=lengths, causal=True)
-    torch.testing.assert_close(out[0], attention(q, k, v, causal=True)[0])
+    first = [x[:1].numpy() for x in (q, k, v)]  # whose cache was empty
+    exact, bounds = reference.forward(*first, causal=True), error_bound(*first, causal=True)
+    assert_attention_close(out[:1], exact, bounds)
 
 
 def test_operators_keep_pytorchs_rules() -> None:
@@ -430,5 +434,5 @@ def test_append_kv_takes_what_needs_gradients_where_none_are_recorded() -> None:
 
 def test_batches_of_torch_vmap_are_not_written() -> None:
     batch = torch.stack([APPENDED["k"]] * 2)
-    with pytest.raises(UnsupportedError, match=r"append_kv does not support torch\.vmap"):
+    with pytest.raises(UnsupportedError, match=r"append_kv does not append keys under torch\.vmap"):
         torch.vmap(lambda k: append_kv(**APPENDED | {"k": k}))(batch)

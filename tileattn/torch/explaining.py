@@ -30,7 +30,7 @@ def explain(
     Returns
     -------
     Explanation
-        What ``tileattn.explain`` returns: backend, kernel, tile sizes, and the reasons for the
+        The result of ``tileattn.explain``: backend, kernel, tile sizes, and the reasons for the
         choice. ``str()`` of it is a short report.
 
     Raises

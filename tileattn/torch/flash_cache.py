@@ -12,7 +12,6 @@ from tileattn.backends.registry import candidates, supporting
 from tileattn.call.parse import parse
 from tileattn.call.sequences import integers
 from tileattn.call.window import window_of
-from tileattn.errors import UnsupportedError
 from tileattn.messages import calling
 from tileattn.torch import library
 from tileattn.torch.flash_options import NAMES, Integers, Window, check_tensors, to_options
@@ -257,14 +256,7 @@ def _fake(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty((B, H, N, v_cache.shape[-1])), q.new_empty((B, H, N), dtype=sums)
 
 
-def _refuse_batches(*_inputs: Any) -> Any:
-    raise UnsupportedError(
-        "flash_attn_with_kvcache does not append keys under torch.vmap; call it for each element, "
-        "or once with a larger batch"
-    )
-
-
 library.define(
     *("append_and_attend", _INPUTS, "(Tensor, Tensor)", _append, _fake),
-    refuse_batches=_refuse_batches,
+    no_batches="flash_attn_with_kvcache does not append keys",
 )

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 import tileattn
-from tileattn.errors import UnsupportedError
 from tileattn.messages import must_be
 from tileattn.torch import library
 from tileattn.torch.inputs import integer_tensor, refuse_gradients
@@ -145,14 +144,7 @@ def _fake(*inputs: Any) -> torch.Tensor:
     return place.new_empty((entries,), dtype=torch.int64)
 
 
-def _refuse_batches(*_inputs: Any) -> Any:
-    raise UnsupportedError(
-        "append_kv does not support torch.vmap; call it for each element, or once with a larger "
-        "batch"
-    )
-
-
 library.define(
     *("append_kv", _INPUTS, "Tensor", _run, _fake),
-    refuse_batches=_refuse_batches,
+    no_batches="append_kv does not append keys",
 )

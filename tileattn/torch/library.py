@@ -1,11 +1,13 @@
 """Operators of PyTorch, which a call bypasses if PyTorch neither traces nor records it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tileattn.errors import UnsupportedError
 from tileattn.torch.batches import are_gradients_batched, rule_for_gradients, rule_for_vmap
 from tileattn.torch.eager import holds_elements, is_eager
 from tileattn.torch.operators import UNSAFE
@@ -23,7 +25,7 @@ def define(
     run: Callable[..., Any],
     fake: Callable[..., Any],
     gradient: Gradient | None = None,
-    refuse_batches: Callable[..., Any] | None = None,
+    no_batches: str = "",
 ) -> None:
     """Define an operator.
 
@@ -41,8 +43,9 @@ def define(
         Makes results without values, of the right shape, dtype and device.
     gradient : (callable, callable) or None
         The backward pass and what saves its inputs, as for ``torch.library.register_autograd``.
-    refuse_batches : callable or None
-        Raises the error of a call under ``torch.vmap``. None = a call for each element.
+    no_batches : str
+        What a call under ``torch.vmap`` does not do, as the start of its error. Empty: there is a
+        call for each element.
     """
     schema = ", ".join(f"{kind} {argument}" for argument, kind in inputs.items())
     for suffix, tags in _SUFFIXES.items():
@@ -51,8 +54,8 @@ def define(
         for kind in ("CPU", "CUDA"):
             _LIBRARY.impl(own, run, kind)
         torch.library.register_fake(f"tileattn::{own}", fake, lib=_LIBRARY)
-        if refuse_batches is not None:
-            _LIBRARY.impl(own, refuse_batches, "FuncTorchBatched")
+        if no_batches:
+            _LIBRARY.impl(own, partial(_refuse_batches, no_batches), "FuncTorchBatched")
         else:
             rule = rule_for_vmap(getattr(torch.ops.tileattn, own))
             torch.library.register_vmap(f"tileattn::{own}", rule, lib=_LIBRARY)
@@ -62,6 +65,12 @@ def define(
             torch.library.register_autograd(
                 f"tileattn::{own}", backward, setup_context=save, lib=_LIBRARY
             )
+
+
+def _refuse_batches(what: str, *_inputs: Any) -> Any:
+    raise UnsupportedError(
+        f"{what} under torch.vmap; call it for each element, or once with a larger batch"
+    )
 
 
 def call(name: str, run: Callable[..., Any], *inputs: Any) -> Any:

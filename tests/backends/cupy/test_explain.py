@@ -74,7 +74,7 @@ def test_few_queries_share_tiles_and_split_the_keys() -> None:
     sums = 16 * 32 * 8 * (128 + 2) * 4
     assert found.bytes_moved["sums"] == 2 * sums
     for line in (
-        "forward_split: few queries over many keys, cut into splits of 1,024 keys",
+        "forward_split: few queries, cut into splits of 1,024 keys",
         "forward_combine: one warp for each query, which joins its splits",
         f"the sums of the splits take {sums / 1e6:.2f} MB besides the results",
     ):

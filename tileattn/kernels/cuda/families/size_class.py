@@ -149,7 +149,10 @@ def has_split_queries(P: Problem, tuning: Tuning) -> bool:
 
 
 def packs_heads(P: Problem, tuning: Tuning) -> bool:
-    """Return True if a tile should have the queries of all heads that share a key head."""
+    """Return True if a tile of split-KV should have the queries of all heads that share a key head.
+
+    A head that shares its keys with no other needs such a tile only for one or two queries.
+    """
     if P.is_packed or has_functions(P):
         return False
     if P.group == 1:

@@ -53,14 +53,14 @@ _NARROW = (
 _WIDE = (TileSize(64, 32, 4, 2, 4), TileSize(64, 16, 4, 2, 3), TileSize(64, 16, 4, 1, 2), *_NARROW)
 _WIDEST = (TileSize(128, 32, 8, 1, 4), *_WIDE)
 
-_FEW = "few queries over many keys"
+_FEW = "few queries"
 _PAGED = "keys are in pages"
 _CUT = "cut into splits of {:,} keys"
 _JOIN = "one {} for each query, which joins its splits"
 
 
 def concerns(problem: Problem, context: LaunchContext) -> bool:
-    """Return True if queries are few, and keys are many, in pages, or shared by several heads.
+    """Return True if queries are few, and keys are many, in pages, or suit `packs_heads`.
 
     If more than `FEW_ROWS` rows share keys, keys must be many.
     """
