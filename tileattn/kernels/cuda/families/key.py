@@ -9,7 +9,7 @@ class KernelKey:
     """The identity of a compiled kernel; every field is one ``-D`` define."""
 
     kernel: str  # the file src/<kernel>.cu and the function in it
-    dtype: str  # of q, k and v: its NumPy name, which the sources use too
+    dtype: str  # of q, and of k and v: its NumPy name, which the sources use too
     head_dim: int = 64  # bucket of q and k; the arrays may have fewer columns
     value_dim: int = 64  # bucket of v
     block_q: int = 64
@@ -19,6 +19,7 @@ class KernelKey:
     stages: int = 1  # buffers for the tiles of the inner loop; with 2, one is loaded ahead
     min_blocks_per_sm: int = 1  # for __launch_bounds__: limits the registers of a thread
     groups: int = 1  # groups of warps in a thread block, each with work tiles of its own
+    kv_dtype: str = ""  # of k and v if they have 8 bits
     alignment_bytes: int = 16  # alignment of every row, and width of a copy to shared memory
     bias: str = ""  # dtype of the bias; "" if there is none
     softcap: bool = False

@@ -29,12 +29,14 @@ POINTERS = (
     *("split_sums", "split_semaphores"),
     *("bias", "dbias", "dbias_sums", "mask", "dsinks", "block_kinds", "block_bits"),
     *("tile_kinds", "tile_ranks", "tile_list", "assignment", "origin"),
+    *("k_descale", "v_descale"),
 )
 """Arrays, in the order of their addresses: a short call writes only the first ones."""
 
+DESCALES = ("k_descale", "v_descale")
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 _PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_kinds", "tile_list")
-_AXES = dict.fromkeys(_ROWS, 3) | dict.fromkeys(_PAIRS, 4)  # strides that kernels read
+_AXES = dict.fromkeys((*_ROWS, *DESCALES), 3) | dict.fromkeys(_PAIRS, 4)  # strides that kernels read
 
 SECTIONS: dict[str, list[tuple[str, Any]]] = {
     # Addresses: `slots` says where a launch writes them.
@@ -44,6 +46,7 @@ SECTIONS: dict[str, list[tuple[str, Any]]] = {
         *((f"{name}_at", ROWS) for name in _ROWS),
         *((f"{name}_at", PAIRS) for name in _PAIRS),
         ("alibi_slopes_b", np.int64),
+        *((f"{name}_at", ROWS) for name in DESCALES),
     ],
     # From the problem; head dimensions and heads of a group follow from the kind.
     "sizes": [
@@ -74,6 +77,7 @@ SECTIONS: dict[str, list[tuple[str, Any]]] = {
         for name in (
             *("pages_total", "page", "table_width"),
             *("split_keys", "splits", "max_split_rows"),
+            *(f"{name}_rows" for name in DESCALES),
         )
     ],
     # Kind: the dtypes of the caller's integers.

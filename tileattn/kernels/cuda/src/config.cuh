@@ -1,7 +1,7 @@
 // Layer 3. The key of a kernel: each KEY_* macro that the host defines, as a typed constant.
 #pragma once
 
-#include "fragment.cuh"
+#include "quantised.cuh"
 #include "griddep.cuh"
 #include "ptxas.cuh"
 
@@ -22,6 +22,29 @@ struct Present<void> {
 using BiasElement = Present<KEY_BIAS>::type;
 
 constexpr bool IS_16_BIT = sizeof(Element) == 2;
+
+// The types of keys and values, and of operands of GEMMs with them. Both are Element unless keys and
+// values have 8 bits.
+template <class T>
+struct KvTypeOf {
+    using type = T;
+};
+template <>
+struct KvTypeOf<void> {
+    using type = Element;
+};
+template <bool TO_HALVES>
+struct OperandOf {
+    using type = Element;
+};
+template <>
+struct OperandOf<true> {
+    using type = float16;
+};
+constexpr bool QUANTISED = Present<KEY_KV_DTYPE>::value;
+using KvElement = KvTypeOf<KEY_KV_DTYPE>::type;
+using Operand = OperandOf<QUANTISED && IS_16_BIT>::type;
+
 constexpr int HEAD_DIM = KEY_HEAD_DIM;
 constexpr int VALUE_DIM = KEY_VALUE_DIM;
 constexpr int BLOCK_Q = KEY_BLOCK_Q;
@@ -91,15 +114,15 @@ constexpr bool ALL_ROWS_MAX_FIRST = HAS_ANY_SCORES && PRODUCER_WARPS == 0;
 
 // Lazy rescaling of Hopper's forward kernel: the shift of a row may lag its maximum by this many powers of
 // two before O is rescaled. 16-bit P has the range for it; only the rounding of the result depends on it.
-constexpr int RESCALE_THRESHOLD = HAS_FINITE_SUMS<Element> ? 4 : 8;
+constexpr int RESCALE_THRESHOLD = HAS_FINITE_SUMS<Operand> ? 4 : 8;
 
-// float16 calls multiply P by a power of two before rounding it. float16 loses digits below 2**-14, and is
+// P in float16 is multiplied by a power of two before it is rounded. float16 loses digits below 2**-14, and is
 // 0 below 2**-25: with an attention sink all other keys may have such a P. If their scores are similar,
 // their rounding errors are, too, and do not average out in out or in delta. The factor costs nothing: it
 // is a constant in the exponent. Forward it is 2**11: P may reach 2**RESCALE_THRESHOLD = 2**4, and 2**15 is
 // below the largest float16, 65504. Backward it is 2**15: P is at most 1. So P keeps all its digits down to
 // 2**-25 forward, and 2**-29 backward.
-constexpr int FORWARD_P_LOG2 = HAS_FINITE_SUMS<Element> ? 15 - RESCALE_THRESHOLD : 0;
+constexpr int FORWARD_P_LOG2 = HAS_FINITE_SUMS<Operand> ? 15 - RESCALE_THRESHOLD : 0;
 constexpr int BACKWARD_P_LOG2 = HAS_FINITE_SUMS<Element> ? 15 : 0;
 constexpr Accum FORWARD_P_UNIT = Accum(1) / (1 << FORWARD_P_LOG2);
 constexpr Accum BACKWARD_P_UNIT = Accum(1) / (1 << BACKWARD_P_LOG2);

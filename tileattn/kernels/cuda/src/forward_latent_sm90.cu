@@ -52,7 +52,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                                const WorkTile& work) {
     const int lane = threadIdx.x % WARP, box = PAGED ? min(int(p.page), BLOCK_K) : BLOCK_K;
     const bool loads = lane * box < BLOCK_K;
-    KeyRows rows(p, work.b, work.window.length);
+    KeyRows rows(p, work.sequence, work.window.length);
     PipelineState<STAGES> pipe;
     rows.find(work.begin() * BLOCK_K + lane * box);
 #pragma unroll 1
@@ -333,7 +333,7 @@ __device__ inline RowSum sum_row(const Params& p, const WorkTile& work, const Sh
     const ScoreMod score_mod(p, work.b, row.h);
     const Element* const q = q_row(p, work.sequence, row);
     const Element* const k = static_cast<const Element*>(p.k) + work.kv * p.k_at.h;
-    KeyRows rows(p, work.b, work.window.length);
+    KeyRows rows(p, work.sequence, work.window.length);
     auto key_row = [&](int j) {
         rows.find(j);
         return rows.row(k, p.k_at, j, 0);

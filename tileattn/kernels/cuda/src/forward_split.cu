@@ -3,15 +3,15 @@
 // n computes every WARPS_N-th key tile, with its own stages and sums, and the sums are added up at the end.
 // Which keys a slice computes depends only on their indices, so the bits of a row do not depend on the
 // batch.
-#include "splits.cuh"
+#include "descale.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M), NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 constexpr int SLICE_THREADS = WARP * WARPS_M;
 static_assert(STAGES > 1 && BLOCK_K <= WARP, "tiles are loaded ahead; a lane looks up one key");
 
-using QueryTile = Tile<Element, BLOCK_Q, HEAD_DIM>;
-using KeyTile = Tile<Element, BLOCK_K, HEAD_DIM>;
-using ValueTile = Tile<Element, BLOCK_K, VALUE_DIM>;
+using QueryTile = Tile<Operand, BLOCK_Q, HEAD_DIM>;
+using KeyTile = Tile<KvElement, BLOCK_K, HEAD_DIM>;
+using ValueTile = Tile<KvElement, BLOCK_K, VALUE_DIM>;
 
 // At the end the sums of the slices overlay the tiles.
 constexpr int SUM_PITCH = VALUE_DIM + 8;
@@ -32,20 +32,22 @@ __device__ inline void for_each(Fragment<Accum, MT, N>& c, Visit visit) {
 }
 
 // Return a bit for each key of a tile that has a non-finite value. Each warp checks the whole tile.
-__device__ inline u32 non_finite_rows(const ValueTile& v) {
+__device__ inline u32 non_finite_rows(const ValueTile& v, const TileScales& scales) {
     u32 bad = 0;
     for (int row = 0; row < BLOCK_K; ++row) {
-        bool finite = true;
+        bool finite = !QUANTISED || is_finite(scales.values[row]);
         for (int d = threadIdx.x % WARP; d < VALUE_DIM; d += WARP)
             finite = finite && is_finite(widen(v.element(ValueTile::at(row, d))));
         if (!__all_sync(~0u, finite)) bad |= 1u << row;
     }
     return bad;
 }
-__device__ inline void zero_non_finite(const ValueTile& v, int slice_thread) {
+__device__ inline void zero_non_finite(const ValueTile& v, const TileScales& scales, int slice_thread) {
+    if (QUANTISED && slice_thread < BLOCK_K && !is_finite(scales.values[slice_thread]))
+        scales.values[slice_thread] = 0;
     for (int i = slice_thread; i < BLOCK_K * VALUE_DIM; i += SLICE_THREADS) {
-        Element& x = v.element(ValueTile::at(i / VALUE_DIM, i % VALUE_DIM));
-        if (!is_finite(widen(x))) x = Element{};
+        KvElement& x = v.element(ValueTile::at(i / VALUE_DIM, i % VALUE_DIM));
+        if (!is_finite(widen(x))) x = KvElement{};
     }
 }
 
@@ -69,17 +71,20 @@ __device__ __noinline__ RowSum sum_row(const Params& p, int b, int kv, const Sha
     const int lane = threadIdx.x % WARP;
     const AttentionMask attn_mask(p, b, row.h);
     const ScoreMod score_mod(p, b, row.h);
-    const Element* const q = q_row(p, Sequence(p, b), row);
-    const Element* const k = static_cast<const Element*>(p.k) + kv * p.k_at.h;
-    const Element* const v = static_cast<const Element*>(p.v) + kv * p.v_at.h;
-    KeyRows rows(p, b, length);
+    const Sequence sequence(p, b);
+    const Element* const q = q_row(p, sequence, row);
+    const KvElement* const k = static_cast<const KvElement*>(p.k) + kv * p.k_at.h;
+    const KvElement* const v = static_cast<const KvElement*>(p.v) + kv * p.v_at.h;
+    KeyRows rows(p, sequence, length);
+    const Descales descales(p, sequence, kv);
     auto score = [&](int j) {
         rows.find(j);
-        const Element* const key = rows.row(k, p.k_at, min(j, length - 1), lane);
+        const KvElement* const key = rows.row(k, p.k_at, min(j, length - 1), lane);
         if (j >= keys.hi || !attn_mask.visible(row.i, j)) return -infinity<Accum>();
         Accum product = 0, dsoftcap, dfunction;
         for (int d = 0; d < p.D; ++d)
             product = fma(Accum(widen(q[d])), Accum(widen(key[d])), product);
+        if (QUANTISED) product *= *descales.k.of(rows, min(j, length - 1));
         return score_mod.score(product, row.i, j, score_mod.bias_of(row.i, j), dsoftcap, dfunction);
     };
     RowSum sum;
@@ -95,9 +100,11 @@ __device__ __noinline__ RowSum sum_row(const Params& p, int b, int kv, const Sha
             const Accum own = exp2_of(difference(s, sum.m) * softmax_scale_log2) *
                               Accum(1 << FORWARD_P_LOG2);
             own_l += own;
+            const Accum scaled =
+                QUANTISED ? own * *descales.v.of(rows, min(j0 + lane, length - 1)) : own;
             for (int n = 0; n < WARP; ++n) {
-                const Element* const value = rows.row(v, p.v_at, min(j0 + n, length - 1), n);
-                const Accum weight = __shfl_sync(~0u, own, n);
+                const KvElement* const value = rows.row(v, p.v_at, min(j0 + n, length - 1), n);
+                const Accum weight = __shfl_sync(~0u, scaled, n);
                 if (__shfl_sync(~0u, s, n) != -infinity<Accum>() && d < p.Dv)
                     total = fma(weight, Accum(widen(value[d])), total);
             }
@@ -114,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     overlap_launches();
     extern __shared__ __align__(1024) char memory[];
     __shared__ Accum row_sums[WARPS_N][BLOCK_Q][2];
+    __shared__ float query_factors[QUANTISED ? BLOCK_Q : 1];
     const WorkTile work(p);
     const Sequence sequence(p, work.b);
     const int rows = int(p.group * sequence.Nq), row_end = min(work.row0 + BLOCK_Q, rows);
@@ -131,10 +139,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const Lane lane;
     const QueryTile q_tile(memory);
     auto k_tile = [&](int stage) {
-        constexpr int PAIR = KeyTile::BYTES + ValueTile::BYTES;
-        return KeyTile(memory + QueryTile::BYTES + (slice * STAGES + stage) * PAIR);
+        constexpr int STAGE = KeyTile::BYTES + ValueTile::BYTES + TileScales::BYTES;
+        return KeyTile(memory + QueryTile::BYTES + (slice * STAGES + stage) * STAGE);
     };
     auto v_tile = [&](int stage) { return ValueTile(k_tile(stage).base + KeyTile::BYTES); };
+    auto scales = [&](int stage) { return TileScales(v_tile(stage).base + ValueTile::BYTES); };
     auto sync_slice = [&] {
         if constexpr (WARPS_M == 1)
             __syncwarp();
@@ -157,15 +166,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             attended[m][half] = window.key_range(i, i + 1);
         }
 
-    KeyRows key_rows(p, work.b, window.length);
-    const Element* const k = static_cast<const Element*>(p.k) + work.kv * p.k_at.h;
-    const Element* const v = static_cast<const Element*>(p.v) + work.kv * p.v_at.h;
+    KeyRows key_rows(p, sequence, window.length);
+    const Descales descales(p, sequence, work.kv);
+    const KvElement* const k = static_cast<const KvElement*>(p.k) + work.kv * p.k_at.h;
+    const KvElement* const v = static_cast<const KvElement*>(p.v) + work.kv * p.v_at.h;
     const int slice_thread = threadIdx.x % SLICE_THREADS;
     const bool has_tiles_in_pages = !PAGED || int(p.page) % BLOCK_K == 0;
     auto load_tile = [&](int tile, int stage) {
         const int k0 = tile * BLOCK_K;
         if (k0 < keys.hi) {
-            auto load = [&](const auto& tile, const Element* first, const Rows& at, int columns) {
+            auto load = [&](const auto& tile, const KvElement* first, const Rows& at, int columns) {
                 if (has_tiles_in_pages)
                     tile.template load<SLICE_THREADS, ALIGNMENT_BYTES>(
                         key_rows.row(first, at, k0, 0), at.n, keys.hi - k0, columns, slice_thread);
@@ -176,6 +186,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             };
             load(k_tile(stage), k, p.k_at, int(p.D));
             load(v_tile(stage), v, p.v_at, int(p.Dv));
+            if (QUANTISED)
+                scales(stage).load(descales, key_rows, slice_thread, k0 + slice_thread, keys.hi);
         }
         copy_commit();
         key_rows.find(k0 + WARPS_N * BLOCK_K + int(threadIdx.x) % WARP);  // for the next tile
@@ -184,12 +196,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const int begin = keys.lo / BLOCK_K;
     const int first_tile = begin + (slice + WARPS_N - begin % WARPS_N) % WARPS_N;
 
-    q_tile.template load_rows<THREADS, ALIGNMENT_BYTES>(
-        [&](int r) {
-            const SharedRow row(p, work.kv, min(work.row0 + r, rows - 1));
-            return q_row(p, sequence, row);
-        },
-        row_end - work.row0, int(p.D));
+    auto query = [&](int r) {
+        const SharedRow row(p, work.kv, min(work.row0 + r, rows - 1));
+        return q_row(p, sequence, row);
+    };
+    constexpr bool CONVERTS_Q = QUANTISED && IS_16_BIT;
+    if constexpr (!CONVERTS_Q)
+        q_tile.template load_rows<THREADS, ALIGNMENT_BYTES>(query, row_end - work.row0, int(p.D));
     copy_commit();
 
     // Apply score modifiers and masks.
@@ -222,13 +235,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     // the second call, with `clean`, puts zeros in its place. Returns a bit for each row that is right.
     auto attend = [&](bool clean) {
         state = RowState<MT>(), acc.clear();
+        ValueUnit unit;
         u32 good = ~0u;
         int tile = first_tile, stage = 0;
         key_rows.find(tile * BLOCK_K + int(threadIdx.x) % WARP);
 #pragma unroll 1
         for (int n = 0; n < STAGES - 1; ++n) load_tile(tile + n * WARPS_N, n);
+        if constexpr (CONVERTS_Q)
+            if (!clean) load_queries(q_tile, query_factors, row_end - work.row0, int(p.D), query);
         copy_wait<STAGES - 1>();
         __syncthreads();  // the queries have landed
+        Accum query_factor[MT][2];
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                query_factor[m][half] =
+                    CONVERTS_Q ? Accum(query_factors[row0 + 16 * m + lane.row(2 * half)]) : Accum(1);
 #pragma unroll 1
         for (; tile * BLOCK_K < keys.hi; tile += WARPS_N) {
             copy_wait<STAGES - 2>();
@@ -237,12 +260,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             const int k0 = tile * BLOCK_K;
             Fragment<Accum, MT, NT> s;
             s.clear();
-            multiply<HEAD_DIM>(s, q_tile, row0, k_tile(stage), 0);
+            multiply_keys<HEAD_DIM>(s, q_tile, row0, k_tile(stage));
+            if constexpr (QUANTISED)
+                scale_columns(s, scales(stage).keys,
+                              [&](int m, int half) { return query_factor[m][half]; });
             finish_scores(s, k0);
             if (clean) {
-                const u32 bad = non_finite_rows(v_tile(stage));
+                const u32 bad = non_finite_rows(v_tile(stage), scales(stage));
                 sync_slice();  // all warps have checked the tile
-                if (bad) zero_non_finite(v_tile(stage), slice_thread);
+                if (bad) zero_non_finite(v_tile(stage), scales(stage), slice_thread);
                 sync_slice();  // the zeros are stored
                 for_each(s, [&](Accum x, int m, int half, int column) {
                     if (bad >> column & 1 && x != -infinity<Accum>()) good &= ~(1u << (2 * m + half));
@@ -251,9 +277,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             Accum rescale[MT][2];
             state.update(s, softmax_scale_log2, LoneWarp(), rescale);
             acc.scale_rows(rescale);
-            multiply(acc, s, v_tile(stage), 0);
+            if constexpr (QUANTISED) {
+                const Accum factor = unit.raise(scales(stage).values);
+                if (factor != 1) acc.scale(factor);
+                scale_columns(s, scales(stage).values, [&](int, int) { return unit.inverse(); });
+            }
+            multiply_values<Operand>(acc, s, v_tile(stage));
             stage = stage == STAGES - 1 ? 0 : stage + 1;
         }
+        if constexpr (QUANTISED) acc.scale(unit.unit);
         copy_wait<0>();
         __syncthreads();  // all slices are done with their tiles
         state.reduce_sums(LoneWarp());
@@ -272,7 +304,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     Accum* const sums = reinterpret_cast<Accum*>(memory);
     auto sums_of = [&](int n, int row) { return sums + (n * BLOCK_Q + row) * SUM_PITCH; };
     for_each(acc, [&](Accum x, int m, int half, int column) {
-        sums_of(slice, row0 + 16 * m + lane.row(2 * half))[column] = x;
+        const int d = QUANTISED ? value_column<Operand>(column) : column;
+        sums_of(slice, row0 + 16 * m + lane.row(2 * half))[d] = x;
     });
 #pragma unroll
     for (int m = 0; m < MT; ++m)

@@ -15,6 +15,16 @@
 template <class T>
 struct Atom;
 
+// Elements of 8 bits are not multiplied as they are: they become operands of another type (quantised.cuh).
+struct NoAtom {
+    struct A {};
+    struct B {};
+};
+template <>
+struct Atom<float8_e4m3fn> : NoAtom {};
+template <>
+struct Atom<int8> : NoAtom {};
+
 // For GPUs without the instruction: multiply the same fragments with shuffles.
 template <class S, class Row, class Column>
 __device__ __noinline__ void multiply_by_shuffles(S (&c)[4], Row row, Column column) {

@@ -53,11 +53,13 @@ struct Fields {
     int* tile_list;
     const int* assignment;      // static scheduler: the work tiles of each worker
     const i64* origin;          // of each sequence: b, h, i, j at which dropout starts to count
+    const float *k_descale, *v_descale;  // factors of keys and values of 8 bits
 
     // --- strides --------------------------------------------------------------------------
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;
     Pairs bias_at, dbias_at, mask_at, block_kinds_at, tile_kinds_at, tile_list_at;
     i64 alibi_slopes_b;
+    Rows k_descale_at, v_descale_at;  // n is 0 if all keys of a head have one factor
 
     // --- sizes ----------------------------------------------------------------------------
     i64 B, Hq, Hkv, Nq, Nk, D, Dv;
@@ -98,6 +100,7 @@ struct Fields {
     i64 split_keys;      // keys of a split
     i64 splits;          // of the longest sequence that the arrays have room for
     i64 max_split_rows;  // forward_split takes packed sequences with at most this many rows
+    i64 k_descale_rows, v_descale_rows;  // 1: factors are by row of the cache; 0: by sequence
 
     // --- integers -------------------------------------------------------------------------
     // Bytes of an element of the caller's integer arrays: 4 or 8.

@@ -23,13 +23,15 @@ __device__ inline i64 partial_index(const Params& p, i64 b, i64 kv, int row, int
 struct KeyRows {
     Integers table;  // the block table
     i64 first;       // the sequence's first entry
-    int b, last, page, pages;
+    i64 entry, start;  // its batch entry, and its first row there
+    int last, page, pages;
     int found_page = 0, found_row = 0;
 
-    __device__ KeyRows(const Params& p, int b, int length)
+    __device__ KeyRows(const Params& p, const Sequence& sequence, int length)
         : table{p.block_table, p.block_table_bytes},
-          first(b * p.table_width),
-          b(b),
+          first(sequence.b * p.table_width),
+          entry(sequence.entry()),
+          start(sequence.k_start),
           last(max(length - 1, 0)),
           page(int(p.page)),
           pages(int(p.pages_total)) {}
@@ -44,10 +46,10 @@ struct KeyRows {
         }
     }
     // The row of key j, which `lane` has looked up. All lanes of a warp call.
-    __device__ const Element* row(const Element* first, const Rows& at, int j, int lane) const {
-        const i64 entry = PAGED ? __shfl_sync(~0u, found_page, lane) : b;
-        const i64 within = PAGED ? __shfl_sync(~0u, found_row, lane) : j;
-        return first + entry * at.b + within * at.n;
+    __device__ const KvElement* row(const KvElement* first, const Rows& at, int j, int lane) const {
+        const i64 from = PAGED ? __shfl_sync(~0u, found_page, lane) : entry;
+        const i64 within = PAGED ? __shfl_sync(~0u, found_row, lane) : start + j;
+        return first + from * at.b + within * at.n;
     }
 };
 

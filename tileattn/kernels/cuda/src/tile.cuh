@@ -33,8 +33,8 @@ struct Tile {
 
     // Linear: swizzle(a + b) == swizzle(a) ^ swizzle(b) if a and b have no common bit.
     __device__ static constexpr int swizzle(int row) {
-        if (PITCH == 64) return sizeof(T) == 2 ? (row >> 1 & 3) << 4 : (row >> 1 & 1) << 5;
-        if (sizeof(T) == 2) return (row & 7) << 4;
+        if (PITCH == 64) return sizeof(T) <= 2 ? (row >> 1 & 3) << 4 : (row >> 1 & 1) << 5;
+        if (sizeof(T) <= 2) return (row & 7) << 4;
         return ((row ^ row >> 2) & 1) << 6 | (row >> 1 & 1) << 5;
     }
     // The offset in bytes of an element.

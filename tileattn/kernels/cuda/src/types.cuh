@@ -16,6 +16,14 @@ struct bfloat16 {
 using float32 = float;
 using float64 = double;
 
+// Types of keys and values in caches of 8 bits.
+struct float8_e4m3fn {
+    unsigned char bits;
+};
+struct int8 {
+    signed char bits;
+};
+
 // The accumulator type is float; double for float64.
 template <class T>
 struct AccumOf {
@@ -40,6 +48,14 @@ __device__ inline float widen(float16 x) {
 __device__ inline float widen(bfloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
 __device__ inline float widen(float x) { return x; }
 __device__ inline double widen(double x) { return x; }
+__device__ inline float widen(float8_e4m3fn x) {
+    const u32 bits = x.bits, size = bits & 0x7f;
+    const u32 nan = size == 0x7f ? 0x7fc00000 : 0;
+    // The exponents of float32 begin 120 lower.
+    return __uint_as_float(
+        __float_as_uint(__uint_as_float((bits & 0x80) << 24 | size << 20) * 0x1p120f) | nan);
+}
+__device__ inline float widen(int8 x) { return float(x.bits); }
 
 template <class T>
 __device__ inline T narrow(float x);
