@@ -9,7 +9,7 @@ from tileattn.backends.buffers import ensure_workspace, ensure_writable
 from tileattn.backends.known_calls import first_run, validated
 from tileattn.backends.protocol import Explanation
 from tileattn.call.options import ROWS, Options, wanted
-from tileattn.call.parse import aux_arrays, four_axes, refuse_pages
+from tileattn.call.parse import aux_arrays, four_axes, refuse_caches
 from tileattn.call.prepared import CALLS, PreparedCall, SeenCall, signature
 from tileattn.call.problem import Problem
 from tileattn.expressions.functions import read_functions
@@ -33,9 +33,10 @@ def forward(
     q : array, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
         Queries; float16, bfloat16, float32 or float64. Any strides.
     k : array, shape (B, Hkv, Nk, D), (Hkv, Nk, D) or (Nk, D)
-        Keys; ``Hq % Hkv == 0``, and query head h reads key head ``h // (Hq // Hkv)``.
+        Keys; ``Hq % Hkv == 0``, and query head h reads key head ``h // (Hq // Hkv)``. Of the dtype
+        of q, or with ``k_descale`` float8_e4m3fn or int8.
     v : array, shape (B, Hkv, Nk, Dv), (Hkv, Nk, Dv) or (Nk, Dv)
-        Values.
+        Values, of the dtype of k.
     backend : str
         ``"auto"``, ``"numpy"``, ``"llvm"``, ``"cupy"`` or a registered name. ``"auto"`` uses the
         name in ``TILEATTN_BACKEND`` if it is set. Otherwise CuPy arrays run on ``"cupy"``, and
@@ -87,6 +88,12 @@ def forward(
         Keys and values are in pages: k is (pages, Hkv, page, D), v (pages, Hkv, page, Dv), and key
         j of sequence b is row ``j % page`` of page ``block_table[b, j // page]``. Requires
         ``kv_lengths``; may be combined with ``cu_seqlens_q``. Forward only.
+    k_descale, v_descale : float or array of float32
+        Factors of k and v of float8_e4m3fn or int8: the keys are ``k * k_descale``, the values
+        ``v * v_descale``. A number holds for all heads. Shape (Hkv,) has a number for each head,
+        and (B, Hkv) for each sequence and head, also with pages and packed sequences. Shape
+        ``k.shape[:-1]`` has a number for each token and head; a shape that fits both is this one.
+        q is float16, bfloat16 or float32, and out has its dtype. Forward only.
     tree_mask : array of bool, shape (B, Nq, Nq) or (1, Nq, Nq), or None
         Mask of the last Nq keys before ``kv_length``, such as the nodes of a tree in speculative
         decoding: query i attends to key ``kv_length - Nq + n`` if ``tree_mask[b, i, n]``. Only the
@@ -130,7 +137,7 @@ def forward(
     -----
     The score of query i, at position ``p = i + q_offset``, and key j is::
 
-        s = scale * q_i . k_j
+        s = scale * q_i . k_j                         (k_j times k_descale, v_j times v_descale)
         s = softcap * tanh(s / softcap)
         s = s - alibi_slope * |p - j| + bias_ij
         s = score_mod(s, b, h, i, j, *aux)
@@ -238,7 +245,8 @@ def backward(
     BackendUnavailableError
         If the backend cannot run here.
     UnsupportedError
-        If the backend does not support this problem or a workspace; with ``block_table``.
+        If the backend does not support this problem or a workspace; with ``block_table``, and with
+        k and v of 8 bits.
 
     Notes
     -----
@@ -274,7 +282,7 @@ def backward(
     >>> dq.shape, dbias is None
     ((5, 8), True)
     """
-    refuse_pages("backward", options)
+    refuse_caches("backward", options)
     extra = {"dout": dout, "out": out, "lse": lse}
     if dlse is not None:
         extra["dlse"] = dlse

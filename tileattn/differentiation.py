@@ -8,7 +8,7 @@ import numpy as np
 
 from tileattn.api import backward, forward
 from tileattn.call.options import Options
-from tileattn.call.parse import refuse_pages
+from tileattn.call.parse import refuse_caches
 from tileattn.expressions.functions import read_functions
 from tileattn.results import Attention, Gradients
 
@@ -62,7 +62,7 @@ def vjp(
     >>> dq.shape, dbias is None
     ((5, 8), True)
     """
-    refuse_pages("vjp", options)
+    refuse_caches("vjp", options)
     options = read_functions(options)
     attention = forward(q, k, v, backend=backend, **options)
     kept: Any = {name: _kept(x) for name, x in options.items()}

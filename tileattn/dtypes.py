@@ -17,6 +17,7 @@ class ElementType(NamedTuple):
 
 FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+FLOAT8_E4M3FN, INT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
 
 _TYPES = {
     one.dtype: one
@@ -33,6 +34,13 @@ DTYPES = tuple(_TYPES)
 
 NAMED = {dtype.name: dtype for dtype in DTYPES}
 """All of them, by name."""
+
+
+CACHE_DTYPES = (FLOAT8_E4M3FN, INT8)
+"""Dtypes of quantised keys and values, which have descales."""
+
+QUERY_DTYPES = (FLOAT16, BFLOAT16, FLOAT32)
+"""Dtypes of the queries and outputs of a call with quantised keys and values."""
 
 
 def one_of(dtypes: Sequence[np.dtype[Any]]) -> str:

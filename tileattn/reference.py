@@ -15,7 +15,7 @@ from tileattn.call.parse import (
     check_shape,
     device_integers,
     parse,
-    refuse_pages,
+    refuse_caches,
 )
 from tileattn.expressions.captures import with_parameters
 from tileattn.expressions.functions import read_functions
@@ -126,7 +126,7 @@ def backward(
     ----------
     Dao et al., "FlashAttention", arXiv:2205.14135, appendix B.2.
     """
-    refuse_pages("backward", options)
+    refuse_caches("backward", options)
     dout, q, k, v, out, lse, dlse = on_host((dout, q, k, v, out, lse, dlse))
     options = _on_host(options)
     options = check_call(q, k, v, options, dout=dout, out=out, lse=lse, dlse=dlse)

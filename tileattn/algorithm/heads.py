@@ -5,6 +5,7 @@ Every array has the axes ``(Hkv, G, rows, columns)``: ``G`` query heads for each
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,20 @@ class HeadGroup:
         keep = philox.keep_tile(self.seed, self.dropout_p, b + self.batch, heads, *rows, *keys)
         return keep.reshape(self.q.shape[:2] + keep.shape[1:])
 
+    def weights(self, tile: Tile, visible: TileMask | None) -> Array | None:
+        """Return the factors of the probabilities in the weighted sum of values; None for 1.
+
+        They are 0 where dropout drops, and descales of quantised values. A descale of a masked-out
+        value never counts, whatever it holds.
+        """
+        keep = self.keep(tile)
+        if self.kv.v_descale is None:
+            return keep
+        descales = self.kv.columns(self.kv.v_descale, tile.keys)
+        if visible is not None and not np.isfinite(descales).all():
+            descales = np.where(visible.dense(), descales, 0)
+        return descales if keep is None else keep * descales
+
 
 def head_groups(problem: Problem, operands: Operands, together: int = 1) -> Iterator[HeadGroup]:
     """Cut a problem into groups of heads, sequence by sequence, heads ascending.
@@ -131,16 +146,21 @@ def _head_group(
     mask = None if x.mask is None else x.mask[b if len(x.mask) > 1 else 0]
     if mask is not None and len(mask) > 1:
         mask = mask[heads]
+    kv_source = sequence.kv.of_heads(kv)
+    k_descale = kv_source.k_descale
     score_function = None
     if P.score_mod is not None:
         each = np.arange(heads.start, heads.stop).reshape(*shape, 1, 1)
         score_function = ScoreFunction(P.score_mod, x.aux, b, each, P.constants)
     return HeadGroup(
         q=sequence.q[heads].reshape(shape + sequence.q.shape[1:]),
-        kv=sequence.kv.of_heads(kv),
+        kv=kv_source,
         scale=P.scale,
         mask=AttentionMask(window, sequence.kv.N, mask, x.block_mask, b, heads, function),
-        score_mods=ScoreMods.of(P.softcap, slopes, split(x.bias), window.offset, score_function),
+        score_mods=ScoreMods.of(
+            *(P.softcap, slopes, split(x.bias), window.offset, score_function),
+            None if k_descale is None else partial(kv_source.columns, k_descale),
+        ),
         dtype=P.accum_dtype,
         batch=b,
         place=sequence.place,

@@ -3,7 +3,7 @@
 A modifier is one class here, one function in ``score_mod.cuh`` and one line in ``ScoreMods.of``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -45,6 +45,24 @@ class ScoreMod(Protocol):
 
     def apply_with_grad(self, s: Array, tile: Tile) -> Grad:
         """Apply the modifier; return its derivatives in new memory."""
+
+
+class Descale(ScoreMod):
+    """``s -> s * k_descale``: of quantised keys, whose descales have the shape (Hkv, 1, 1, keys).
+
+    The products ``q @ k.T`` of the numbers that are stored have few bits, so this is where the keys
+    are dequantised.
+    """
+
+    def __init__(self, descales: Callable[[slice], Array]) -> None:
+        self._of = descales
+
+    def apply(self, s: Array, tile: Tile) -> None:
+        s *= self._of(tile.keys)
+
+    def apply_with_grad(self, s: Array, tile: Tile) -> Grad:
+        self.apply(s, tile)
+        return Grad(np.array(np.broadcast_to(self._of(tile.keys), s.shape)))
 
 
 class Softcap(ScoreMod):
@@ -175,7 +193,7 @@ class ScoreMods(tuple[ScoreMod, ...]):
 
     The score of query i at position p = i + offset and key j is::
 
-        s = softcap * tanh(scale * q_i . k_j / softcap) - slope * |p - j| + bias_ij
+        s = softcap * tanh(scale * q_i . k_j * k_descale_j / softcap) - slope * |p - j| + bias_ij
         s = score_mod(s, b, h, i, j, *aux)
     """
 
@@ -189,9 +207,11 @@ class ScoreMods(tuple[ScoreMod, ...]):
         bias: Array | None = None,
         offset: int = 0,
         function: ScoreFunction | None = None,
+        k_descale: Callable[[slice], Array] | None = None,
     ) -> "ScoreMods":
         """Make the modifiers of a call, in the order of the formula; None for an absent one."""
         mods: Iterable[ScoreMod | None] = (
+            None if k_descale is None else Descale(k_descale),
             None if softcap is None else Softcap(softcap),
             None if slopes is None else ALiBi(slopes, offset),
             None if bias is None else Bias(bias),

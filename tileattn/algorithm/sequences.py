@@ -4,12 +4,14 @@ The loops of ``spec`` read blocks of keys and values from a ``KVSource``, howeve
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.algorithm.mask import SlidingWindow
+from tileattn.call.options import DESCALES
 from tileattn.call.problem import Operands, Problem
 
 Array = NDArray[Any]
@@ -17,10 +19,12 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class KVSource:
-    """Keys and values of some key heads of one sequence."""
+    """Keys and values of some key heads of one sequence, and what dequantises them."""
 
     k: Array  # (heads, Nk, D)
     v: Array  # (heads, Nk, Dv)
+    k_descale: Array | None = field(default=None, kw_only=True)  # (heads, Nk, 1)
+    v_descale: Array | None = field(default=None, kw_only=True)  # (heads, Nk, 1)
 
     @property
     def heads(self) -> int:
@@ -47,7 +51,12 @@ class KVSource:
 
     def of_heads(self, heads: slice) -> "KVSource":
         """Return the keys and values of some key heads."""
-        return replace(self, k=self.k[..., heads, :, :], v=self.v[..., heads, :, :])
+        arrays = ((name, getattr(self, name)) for name in ("k", "v", "k_descale", "v_descale"))
+        return replace(self, **{n: x[..., heads, :, :] for n, x in arrays if x is not None})
+
+    def columns(self, x: Array, span: slice) -> Array:
+        """Return a number of each row, an array like ``k_descale``, as a row: (heads, 1, 1, N)."""
+        return self._rows(x, span).swapaxes(-1, -2)
 
     def _rows(self, x: Array, span: slice) -> Array:
         return x[:, None, span]
@@ -109,5 +118,15 @@ def sequences(problem: Problem, operands: Operands) -> Iterator[Sequence]:
             kv = KVSource(x.k[b, :, keys], x.v[b, :, keys])
         else:
             kv = PagedKV(x.k, x.v, x.paging.block_table[entry])
+        if P.is_quantised:
+            kv = replace(kv, **{name: _of_rows(P, x, name, entry, place) for name in DESCALES})
         length, offset = int(x.kv_lengths[entry]), int(x.q_offset[entry])
         yield Sequence(entry, place, q, kv, SlidingWindow(q.shape[1], length, offset, *P.window))
+
+
+def _of_rows(P: Problem, x: Operands, name: str, entry: int, place: Place) -> Array:
+    """View a descale with a number for each row of a sequence, or with pages of all pages."""
+    part = slice(None) if x.paging is not None else (place.batch, slice(None), place.keys)
+    descale: Array = getattr(x, name)
+    descale = descale[part if name in P.token_descales else entry]
+    return np.broadcast_to(descale, x.k[part].shape[:-1])[..., None]

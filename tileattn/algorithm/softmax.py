@@ -62,11 +62,12 @@ class RowState:
         return RowState(self.m[..., which], self.l[..., which], self.acc[..., which, :])
 
     def update(
-        self, s: Array, v: Array, visible: TileMask | None = None, keep: Array | None = None
+        self, s: Array, v: Array, visible: TileMask | None = None, weights: Array | None = None
     ) -> None:
         """Take in one tile of scores (..., M, N), which are overwritten, and values (..., N, Dv).
 
-        ``keep`` says which probabilities dropout keeps in the weighted sum, never in ``l``.
+        ``weights`` multiply the probabilities in the weighted sum, never in ``l``: 0 where dropout
+        drops, and descales of quantised values.
         """
         if visible is not None:
             visible.masked_fill(s, -np.inf)
@@ -74,7 +75,7 @@ class RowState:
         p = np.exp(s - finite(m)[..., None])
         rescale = np.exp(self.m - finite(m))
         self.l[...] = rescale * self.l + p.sum(axis=-1)
-        p = p if keep is None else p * keep
+        p = p if weights is None else p * weights
         self.acc[...] = rescale[..., None] * self.acc + masked_matmul(p, v, visible)
         self.m[...] = m
 

@@ -122,7 +122,7 @@ def update_tile(
     visible = heads.tile_mask(tile)
     if heads.score_mods.can_mask:
         visible = above_minus_infinity(s, visible)
-    rows.update(s, v, visible, heads.keep(tile))
+    rows.update(s, v, visible, heads.weights(tile, visible))
 
 
 def finalize(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tileattn.backends.protocol import Backend
-from tileattn.call.options import shapes_of
+from tileattn.call.options import DESCALES, shapes_of
 from tileattn.call.prepared import CALLS
 from tileattn.call.problem import Problem
 from tileattn.errors import BackendUnavailableError, UnsupportedError
@@ -163,7 +163,8 @@ def why(name: str, chosen: Backend, problem: Problem, q: Any) -> list[str]:
 def ensure_owned(backend: Backend, key: str, x: Any) -> None:
     """Raise TypeError if an argument is no array of a backend."""
     if not backend.owns(x):
-        what = _array_of(backend.name) + shapes_of(key)
+        what = "a number or " if key in DESCALES else ""
+        what += _array_of(backend.name) + shapes_of(key)
         raise TypeError(must_be(key, what, x, _remedy(key, x)))
 
 

@@ -15,6 +15,7 @@ Value = Literal[
     "block mask",
     "function",
     "arrays",  # a sequence of arrays on the device of q
+    "descale",  # a number, or an array on the device of q
 ]
 Role = Literal[
     "score",  # modifies scores
@@ -24,6 +25,7 @@ Role = Literal[
     "dropout",
     "origin",  # shifts the indices of dropout and functions
     "function input",
+    "cache",  # how keys and values are stored
 ]
 
 
@@ -81,6 +83,8 @@ OPTIONS: dict[str, Option] = {
     "cu_seqlens_q": Option("integers", "place", ".", shared=False),
     "cu_seqlens_k": Option("integers", "place", ".", shared=False),
     "block_table": Option("integers", "place", "b.", shared=False),
+    "k_descale": Option("descale", "cache", shared=False),
+    "v_descale": Option("descale", "cache", shared=False),
     "tree_mask": Option("array", "mask", "bi.", packed=False, shared=False, lowered=True),
     "prefix": Option("integers", "mask", "b", shared=False, lowered=True),
     "origin": Option("integers", "origin", "b.", host_only=True, by_index=True),
@@ -110,6 +114,8 @@ class Options(TypedDict, total=False):
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     block_table: Any
+    k_descale: Any
+    v_descale: Any
     tree_mask: Any
     prefix: Any
     origin: Any
@@ -156,6 +162,9 @@ PAIR_ARRAYS = options_with(value="array", broadcasts=True)
 """Names of the arrays with an element for each pair."""
 
 INTEGERS = options_with(value="integers")
+DESCALES = options_with(value="descale")
+"""Factors that dequantise k and v, in this order."""
+
 FUNCTIONS = options_with(value="function")
 
 

@@ -7,6 +7,13 @@ import numpy as np
 
 from tileattn.call import hints
 from tileattn.call.block_mask import BlockMask
+from tileattn.call.descale import (
+    bring_descale,
+    cache_dtype,
+    descale_arrays,
+    refuse_descales,
+    token_descales,
+)
 from tileattn.call.lowering import (
     MASKS,
     aux_names,
@@ -15,7 +22,7 @@ from tileattn.call.lowering import (
     lowered_mask,
     lowered_window,
 )
-from tileattn.call.options import ARRAYS, FUNCTIONS, NUMBERS, OPTIONS, options_with
+from tileattn.call.options import ARRAYS, DESCALES, FUNCTIONS, NUMBERS, OPTIONS, options_with
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.scalars import dropout_of, scale_of, seed_of, softcap_of
 from tileattn.call.sequences import Places, places_of
@@ -49,6 +56,7 @@ class CallKind(NamedTuple):
     aux_names: tuple[str, ...]
     mask_options: tuple[str, ...]
     reading: tuple[str, ...]
+    kv_dtype: np.dtype[Any] | None = None
 
 
 def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, Operands]:
@@ -59,7 +67,8 @@ def parse(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> tuple[Problem, 
 def kind_of_call(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> CallKind:
     """Validate what `tileattn.call.prepared.kind_signature` describes: names, dtypes, functions."""
     check_names(options)
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    kv_dtype = cache_dtype(q, k, v, options)
+    for name, x in (("q", q), ("k", k), ("v", v)) if kv_dtype is None else ():
         check_dtype(name, x)
         if x.dtype != q.dtype:
             raise TypeError(
@@ -73,6 +82,7 @@ def kind_of_call(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> CallKind
         *(score_mod, mask_mod, names),
         tuple(n for n in ("mask_mod", *MASKS) if options.get(n) is not None),
         reading,
+        kv_dtype,
     )
 
 
@@ -121,6 +131,9 @@ def at_scalars(
     if kind.enabled_options:
         shape = (entries, Hq, *((Nq, Nk) if packed is None else packed.longest(Nq, Nk)))
         _check_options(kind, options, shape, B, Nq)
+    of_tokens = frozenset[str]()
+    if kind.kv_dtype is not None:
+        of_tokens = token_descales(k, v, options, entries, paged=paged is not None)
     window = lowered_window(scalars.window, options)
     if all(get(name) is None for name in _PLACES):
         window = without_far_sides(window, Nq, Nk)
@@ -141,6 +154,8 @@ def at_scalars(
         page=None if paged is None else paged.page,
         aux_names=kind.aux_names,
         mask_options=kind.mask_options,
+        kv_dtype=kind.kv_dtype,
+        token_descales=of_tokens,
     )
     return problem, operands_of(q, k, v, places, options)
 
@@ -189,13 +204,15 @@ def operands_of(q: Any, k: Any, v: Any, places: Places, options: Mapping[str, An
         packing=places.packing,
         paging=places.paging,
         origin=places.origin,
+        k_descale=bring_descale("k_descale", get("k_descale"), q, k, places),
+        v_descale=bring_descale("v_descale", get("v_descale"), q, v, places),
     )
 
 
 def arrays_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arrays among the options, by their names in messages."""
     given = {name: options[name] for name in ARRAYS if options.get(name) is not None}
-    return given | aux_arrays(options)
+    return given | descale_arrays(options) | aux_arrays(options)
 
 
 def device_integers(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,8 +259,9 @@ def four_axes(x: Any) -> Any:
     return x.reshape((1,) * (4 - x.ndim) + x.shape) if x.ndim < 4 else x
 
 
-def refuse_pages(call: str, options: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for pages, which have no gradients."""
+def refuse_caches(call: str, options: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for pages and caches of 8 bits, which have no gradients."""
+    refuse_descales(call, options)
     if options.get("block_table") is not None:
         raise UnsupportedError(
             f"{call} does not support block_table: pages have no gradients; gather them, and pass "
@@ -369,6 +387,8 @@ def constants_of(options: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _in_use(name: str, value: Any) -> bool:
     """Return True if an option differs from its default of None, False or zero."""
+    if name in DESCALES:
+        return value is not None
     value = scalar(value) if name in NUMBERS else value
     plain = isinstance(value, int | float | np.generic | tuple | list)
     return value is not None and not (plain and not value)

@@ -10,7 +10,7 @@ from weakref import ref
 import numpy as np
 
 from tileattn.call.block_mask import BlockMask
-from tileattn.call.options import Options
+from tileattn.call.options import DESCALES, Options
 from tileattn.call.parse import CallKind, operands_of
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.sequences import Places, given_for
@@ -229,7 +229,7 @@ def signature(
         key: list[Any] = [backend, default, *map(_layout_of, arrays)]
         for name, x in options.items():
             key += (name, type(x))
-            if not _append(key, x):
+            if not _append(key, x, unread=name in DESCALES):
                 return None
     except AttributeError:
         return None  # something is not an array
@@ -274,7 +274,7 @@ def kind_of_options(options: Mapping[str, Any]) -> list[Any] | None:
                     key += map(_kind_of, x)
             elif kind is not BlockMask:
                 key.append(_kind_of(x))
-                if not x.ndim:
+                if not x.ndim and name not in DESCALES:
                     if not isinstance(x, np.ndarray | np.generic):
                         return None  # validation may read the value of such a device array
                     key.append(bool(x))
@@ -283,8 +283,11 @@ def kind_of_options(options: Mapping[str, Any]) -> list[Any] | None:
     return key
 
 
-def _append(key: list[Any], x: Any) -> bool:
-    """Add an option to a signature; return False for too many or unusual values."""
+def _append(key: list[Any], x: Any, *, unread: bool = False) -> bool:
+    """Add an option to a signature; return False for too many or unusual values.
+
+    Validation never reads the values of ``unread`` arrays on a device.
+    """
     kind = type(x)
     if kind in _VALUES or (isinstance(x, np.generic) and not isinstance(x, np.void)):
         key.append(x)
@@ -304,7 +307,7 @@ def _append(key: list[Any], x: Any) -> bool:
         if values and x.size > _MAX_VALUES:
             return False
         key += (x.dtype, x.shape, x.tobytes() if values else x.strides)
-    elif x.shape:
+    elif x.shape or unread:
         key += (x.dtype, x.shape, getattr(x, "strides", None))
     else:
         return False  # validation may read the value of a device array without axes

@@ -49,6 +49,8 @@ class Kind(NamedTuple):
     mask_mod: Node | None
     aux_names: tuple[str, ...]
     mask_options: tuple[str, ...]
+    kv_dtype: np.dtype[Any] | None
+    token_descales: frozenset[str]
 
 
 class Numbers(NamedTuple):
@@ -90,7 +92,7 @@ class Problem:
     B, Hq, Hkv, Nq, Nk, D, Dv : int
         Sizes: batch, query heads, key heads, queries, keys, head dimension of q and k, and of v.
     dtype : numpy.dtype
-        Data type of q, k, v and out.
+        Data type of q and out, and of k and v without ``kv_dtype``.
     scale : float
         Multiplies ``q @ k.T``.
     softcap : float or None
@@ -119,6 +121,10 @@ class Problem:
         Names of the arrays that the functions read, in the order of ``Operands.aux``.
     mask_options : tuple of str
         Names of the options that ``mask_mod`` expresses, for messages.
+    kv_dtype : numpy.dtype or None
+        Data type of quantised k and v; None if they have the dtype of q.
+    token_descales : frozenset of str
+        Names of the descales with a number for each token; the others have one for each head.
     """
 
     B: int
@@ -143,6 +149,8 @@ class Problem:
     page: int | None = None
     aux_names: tuple[str, ...] = ()
     mask_options: tuple[str, ...] = ()
+    kv_dtype: np.dtype[Any] | None = None
+    token_descales: frozenset[str] = frozenset()
 
     @property
     def place_options(self) -> tuple[str, ...]:
@@ -175,6 +183,8 @@ class Problem:
             mask_mod=self.mask_mod,
             aux_names=self.aux_names,
             mask_options=self.mask_options,
+            kv_dtype=self.kv_dtype,
+            token_descales=self.token_descales,
         )
 
     @property
@@ -189,7 +199,7 @@ class Problem:
     def of(cls, kind: Kind, numbers: Numbers) -> "Problem":
         """Return the problem of a kind and numbers."""
         shared = ("dtype", "D", "Dv", "ndim", "page", "enabled_options", "score_mod", "mask_mod")
-        names = (*shared, "aux_names", "mask_options")
+        names = (*shared, "aux_names", "mask_options", "kv_dtype", "token_descales")
         return cls(**numbers._asdict(), **{name: getattr(kind, name) for name in names})
 
     has_bias = _Enabled("bias")
@@ -224,6 +234,11 @@ class Problem:
     def is_paged(self) -> bool:
         """True if keys and values are in pages."""
         return self.page is not None
+
+    @property
+    def is_quantised(self) -> bool:
+        """True if k and v have 8 bits, and descales."""
+        return self.kv_dtype is not None
 
     @property
     def changes_scores(self) -> bool:
@@ -311,6 +326,10 @@ class Operands(NamedTuple):
         Where the keys of each sequence are, if k and v have pages in place of batch entries.
     origin : array of int64, shape (entries, 4), or None
         Indices (b, h, i, j) from which dropout counts, for each sequence.
+    k_descale, v_descale : array of float32, three axes, or None
+        Factors of quantised k and v: for each head (entries, Hkv, 1), or for each token
+        (B, Hkv, Nk), where B and Nk are those of k. Views of the caller's arrays, with strides of 0
+        where they broadcast.
     """
 
     q: Any
@@ -328,6 +347,8 @@ class Operands(NamedTuple):
     packing: Packing | None = None
     paging: Paging | None = None
     origin: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
 
     @property
     def option_arrays(self) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class Options:
     tree_mask: Any = None
     prefix: Any = None
     origin: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,7 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
     """Evaluate the forward formulas with every number of them in ``dtype``."""
     o = Options(**dense_options(options))
     q = padded(q, 4, o.cu_seqlens_q).astype(dtype)
-    if o.block_table is not None:
-        k, v = (gathered(x, o.block_table, o.kv_lengths) for x in (k, v))
-    k, v = (padded(x, 4, o.cu_seqlens_k).astype(dtype) for x in (k, v))
+    k, v = _keys(k, o.k_descale, o, dtype), _keys(v, o.v_descale, o, dtype)
     B, Hq, Nq, D = q.shape
     Hkv, Nk = k.shape[1:3]
     group = Hq // Hkv if Hkv else 1
@@ -135,6 +135,23 @@ def evaluate_forward(q: Any, k: Any, v: Any, dtype: Any, options: dict[str, Any]
     return Forward(
         *(o, group, Hkv, scale, q, k, v, capped, function, scores, attended, lse, P, kept, out)
     )
+
+
+def _keys(x: Any, descale: Any, o: Options, dtype: Any) -> Array:
+    """Return keys or values with a batch entry for each sequence, dequantised: (B, Hkv, Nk, D)."""
+    factors = np.ones((), dtype)
+    if descale is not None:
+        factors = np.asarray(descale).astype(np.float32).astype(dtype)
+    of_tokens = factors.shape == np.shape(x)[:-1]
+    with np.errstate(all="ignore"):
+        if of_tokens:
+            x = np.asarray(x).astype(dtype) * factors[..., np.newaxis]
+        if o.block_table is not None:
+            x = gathered(x, o.block_table, o.kv_lengths)
+        x = padded(x, 4, o.cu_seqlens_k).astype(dtype)
+        if descale is None or of_tokens:
+            return np.asarray(x)
+        return np.asarray(x * factors[..., np.newaxis, np.newaxis])
 
 
 def evaluate_backward(f: Forward, dout: Any, dlse: Any) -> Backward:

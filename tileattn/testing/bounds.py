@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.call.options import options_with
-from tileattn.call.parse import refuse_pages
+from tileattn.call.parse import refuse_caches
 from tileattn.dtypes import accum_dtype
 from tileattn.oracle.dense import Backward, Forward, evaluate_backward, evaluate_forward
 from tileattn.oracle.packed import padded
@@ -109,7 +109,7 @@ def error_bound(
     q, k, v, dout, dlse = on_host((q, k, v, dout, dlse))
     options = {name: on_host(x) for name, x in options.items()}
     if dout is not None:
-        refuse_pages("backward", options)
+        refuse_caches("backward", options)
     upstream = {"dlse": dlse} if dout is None else {"dlse": dlse, "dout": dout}
     options = check_call(q, k, v, options, **upstream)
     dtype = q.dtype

@@ -63,7 +63,8 @@ def counted(
     Traffic
         Elements read and written, and the bytes of an element. Running sums have the size of
         ``problem.accum_dtype``: lse, l, m, delta, dq of flash1 and flash2, and out in the forward
-        pass of flash1. All other arrays have that of ``problem.dtype``.
+        pass of flash1. k and v have that of ``problem.kv_dtype``, where it is given; descales are
+        not counted. All other arrays have that of ``problem.dtype``.
 
     Raises
     ------
@@ -252,9 +253,9 @@ def _traffic(
     def elements(rows: dict[str, int]) -> dict[str, int]:
         return {name: n * _width(P, name) for name, n in rows.items()}
 
-    sizes = {
-        name: (P.accum_dtype if name in sums else P.dtype).itemsize for name in {**reads, **writes}
-    }
+    stored = {"k": P.kv_dtype or P.dtype, "v": P.kv_dtype or P.dtype}
+    stored |= dict.fromkeys(sums, P.accum_dtype)
+    sizes = {name: stored.get(name, P.dtype).itemsize for name in {**reads, **writes}}
     return Traffic(elements(reads), elements(writes), sizes)
 
 

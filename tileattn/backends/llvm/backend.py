@@ -81,6 +81,8 @@ class LlvmBackend(PreparingBackend):
 
     def why_not(self, problem: Problem) -> str | None:
         """Return why a problem is not supported."""
+        if problem.is_quantised:
+            return f"the kernels do not read k and v of {problem.kv_dtype}"
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > _LONGEST:

@@ -230,7 +230,7 @@ class BoundedRowState(RowState):
         return BoundedRowState(m, l, acc, self.memory, self.small)
 
     def update(
-        self, s: Array, v: Array, visible: TileMask | None = None, keep: Array | None = None
+        self, s: Array, v: Array, visible: TileMask | None = None, weights: Array | None = None
     ) -> None:
         """Update with one tile, as ``RowState.update``.
 
@@ -256,8 +256,8 @@ class BoundedRowState(RowState):
                 self.acc *= rescale[..., None]
             self.m[...] = m
         total = s @ np.ones(s.shape[-1], s.dtype)
-        if keep is not None:
-            np.multiply(s, keep, out=s)
+        if weights is not None:
+            np.multiply(s, weights, out=s)
         if self.small is True:
             visible = None  # small heads have finite keys and values
         self.l += total
