@@ -241,6 +241,11 @@ class Problem:
         return self.kv_dtype is not None
 
     @property
+    def kv_itemsize(self) -> int:
+        """Bytes of an element of k and v."""
+        return (self.kv_dtype or self.dtype).itemsize
+
+    @property
     def changes_scores(self) -> bool:
         """True if something modifies the scores ``scale * q @ k.T``."""
         modified = self.has_softcap or self.score_mod is not None

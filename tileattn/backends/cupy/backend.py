@@ -25,7 +25,7 @@ from tileattn.call.parse import CallKind
 from tileattn.call.prepared import DeviceMemory, PreparedCall
 from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem
 from tileattn.errors import UnsupportedError
-from tileattn.kernels.cuda.families.pages import why_not_paged
+from tileattn.kernels.cuda.families.pages import why_not_cache
 from tileattn.kernels.cuda.plan.aux_gradient import daux_name, why_not_learned
 from tileattn.kernels.cuda.plan.block_sparse import once, partial_blocks
 from tileattn.kernels.cuda.plan.kind_plan import KindPlan, backward_kind, forward_kind, kind_key
@@ -78,10 +78,9 @@ class CupyBackend(PreparingBackend):
         return _unavailable()
 
     def why_not(self, problem: Problem) -> str | None:
-        """Return why a problem is not supported: its pages or its lengths; None if it is."""
-        if problem.is_quantised:
-            return f"the kernels do not read k and v of {problem.kv_dtype}"
-        if problem.page is not None and (why := why_not_paged(problem)):
+        """Return why a problem is not supported: its cache or its lengths; None if it is."""
+        cached = problem.is_paged or problem.is_quantised
+        if cached and (why := why_not_cache(problem)):
             return why
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)

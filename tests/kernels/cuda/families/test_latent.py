@@ -12,7 +12,7 @@ from tileattn.backends.cupy.explain import explain_on
 from tileattn.call.problem import Operands, Problem
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families.latent import LATENT
-from tileattn.kernels.cuda.families.pages import why_not_paged
+from tileattn.kernels.cuda.families.pages import why_not_cache
 from tileattn.kernels.cuda.families.split import COMBINE
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, contiguous, contiguous_inputs
@@ -92,9 +92,9 @@ def test_what_the_naive_kernel_computes(
 
 
 def test_pages_that_no_kernel_reads() -> None:
-    assert why_not_paged(latent(page=64)) is None
-    assert "pages of fewer" in str(why_not_paged(latent(page=50)))
-    assert "above 576" in str(why_not_paged(latent(page=64, D=640)))
+    assert why_not_cache(latent(page=64)) is None
+    assert "pages of fewer" in str(why_not_cache(latent(page=50)))
+    assert "above 576" in str(why_not_cache(latent(page=64, D=640)))
     with pytest.raises(UnsupportedError, match="v is not a view"):
         plan(latent(page=64), v_is_k=False)
 

@@ -44,6 +44,11 @@ def reads_pages(problem: Problem) -> bool:
     return problem.is_paged and "Nk" not in empty_axes(problem)
 
 
+def reads_quantised(problem: Problem) -> bool:
+    """Return True if there are keys, and they are quantised."""
+    return problem.is_quantised and "Nk" not in empty_axes(problem)
+
+
 def _has_no_pages(problem: Problem, _: LaunchContext) -> bool:
     return not reads_pages(problem)
 
@@ -63,12 +68,15 @@ class Family:
     concerns : callable
         Returns True if the family is meant for such calls. Other calls pass it over, and their
         explanation does not mention it.
+    reads_8_bits : bool
+        True if it reads quantised keys and values. Other families are passed over for them.
     """
 
     name: str
     launches: Callable[[Problem, LaunchContext], tuple[KernelLaunch, ...]]
     why_not: Callable[[Problem, LaunchContext], str | None]
     concerns: Callable[[Problem, LaunchContext], bool] = _has_no_pages
+    reads_8_bits: bool = False
 
 
 def launches_of(
@@ -85,8 +93,9 @@ def launches_of(
     """
     refusals: dict[str, None] = {}
     reasons = ""
+    quantised = reads_quantised(problem)
     for family in families:
-        if family.concerns(problem, context):
+        if family.reads_8_bits >= quantised and family.concerns(problem, context):
             why = family.why_not(problem, context)
             if why is None:
                 launches = family.launches(problem, context)
@@ -94,5 +103,6 @@ def launches_of(
                 return *first, *launches[1:]
             refusals[why] = None
             reasons += f"not {family.name}, because {why}; "
-    what = "block_table" if problem.is_paged else problem.dtype.name
+    kv = problem.kv_dtype
+    what = f"k of {kv}" if kv else "block_table" if problem.is_paged else problem.dtype.name
     raise UnsupportedError(f"backend 'cupy' does not support {what} here: {'; '.join(refusals)}")

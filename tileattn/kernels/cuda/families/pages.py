@@ -32,15 +32,21 @@ def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
 PAGES_FAMILY = Family("the Hopper kernel over pages", _launches, split.why_not, _concerns)
 
 
-def why_not_paged(problem: Problem) -> str | None:
-    """Return why no kernel reads pages for a call, on any GPU; None if one does."""
-    P = problem
+def why_not_cache(problem: Problem) -> str | None:
+    """Return why no kernel reads the cache of a call, on any GPU; None if one does.
+
+    A cache has its keys in pages, or keys and values of 8 bits.
+    """
+    P, what = problem, "block_table" if problem.is_paged else f"k of {problem.kv_dtype}"
     if max(P.D, P.Dv) > MAX_HEAD_DIM:
+        wide = f"{what}: with a head dimension above {MAX_HEAD_DIM}"
+        if P.is_quantised:
+            return f"{wide} and k of {P.kv_dtype}" if P.is_paged else wide
         why = latent.why_not_problem(P)
-        return why and f"block_table: with a head dimension above {MAX_HEAD_DIM}, and {why}"
+        return why and f"{wide}, and {why}"
     option = refused(P, "has_block_mask", "has_dropout")
     if option is not None:
-        return f"block_table: with {option}"
+        return f"{what}: with {option}"
     if shared_rows(P) > MOST_ROWS:
-        return f"block_table: with more than {MOST_ROWS:,} queries that share a key head"
+        return f"{what}: with more than {MOST_ROWS:,} queries that share a key head"
     return None

@@ -9,6 +9,7 @@ HOPPER_LIMIT = 227 * 1024  # bytes per thread block on compute capability 9.0
 HOPPER_STATIC = 2048  # upper bound of the static shared memory of a Hopper kernel, in bytes
 HOPPER_GROUP_ROWS = 64  # rows of a warpgroup's wgmma
 _DQ_COPY_BYTES = 64 * 32 * 4  # float32 sums that one bulk copy adds to dQ in device memory
+_DESCALE_BYTES = 4  # of the factor of a key, or a value, of 8 bits
 DAUX_WINDOW_BYTES = 64 * 1024  # upper bound of the private sums of all threads of a thread block
 _NARROW_DIM = 128  # largest head dimension at which dK and dV of a whole tile fit in registers
 
@@ -61,21 +62,26 @@ def generic_static_bytes(kernel: str, tile: TileSize, size: int) -> int:
     return -(-used // 1024) * 1024  # the alignment of the tiles after it
 
 
-def split_bytes(tile: TileSize, dim: int, value: int, size: int) -> int:
+def split_bytes(tile: TileSize, dim: int, value: int, size: int, kv_size: int) -> int:
     """Count the dynamic shared memory of the split-KV kernel.
 
-    It holds the queries and the stages of each slice of warps. The sums of the slices replace them
-    at the end.
+    It holds the queries and the stages of each slice of warps; with keys and values of 8 bits a
+    stage has their descales, too. The sums of the slices replace them at the end. ``size`` and
+    ``kv_size`` are the bytes of an element of q, and of k and v.
     """
-    stages = tile.warps_n * tile.stages
-    tiles = _tiled(tile.block_q, dim, size)
-    tiles += stages * (_tiled(tile.block_k, dim, size) + _tiled(tile.block_k, value, size))
+    stage = _tiled(tile.block_k, dim, kv_size) + _tiled(tile.block_k, value, kv_size)
+    stage += 2 * tile.block_k * _DESCALE_BYTES if kv_size == 1 else 0
+    tiles = _tiled(tile.block_q, dim, size) + tile.warps_n * tile.stages * stage
     return max(tiles, tile.warps_n * tile.block_q * (value + 8) * max(size, 4))
 
 
-def split_static_bytes(tile: TileSize, number: int) -> int:
-    """Count the static shared memory of the split-KV kernel: two numbers per row and slice."""
-    return -(-tile.warps_n * tile.block_q * 2 * number // 1024) * 1024
+def split_static_bytes(tile: TileSize, number: int, *, quantised: bool = False) -> int:
+    """Count the static shared memory of the split-KV kernel.
+
+    It holds two numbers for each row and slice, and a factor of each row if k is ``quantised``.
+    """
+    numbers = tile.block_q * (2 * tile.warps_n + quantised)
+    return -(-numbers * number // 1024) * 1024
 
 
 def latent_bytes(tile: TileSize, dim: int) -> int:

@@ -129,7 +129,7 @@ def split_keys(P: Problem, tuning: Tuning) -> int:
     few = rows <= FEW_ROWS or (has_split_queries(P, tuning) and not has_functions(P))
     if P.is_packed or not few:
         return WHOLE
-    row_bytes = (bucket(P.D) + bucket(P.Dv)) * P.dtype.itemsize
+    row_bytes = (bucket(P.D) + bucket(P.Dv)) * P.kv_itemsize
     least = 1 << (tuning.split_bytes // row_bytes).bit_length() - 1
     if rows <= FEW_ROWS:
         return least

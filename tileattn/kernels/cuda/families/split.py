@@ -53,7 +53,13 @@ _NARROW = (
 _WIDE = (TileSize(64, 32, 4, 2, 4), TileSize(64, 16, 4, 2, 3), TileSize(64, 16, 4, 1, 2), *_NARROW)
 _WIDEST = (TileSize(128, 32, 8, 1, 4), *_WIDE)
 
+# Keys and values of 8 bits beside 16-bit queries: more keys, which have as many bytes.
+_NARROW_8_BIT = (TileSize(16, 32, 1, 4, 3), *_NARROW)
+_8_BIT_DIM = 128  # columns that leave registers for these tiles
+_8_BIT_UNIT = 32  # columns of a load of keys and values of 8 bits
+
 _FEW = "few queries"
+_8_BIT = "k and v have 8 bits"
 _PAGED = "keys are in pages"
 _CUT = "cut into splits of {:,} keys"
 _JOIN = "one {} for each query, which joins its splits"
@@ -62,11 +68,13 @@ _JOIN = "one {} for each query, which joins its splits"
 def concerns(problem: Problem, context: LaunchContext) -> bool:
     """Return True if queries are few, and keys are many, in pages, or suit `packs_heads`.
 
-    If more than `FEW_ROWS` rows share keys, keys must be many.
+    If more than `FEW_ROWS` rows share keys, keys must be many. Keys of 8 bits are always its own.
     """
     P, tuning = problem, context.tuning
     if max(P.D, P.Dv) > MAX_HEAD_DIM or "Nk" in empty_axes(P):
         return False
+    if P.is_quantised:
+        return True
     many = splits(P, split_keys(P, tuning), tuning) > 1
     if shared_rows(P) <= FEW_ROWS:
         if reads_pages(P):
@@ -108,7 +116,7 @@ def launch_over_splits(problem: Problem, context: LaunchContext) -> KernelLaunch
     key, keys = _key(P, context, tile), split_keys(P, context.tuning)
     grid = Grid("splits", key.block_q, split_keys=keys)
     traits = KernelTraits(main=True, split_keys=keys)
-    why = _PAGED if P.is_paged else _FEW
+    why = _8_BIT if P.is_quantised else _PAGED if P.is_paged else _FEW
     return KernelLaunch(key, grid, _bytes(P, tile), why, traits=traits)
 
 
@@ -128,6 +136,7 @@ def joined(
     join = KernelKey(
         *(COMBINE, key.dtype),
         value_dim=key.value_dim,
+        kv_dtype=key.kv_dtype,
         warps_m=rows,
         warps_n=warps,
         min_blocks_per_sm=2 if P.accum_dtype.itemsize == 4 else 1,  # 128 registers of a thread
@@ -141,9 +150,10 @@ def joined(
 
 
 def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
-    sizes = bucket(P.D), bucket(P.Dv), *tile[:6]
+    sizes = *_buckets(P), *tile[:6]
     return KernelKey(
         *(SPLIT, P.dtype.name, *sizes),
+        kv_dtype="" if P.kv_dtype is None else P.kv_dtype.name,
         alignment_bytes=context.alignment_bytes,
         paged=P.is_paged,
         **option_fields(P, context),
@@ -155,15 +165,24 @@ def _tiles(P: Problem, context: LaunchContext) -> Iterator[TileSize]:
     # The rows of packed sequences may be known only on the device. Their tiles are the same for all
     # lengths, and so are their bits.
     rows = FEW_ROWS if P.is_packed else shared_rows(P)
-    tiles = next((x for x in (_NARROW, _WIDE) if rows <= x[0].block_q), _WIDEST)
+    narrow = _NARROW
+    if P.is_quantised and P.dtype.itemsize == 2 and max(P.D, P.Dv) <= _8_BIT_DIM:
+        narrow = _NARROW_8_BIT
+    tiles = next((x for x in (narrow, _WIDE) if rows <= x[0].block_q), _WIDEST)
     for tile in tiles:
-        static = split_static_bytes(tile, P.accum_dtype.itemsize)
+        static = split_static_bytes(tile, P.accum_dtype.itemsize, quantised=P.is_quantised)
         if _bytes(P, tile) + static <= context.shared_limit:
             yield tile
 
 
 def _bytes(P: Problem, tile: TileSize) -> int:
-    return split_bytes(tile, bucket(P.D), bucket(P.Dv), P.dtype.itemsize)
+    return split_bytes(tile, *_buckets(P), P.dtype.itemsize, P.kv_itemsize)
+
+
+def _buckets(P: Problem) -> tuple[int, int]:
+    """Return the head dimensions of the kernel."""
+    unit = _8_BIT_UNIT if P.is_quantised else 1
+    return bucket(P.D, unit), bucket(P.Dv, unit)
 
 
 SPLIT_FAMILY = Family(
@@ -171,4 +190,5 @@ SPLIT_FAMILY = Family(
     lambda P, context: joined(P, context, launch_over_splits(P, context)),
     why_not,
     concerns,
+    reads_8_bits=True,
 )

@@ -146,6 +146,7 @@ def _kind_plan(
             fields[f"{name}_bytes"] = 4 if x.dtype == "int32" else 8
             if name == "block_table" and P.page is not None:
                 fields["page"] = P.page
+    fields |= {f"{name}_rows": 1 for name in P.token_descales}
     if P.is_paged or split_keys:
         # Packed sequences with many rows are split as well, unless another kernel takes those.
         few = any(launch.traits.persistent for launch in launches)
@@ -181,6 +182,7 @@ def kind_key(problem: Problem, layout: CallLayout, device: Device) -> tuple[Any,
     learned = learned_arrays(P, layout, device.sm_count)
     return (
         *(P.D, P.Dv, P.group, P.page, left is None, right is None, layout.near_origin),
+        P.token_descales,
         None if layout.evaluated_mask is None else P.mask_mod,
         tuple([(x.element, x.own_rows, x.array) for x in learned]) if learned else (),
         array_facts(P, layout),

@@ -1,0 +1,171 @@
+"""Keys and values of 8 bits on a GPU, contiguous, packed and in pages, beside the oracle."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tileattn
+from tests.arrays import paged
+from tests.on_gpu import bits, host, needs_gpu, poisoned, sent
+from tileattn import reference
+from tileattn.errors import UnsupportedError
+from tileattn.testing import assert_attention_close, error_bound
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
+
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+KINDS = [E4M3, np.int8]
+B, LENGTHS, CAPACITY = 3, np.array([2300, 0, 333]), 2400
+DESCALES = ["number", "heads", "sequences", "tokens"]
+HEADS = [(8, 2, 1), (8, 8, 3), (16, 1, 2), (8, 2, 21), (4, 2, 150)]  # Hq, Hkv and Nq
+
+
+def quantised(rng: np.random.Generator, shape: tuple[int, ...], kind: Any) -> Any:
+    """Draw numbers of 8 bits, the extreme ones included."""
+    if kind is np.int8:
+        return rng.integers(-128, 128, shape).astype(np.int8)
+    return (rng.normal(size=shape) * 60).clip(-448, 448).astype(E4M3)
+
+
+def drawn(
+    heads: tuple[int, int, int], dims: tuple[int, int], dtype: Any, kind: Any, scales: str
+) -> tuple[list[Any], dict[str, Any]]:
+    """Draw q, k and v, and descales with the shape of ``scales``."""
+    (Hq, Hkv, Nq), (D, Dv) = heads, dims
+    rng = np.random.default_rng(Hq + Nq + D)
+    q = rng.normal(size=(B, Hq, Nq, D)).astype(dtype)
+    k, v = (quantised(rng, (B, Hkv, CAPACITY, n), kind) for n in dims)
+    shape = {"number": (), "heads": (Hkv,), "sequences": (B, Hkv), "tokens": (B, Hkv, CAPACITY)}
+    of = [np.float32(2.0 ** rng.uniform(-9, -4, shape[scales])) for _ in "kv"]
+    given = (float(x) for x in of) if scales == "number" else of
+    return [q, k, v], dict(zip(("k_descale", "v_descale"), given, strict=True))
+
+
+def there(options: dict[str, Any]) -> dict[str, Any]:
+    return {n: sent(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+
+
+def check(arrays: list[Any], options: dict[str, Any]) -> tileattn.Attention:
+    """Compare a call with the oracle."""
+    with poisoned():
+        found = tileattn.forward(*map(sent, arrays), **there(options))
+    expected = reference.forward(*arrays, **options)
+    assert_attention_close(host(found), expected, error_bound(*arrays, **options))
+    return found
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lengths": {"kv_lengths": LENGTHS, "causal": True},
+    "modified": {"kv_lengths": LENGTHS, "softcap": 3.0, "window": (700, 2)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("scales", DESCALES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("dtype", [np.float16, BF16, np.float32], ids=lambda x: x.__name__)
+def test_descales(dtype: Any, kind: Any, scales: str, name: str) -> None:
+    arrays, descales = drawn(HEADS[0], (128, 128), dtype, kind, scales)
+    check(arrays, descales | OPTIONS[name])
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (40, 72), (192, 128), (256, 256), (33, 7)], ids=str)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda x: x.__name__)
+def test_sizes(kind: Any, heads: tuple[int, int, int], dims: tuple[int, int]) -> None:
+    arrays, descales = drawn(heads, dims, BF16, kind, "tokens")
+    check(arrays, descales | OPTIONS["lengths"])
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 64])
+@pytest.mark.parametrize("scales", DESCALES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=lambda x: x.__name__)
+def test_pages(dtype: Any, kind: Any, scales: str, page: int) -> None:
+    """A row has the bits that it has with a contiguous cache."""
+    arrays, descales = drawn(HEADS[3], (64, 64), dtype, kind, scales)
+    given = descales | OPTIONS["lengths"]
+    q, *cache = arrays
+    spare = {E4M3: E4M3(np.nan), np.int8: np.int8(77)}[kind]
+    (k, table), (v, _) = (paged(x, LENGTHS, page, spare) for x in cache)
+    own = descales
+    if scales == "tokens":
+        own = {n: paged(x[..., None], LENGTHS, page, np.nan)[0][..., 0] for n, x in own.items()}
+    options = there(own | {"kv_lengths": LENGTHS, "block_table": table, "causal": True})
+    with poisoned():
+        found = tileattn.forward(*map(sent, (q, k, v)), **options)
+    expected = reference.forward(*arrays, **given)
+    assert_attention_close(host(found), expected, error_bound(*arrays, **given))
+    assert bits(found) == bits(tileattn.forward(*map(sent, arrays), **there(given)))
+
+
+@pytest.mark.parametrize("scales", ["number", "heads", "sequences", "tokens"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda x: x.__name__)
+def test_packed(kind: Any, scales: str) -> None:
+    rng = np.random.default_rng(3)
+    ends_q, ends_k = np.array([0, 3, 3, 70, 71]), np.array([0, 300, 310, 310, 1100])
+    q = rng.normal(size=(8, 71, 96)).astype(np.float16)
+    k, v = (quantised(rng, (2, 1100, 96), kind) for _ in "kv")
+    shape = {"number": (), "heads": (2,), "sequences": (4, 2), "tokens": (2, 1100)}[scales]
+    descales = {f"{n}_descale": np.float32(2.0 ** rng.uniform(-9, -4, shape)) for n in "kv"}
+    if scales == "number":
+        descales = {n: float(x) for n, x in descales.items()}
+    check([q, k, v], descales | {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, "causal": True})
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e4])
+@pytest.mark.parametrize("dtype", [np.float16, BF16], ids=lambda x: x.__name__)
+def test_values_of_any_size(dtype: Any, scale: float) -> None:
+    """Factors may differ by powers of ten from token to token, and q from row to row."""
+    (q, k, v), descales = drawn(HEADS[1], (128, 128), dtype, np.int8, "tokens")
+    rng = np.random.default_rng(0)
+    descales["v_descale"] = np.float32(
+        min(scale, 100.0) * 10.0 ** rng.uniform(-3, 0, descales["v_descale"].shape)
+    )
+    if dtype is BF16:
+        q = (q.astype(np.float32) * scale).astype(BF16)
+        descales["k_descale"] = np.float32(descales["k_descale"] / scale)
+    check([q, k, v], descales)
+
+
+@pytest.mark.parametrize("name", ["masked", "attended"])
+@pytest.mark.parametrize("of", ["k", "v", "k_descale", "v_descale"])
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=lambda x: x.__name__)
+def test_not_a_number(dtype: Any, of: str, name: str) -> None:
+    """NaN reaches the rows that attend to it, and no others."""
+    arrays, given = drawn(HEADS[3], (128, 64), dtype, E4M3, "tokens")
+    given["kv_lengths"] = LENGTHS
+    given["causal"] = True
+    place = (0, 1, 2295) if name == "attended" else (0, 1, 2310)
+    target = {"k": arrays[1], "v": arrays[2]} | given
+    target[of][(*place, 5) if len(of) == 1 else place] = np.nan
+    found = check(arrays, given)
+    assert np.isnan(host(found).out.astype(np.float32)).any() == (name == "attended")
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+    arrays, given = drawn(HEADS[0], (128, 128), BF16, E4M3, "tokens")
+    whole = tileattn.forward(*map(sent, arrays), **there(given))
+    for b in range(B):
+        rows = [x[b : b + 1] for x in arrays]
+        own = {n: x[b : b + 1] for n, x in given.items()}
+        one = tileattn.forward(*map(sent, rows), **there(own))
+        assert bits(one) == bits((whole.out[b : b + 1], whole.lse[b : b + 1]))
+
+
+def test_no_keys() -> None:
+    arrays, given = drawn(HEADS[0], (64, 64), BF16, np.int8, "heads")
+    q, k, v = arrays
+    check([q, k[:, :, :0], v[:, :, :0]], given)
+
+
+def test_what_kernels_do_not_support_is_named() -> None:
+    arrays, given = drawn(HEADS[0], (64, 64), BF16, np.int8, "heads")
+    with pytest.raises(UnsupportedError, match="dropout_p"):
+        tileattn.forward(*map(sent, arrays), **there(given), dropout_p=0.5)
+    arrays, given = drawn(HEADS[0], (320, 64), BF16, np.int8, "heads")
+    with pytest.raises(UnsupportedError, match="256"):
+        tileattn.forward(*map(sent, arrays), **there(given))
