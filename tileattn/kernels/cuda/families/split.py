@@ -53,8 +53,9 @@ _NARROW = (
 _WIDE = (TileSize(64, 32, 4, 2, 4), TileSize(64, 16, 4, 2, 3), TileSize(64, 16, 4, 1, 2), *_NARROW)
 _WIDEST = (TileSize(128, 32, 8, 1, 4), *_WIDE)
 
-# Keys and values of 8 bits beside 16-bit queries: more keys, which have as many bytes.
-_NARROW_8_BIT = (TileSize(16, 32, 1, 4, 3), *_NARROW)
+# Keys and values of 8 bits beside 16-bit queries: twice the keys, which have as many bytes. A warp
+# has all rows of a tile, because it converts the keys for all of its rows at once.
+_8_BIT_TILES = (TileSize(16, 32, 1, 4, 3), *_NARROW), (TileSize(32, 32, 1, 4, 2), *_NARROW)
 _8_BIT_DIM = 128  # columns that leave registers for these tiles
 _8_BIT_UNIT = 32  # columns of a load of keys and values of 8 bits
 
@@ -165,10 +166,10 @@ def _tiles(P: Problem, context: LaunchContext) -> Iterator[TileSize]:
     # The rows of packed sequences may be known only on the device. Their tiles are the same for all
     # lengths, and so are their bits.
     rows = FEW_ROWS if P.is_packed else shared_rows(P)
-    narrow = _NARROW
+    lists: tuple[tuple[TileSize, ...], ...] = (_NARROW, _WIDE, _WIDEST)
     if P.is_quantised and P.dtype.itemsize == 2 and max(P.D, P.Dv) <= _8_BIT_DIM:
-        narrow = _NARROW_8_BIT
-    tiles = next((x for x in (narrow, _WIDE) if rows <= x[0].block_q), _WIDEST)
+        lists = _8_BIT_TILES
+    tiles = next((x for x in lists if rows <= x[0].block_q), lists[-1])
     for tile in tiles:
         static = split_static_bytes(tile, P.accum_dtype.itemsize, quantised=P.is_quantised)
         if _bytes(P, tile) + static <= context.shared_limit:

@@ -7,6 +7,7 @@
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M), NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 constexpr int SLICE_THREADS = WARP * WARPS_M;
+constexpr int PART = 16;  // keys of a tile that are loaded by strides if they are in one page
 static_assert(STAGES > 1 && BLOCK_K <= WARP, "tiles are loaded ahead; a lane looks up one key");
 
 using QueryTile = Tile<Operand, BLOCK_Q, HEAD_DIM>;
@@ -151,34 +152,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             asm volatile("bar.sync %0, %1;" ::"r"(1 + slice), "n"(SLICE_THREADS) : "memory");
     };
 
-    // The rows of this lane: two of each atom.
-    const int row0 = 16 * MT * warp_m;
-    auto row_of = [&](int m, int half) {
-        const int row = work.row0 + row0 + 16 * m + lane.row(2 * half);
-        return SharedRow(p, work.kv, min(row, rows - 1));
-    };
-    Range attended[MT][2];
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int i = row_of(m, half).i;
-            attended[m][half] = window.key_range(i, i + 1);
-        }
-
     KeyRows key_rows(p, sequence, window.length);
     const Descales descales(p, sequence, work.kv);
     const KvElement* const k = static_cast<const KvElement*>(p.k) + work.kv * p.k_at.h;
     const KvElement* const v = static_cast<const KvElement*>(p.v) + work.kv * p.v_at.h;
     const int slice_thread = threadIdx.x % SLICE_THREADS;
-    const bool has_tiles_in_pages = !PAGED || int(p.page) % BLOCK_K == 0;
+    const bool has_parts_in_pages = !PAGED || int(p.page) % PART == 0;
     auto load_tile = [&](int tile, int stage) {
         const int k0 = tile * BLOCK_K;
         if (k0 < keys.hi) {
             auto load = [&](const auto& tile, const KvElement* first, const Rows& at, int columns) {
-                if (has_tiles_in_pages)
-                    tile.template load<SLICE_THREADS, ALIGNMENT_BYTES>(
-                        key_rows.row(first, at, k0, 0), at.n, keys.hi - k0, columns, slice_thread);
+                if (has_parts_in_pages)
+#pragma unroll
+                    for (int part = 0; part < BLOCK_K; part += PART)
+                        tile.template part<PART>(part).template load<SLICE_THREADS, ALIGNMENT_BYTES>(
+                            key_rows.row(first, at, k0 + part, part), at.n, keys.hi - k0 - part,
+                            columns, slice_thread);
                 else
                     tile.template load_rows<SLICE_THREADS, ALIGNMENT_BYTES>(
                         [&](int row) { return key_rows.row(first, at, k0 + row, row); }, keys.hi - k0,
@@ -195,15 +184,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     // The first tile of this slice. Its next one is WARPS_N tiles further.
     const int begin = keys.lo / BLOCK_K;
     const int first_tile = begin + (slice + WARPS_N - begin % WARPS_N) % WARPS_N;
-
+    constexpr bool CONVERTS_Q = QUANTISED && IS_16_BIT;
     auto query = [&](int r) {
         const SharedRow row(p, work.kv, min(work.row0 + r, rows - 1));
         return q_row(p, sequence, row);
     };
-    constexpr bool CONVERTS_Q = QUANTISED && IS_16_BIT;
-    if constexpr (!CONVERTS_Q)
-        q_tile.template load_rows<THREADS, ALIGNMENT_BYTES>(query, row_end - work.row0, int(p.D));
-    copy_commit();
+    auto load_first_tiles = [&](bool with_queries) {
+        key_rows.find(first_tile * BLOCK_K + int(threadIdx.x) % WARP);
+#pragma unroll 1
+        for (int n = 0; n < STAGES - 1; ++n) {
+            load_tile(first_tile + n * WARPS_N, n);
+            if (n > 0 || !with_queries || CONVERTS_Q) continue;
+            q_tile.template load_rows<THREADS, ALIGNMENT_BYTES>(query, row_end - work.row0, int(p.D));
+            copy_commit();
+        }
+    };
+    load_first_tiles(true);  // as early as possible: each split waits for them
+    if constexpr (CONVERTS_Q)
+        load_queries(q_tile, query_factors, row_end - work.row0, int(p.D), query);
+
+    // The rows of this lane: two of each atom.
+    const int row0 = 16 * MT * warp_m;
+    auto row_of = [&](int m, int half) {
+        const int row = work.row0 + row0 + 16 * m + lane.row(2 * half);
+        return SharedRow(p, work.kv, min(row, rows - 1));
+    };
+    Range attended[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = row_of(m, half).i;
+            attended[m][half] = window.key_range(i, i + 1);
+        }
 
     // Apply score modifiers and masks.
     auto finish_scores = [&](Fragment<Accum, MT, NT>& s, int k0) {
@@ -232,18 +245,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const Accum softmax_scale_log2 = ScoreMod(p, work.b, 0).softmax_scale_log2();
 
     // Go through the tiles. A non-finite value in v spoils rows that do not attend to it. If that happens,
-    // the second call, with `clean`, puts zeros in its place. Returns a bit for each row that is right.
-    auto attend = [&](bool clean) {
-        state = RowState<MT>(), acc.clear();
+    // the second round, `clean`, puts zeros in its place. `good` has a bit for each row that is right.
+    constexpr u32 ALL = (1u << (2 * MT)) - 1;
+    u32 good = ~0u;
+    for (bool clean = false;; clean = true, load_first_tiles(false)) {
+        state = RowState<MT>(), acc.clear(), good = ~0u;
         ValueUnit unit;
-        u32 good = ~0u;
-        int tile = first_tile, stage = 0;
-        key_rows.find(tile * BLOCK_K + int(threadIdx.x) % WARP);
-#pragma unroll 1
-        for (int n = 0; n < STAGES - 1; ++n) load_tile(tile + n * WARPS_N, n);
-        if constexpr (CONVERTS_Q)
-            if (!clean) load_queries(q_tile, query_factors, row_end - work.row0, int(p.D), query);
-        copy_wait<STAGES - 1>();
+        copy_wait<STAGES - 2>();
         __syncthreads();  // the queries have landed
         Accum query_factor[MT][2];
 #pragma unroll
@@ -252,8 +260,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             for (int half = 0; half < 2; ++half)
                 query_factor[m][half] =
                     CONVERTS_Q ? Accum(query_factors[row0 + 16 * m + lane.row(2 * half)]) : Accum(1);
+        int stage = 0;
 #pragma unroll 1
-        for (; tile * BLOCK_K < keys.hi; tile += WARPS_N) {
+        for (int tile = first_tile; tile * BLOCK_K < keys.hi; tile += WARPS_N) {
             copy_wait<STAGES - 2>();
             sync_slice();  // the tile has landed, and all warps are done with the stage that is loaded next
             load_tile(tile + (STAGES - 1) * WARPS_N, stage == 0 ? STAGES - 1 : stage - 1);
@@ -293,11 +302,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             if (!is_finite(x) || !is_finite(state.l[m][half])) good &= ~(1u << (2 * m + half));
         });
         good &= __shfl_xor_sync(~0u, good, 1);
-        return good & __shfl_xor_sync(~0u, good, 2);
-    };
-    constexpr u32 ALL = (1u << (2 * MT)) - 1;
-    u32 good = attend(false);
-    if (__syncthreads_or((good & ALL) != ALL)) good = attend(true);
+        good &= __shfl_xor_sync(~0u, good, 2);
+        if (clean || !__syncthreads_or((good & ALL) != ALL)) break;
+    }
 
     // Add up the sums of the slices, row by row. A denominator of infinity marks a row that is not right:
     // sum_row recomputes it.

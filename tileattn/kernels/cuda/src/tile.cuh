@@ -31,6 +31,12 @@ struct Tile {
 
     __device__ explicit Tile(char* base) : base(base), address(shared_address(base)) {}
 
+    // PART of its rows, from `row` on: a multiple of 8.
+    template <int PART>
+    __device__ Tile<T, PART, COLUMNS> part(int row) const {
+        return Tile<T, PART, COLUMNS>(base + row * PITCH);
+    }
+
     // Linear: swizzle(a + b) == swizzle(a) ^ swizzle(b) if a and b have no common bit.
     __device__ static constexpr int swizzle(int row) {
         if (PITCH == 64) return sizeof(T) <= 2 ? (row >> 1 & 3) << 4 : (row >> 1 & 1) << 5;
