@@ -48,6 +48,13 @@ static_assert(GROUPS == 1 || GROUP_BYTES % 1024 == 0, "where swizzled tiles may 
 // loads, for which the producer would keep the consumers waiting. With two groups the other group computes.
 constexpr bool HAS_SCHEDULER = PACKED && GROUPS == 1;
 
+// Where a TMA box of paged keys is.
+struct BoxPlace {
+    u32 page;
+    int row;
+};
+constexpr int PLACES = PAGED ? 4 : 0;  // at least three tiles: of keys, of values, and the next one
+
 // Static shared memory.
 struct SharedStorage {
     // A work tile occupies a q stage, but each warpgroup has two full barriers of its own. On a barrier
@@ -61,8 +68,9 @@ struct SharedStorage {
     struct {
         u32 count, iterations[TRACKED / 32];
     } redo[2];  // after the first pass, after the second
+    BoxPlace places[PAGED ? PLACES : 1][PAGED ? BLOCK_K / 8 + 1 : 1];
 };
-static_assert(GROUPS * sizeof(SharedStorage) <= 2048, "what the tensors leave");
+static_assert(SHARED_BYTES + GROUPS * int(sizeof(SharedStorage)) <= 227 * 1024, "what an SM has");
 
 struct Smem {
     char* memory;
@@ -84,6 +92,9 @@ struct Smem {
         return {tensors + KV + stage * int(sizeof(KeyValueStage))};
     }
     __device__ ValueTile v(int stage) const { return {k(stage).address + KeyTile::BYTES}; }
+
+    // The places of the boxes of a tile, from key k0 on.
+    __device__ BoxPlace* places(int k0) const { return storage.places[u32(k0) / BLOCK_K % PLACES]; }
 
     __device__ u32 staging(int warp) const {
         return tensors + int(sizeof(Tensors)) + warp * STAGING_BYTES;
