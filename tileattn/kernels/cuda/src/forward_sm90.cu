@@ -372,7 +372,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
 }
 
 // Producers need more registers to find splits and packed sequences.
-using Share = Registers<SPLIT_KV ? 40 : PACKED ? 32 : 24>;
+using Share = Registers<SPLIT_KV ? 40 : PACKED || PAGED ? 32 : 24>;
 
 extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, MIN_BLOCKS_PER_SM)
     forward_sm90(const __grid_constant__ Params p, const __grid_constant__ ForwardMaps maps) {

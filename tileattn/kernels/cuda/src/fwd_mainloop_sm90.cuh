@@ -76,7 +76,7 @@ struct KeyLoads<true> {
         const BoxPlace* const places = smem.places(k0);
         const u32 last = u32(p.pages_total) - 1;
         BoxPlace next = places[0];
-#pragma unroll 4
+#pragma unroll 2
         for (int at = 0, n = 0; at < BLOCK_K; at += box) {
             const BoxPlace place{min(next.page, last), next.row};
             next = places[++n];
