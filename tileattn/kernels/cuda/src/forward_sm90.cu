@@ -371,7 +371,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     read = {q_pipe, work_pipe, k_pipe, v_pipe};
 }
 
-// Producers need more registers to find splits and packed sequences.
+// Producers need more registers to find splits, packed sequences and pages.
 using Share = Registers<SPLIT_KV ? 40 : PACKED || PAGED ? 32 : 24>;
 
 extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, MIN_BLOCKS_PER_SM)

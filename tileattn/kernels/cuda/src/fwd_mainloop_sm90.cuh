@@ -30,15 +30,17 @@ struct KeyLoads {
         tile.template load<LOAD_UNROLL>(map, sequence.k_start + k0, kv, sequence.entry(), full);
     }
 };
-// With paged keys each TMA box lies in one page: its rows divide both a page and a tile. The block-table entries
-// of a tile are copied to shared memory a tile ahead. The latency of a lookup would exceed the time of the loads.
+// With paged keys each TMA box lies in one page: its rows divide both a page and a tile. Tiles are looked up
+// in order, one ahead of the loads of keys. Block-table entries are copied to shared memory asynchronously: if
+// the producer waited for each lookup, it would take longer than the consumers.
 template <>
 struct KeyLoads<true> {
     const Params& p;
     const Smem& smem;
     const char* table;  // of the sequence
-    int box, k0, row;   // the first key of the tile to look up, and its row in its page
-    u32 entry;
+    int box;            // rows
+    int k0, row;        // the first key of the next tile to look up, and its row in its page
+    u32 entry;          // of that page
 
     __device__ KeyLoads(const Params& p, const Smem& smem, const WorkSequence<PACKED>& sequence, int k0)
         : p(p),
@@ -51,13 +53,13 @@ struct KeyLoads<true> {
           entry(u32(k0) / u32(p.page)) {
         look_up();
     }
-    // Start to look up the pages of the next tile, once those of the tile before are known. The lower 32 bits
-    // of a 64-bit entry are enough.
+    // Wait for the entries of the previous tile, and start to copy those of the next one. The lower 32 bits of
+    // a 64-bit entry are enough.
     __device__ void look_up() {
         copy_wait<0>();
         BoxPlace* place = smem.places(k0);
         const u32 last = u32(p.table_width) - 1, stride = u32(p.block_table_bytes);
-#pragma unroll 1
+#pragma unroll 2
         for (int at = 0; at < BLOCK_K; at += box, ++place) {
             copy_async<4>(shared_address(&place->page), table + u64(min(entry, last)) * stride);
             store_shared(shared_address(&place->row), row);
@@ -68,7 +70,7 @@ struct KeyLoads<true> {
         k0 += BLOCK_K;
     }
     // The host has not checked the entries of the block table. They are clamped, so that each is an existing
-    // page. A place is read while the loads of the box before it start.
+    // page. Each place is read before the loads of the previous box start, which hides the latency.
     template <class Tile>
     __device__ void load(const Tile& tile, const TensorMap& map, int k0, int kv,
                          const Barrier& full) const {
