@@ -371,8 +371,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     read = {q_pipe, work_pipe, k_pipe, v_pipe};
 }
 
-// Producers need more registers to find splits and packed sequences.
-using Share = Registers<SPLIT_KV ? 40 : PACKED ? 32 : 24>;
+// Producers need more registers to find splits, packed sequences and pages.
+using Share = Registers<SPLIT_KV ? 40 : PACKED || PAGED ? 32 : 24>;
 
 extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, MIN_BLOCKS_PER_SM)
     forward_sm90(const __grid_constant__ Params p, const __grid_constant__ ForwardMaps maps) {

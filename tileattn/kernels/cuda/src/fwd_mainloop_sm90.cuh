@@ -15,34 +15,77 @@ constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 // unless a probability below 2**-118 shows in them, whose quotient is subnormal.
 constexpr Accum P_DIVISOR = HAS_FINITE_SUMS<Element> ? Accum(1) : Accum(1 << RESCALE_THRESHOLD);
 
-// Start TMA loads of a tile of keys or values of a key head, from key k0 on. For paged keys, the rows of a
-// box divide both a page and a tile.
-template <class Tile>
-__device__ inline void load_keys(const Params& p, const WorkSequence<PACKED>& sequence, int kv,
-                                 const Tile& tile, const TensorMap& map, int k0,
-                                 const Barrier& full) {
-    if constexpr (!PAGED) {
+// The TMA loads of the key tiles of a work tile.
+template <bool>
+struct KeyLoads {
+    const WorkSequence<PACKED>& sequence;
+
+    __device__ KeyLoads(const Params&, const Smem&, const WorkSequence<PACKED>& sequence, int)
+        : sequence(sequence) {}
+    __device__ void look_up() {}
+    // Start the loads of a tile of keys or values of a key head, from key k0 on.
+    template <class Tile>
+    __device__ void load(const Tile& tile, const TensorMap& map, int k0, int kv,
+                         const Barrier& full) const {
         tile.template load<LOAD_UNROLL>(map, sequence.k_start + k0, kv, sequence.entry(), full);
-    } else {
-        full.arrive_and_expect_tx(Tile::BYTES);
-        const int page = int(p.page), either = page | BLOCK_K, box = either & -either;
-        const u32 last_entry = u32(p.table_width) - 1, last_page = u32(p.pages_total) - 1;
-        const int step = p.block_table_bytes == 4 ? 1 : 2;
-        const u32* const table =
-            static_cast<const u32*>(p.block_table) + sequence.b * p.table_width * step;
-        u32 entry = u32(k0 / page);
-        int row = k0 % page;
-        // The host has not checked the entries of the block table. They are clamped, so that each is an
-        // existing page. The lower 32 bits of a 64-bit entry are enough.
-#pragma unroll 4
-        for (int at = 0; at < BLOCK_K; at += box) {
-            const u32 found = table[i64(min(entry, last_entry)) * step];
-            tile.load_box(map, at, row, kv, int(min(found, last_page)), full);
+    }
+};
+// With paged keys each TMA box lies in one page: its rows divide both a page and a tile. Tiles are looked up
+// in order, one ahead of the loads of keys. Block-table entries are copied to shared memory asynchronously: if
+// the producer waited for each lookup, it would take longer than the consumers.
+template <>
+struct KeyLoads<true> {
+    const Params& p;
+    const Smem& smem;
+    const char* table;  // of the sequence
+    int box;            // rows
+    int k0, row;        // the first key of the next tile to look up, and its row in its page
+    u32 entry;          // of that page
+
+    __device__ KeyLoads(const Params& p, const Smem& smem, const WorkSequence<PACKED>& sequence, int k0)
+        : p(p),
+          smem(smem),
+          table(static_cast<const char*>(p.block_table) +
+                sequence.b * p.table_width * p.block_table_bytes),
+          box((int(p.page) | BLOCK_K) & -(int(p.page) | BLOCK_K)),
+          k0(k0),
+          row(u32(k0) % u32(p.page)),
+          entry(u32(k0) / u32(p.page)) {
+        look_up();
+    }
+    // Wait for the entries of the previous tile, and start to copy those of the next one. The lower 32 bits of
+    // a 64-bit entry are enough.
+    __device__ void look_up() {
+        copy_wait<0>();
+        BoxPlace* place = smem.places(k0);
+        const u32 last = u32(p.table_width) - 1, stride = u32(p.block_table_bytes);
+#pragma unroll 2
+        for (int at = 0; at < BLOCK_K; at += box, ++place) {
+            copy_async<4>(shared_address(&place->page), table + u64(min(entry, last)) * stride);
+            store_shared(shared_address(&place->row), row);
             row += box;
-            if (row == page) row = 0, ++entry;
+            if (row == int(p.page)) row = 0, ++entry;
+        }
+        copy_commit();
+        k0 += BLOCK_K;
+    }
+    // The host has not checked the entries of the block table. They are clamped, so that each is an existing
+    // page. Each place is read before the loads of the previous box start, which hides the latency.
+    template <class Tile>
+    __device__ void load(const Tile& tile, const TensorMap& map, int k0, int kv,
+                         const Barrier& full) const {
+        full.arrive_and_expect_tx(Tile::BYTES);
+        const BoxPlace* const places = smem.places(k0);
+        const u32 last = u32(p.pages_total) - 1;
+        BoxPlace next = places[0];
+#pragma unroll 2
+        for (int at = 0, n = 0; at < BLOCK_K; at += box) {
+            const BoxPlace place{min(next.page, last), next.row};
+            next = places[++n];
+            tile.load_box(map, at, place.row, kv, int(place.page), full);
         }
     }
-}
+};
 
 // Prefetch q of the next work tile while this one is being computed, instead of after its last K/V load?
 // There must be stages for it. With two groups there is nothing to hide: the other group computes.
@@ -133,6 +176,7 @@ __device__ inline void produce(const Params& p, const ForwardMaps& maps, const S
             const WorkSequence<PACKED> sequence = work;
             const KeyTileList list(p, work);
             const int begin = work.begin, end = max(begin, work.end), kv = work.h / int(p.group);
+            KeyLoads<PAGED> loads(p, smem, sequence, begin * BLOCK_K);
             // Find the next work tile once the first tiles of this one are loading. The dynamic scheduler
             // claims as late as the loads allow: then blocks of a head that are claimed one after the
             // other also begin together, and share keys in the L2 cache. Packed sequences are found
@@ -143,18 +187,17 @@ __device__ inline void produce(const Params& p, const ForwardMaps& maps, const S
             // about as many instructions as the instruction caches of an SM hold.
 #pragma unroll 1
             for (int tile = begin - 1; tile < end; ++tile) {
+                loads.look_up();
                 if (tile + 1 < end) {
                     const Barrier full = smem.k_full(k_pipe.stage);
                     smem.k_empty(k_pipe.stage).wait(k_pipe.phase ^ 1);
-                    load_keys(p, sequence, kv, smem.k(k_pipe.stage), maps.k,
-                              list.tile(tile + 1) * BLOCK_K, full);
+                    loads.load(smem.k(k_pipe.stage), maps.k, list.tile(tile + 1) * BLOCK_K, kv, full);
                     k_pipe.advance();
                 }
                 if (tile >= begin) {
                     const Barrier full = smem.v_full(v_pipe.stage);
                     smem.v_empty(v_pipe.stage).wait(v_pipe.phase ^ 1);
-                    load_keys(p, sequence, kv, smem.v(v_pipe.stage), maps.v,
-                              list.tile(tile) * BLOCK_K, full);
+                    loads.load(smem.v(v_pipe.stage), maps.v, list.tile(tile) * BLOCK_K, kv, full);
                     v_pipe.advance();
                     lockstep.advance(p);
                 } else {

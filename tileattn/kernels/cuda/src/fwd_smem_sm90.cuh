@@ -48,6 +48,15 @@ static_assert(GROUPS == 1 || GROUP_BYTES % 1024 == 0, "where swizzled tiles may 
 // loads, for which the producer would keep the consumers waiting. With two groups the other group computes.
 constexpr bool HAS_SCHEDULER = PACKED && GROUPS == 1;
 
+// The page of a TMA box of paged keys, and its first row there.
+struct BoxPlace {
+    u32 page;
+    int row;
+};
+// Places are kept for the tile of values, the tile of keys after it, and the next one. Boxes have 8 or more rows.
+// Loads read one place past the last box.
+constexpr int PLACE_TILES = 4, TILE_PLACES = BLOCK_K / 8 + 1;
+
 // Static shared memory.
 struct SharedStorage {
     // A work tile occupies a q stage, but each warpgroup has two full barriers of its own. On a barrier
@@ -61,8 +70,11 @@ struct SharedStorage {
     struct {
         u32 count, iterations[TRACKED / 32];
     } redo[2];  // after the first pass, after the second
+    BoxPlace places[PAGED ? PLACE_TILES : 1][PAGED ? TILE_PLACES : 1];
 };
-static_assert(GROUPS * sizeof(SharedStorage) <= 2048, "what the tensors leave");
+// Dynamic shared memory begins at a multiple of 1024. The system takes 1024 bytes for each CTA.
+constexpr int STATIC_BYTES = (GROUPS * int(sizeof(SharedStorage)) + 1023) / 1024 * 1024;
+static_assert(MIN_BLOCKS_PER_SM * (SHARED_BYTES + STATIC_BYTES + 1024) <= 228 * 1024, "what an SM has");
 
 struct Smem {
     char* memory;
@@ -84,6 +96,11 @@ struct Smem {
         return {tensors + KV + stage * int(sizeof(KeyValueStage))};
     }
     __device__ ValueTile v(int stage) const { return {k(stage).address + KeyTile::BYTES}; }
+
+    // The places of the boxes of the tile from key k0 on.
+    __device__ BoxPlace* places(int k0) const {
+        return storage.places[u32(k0) / BLOCK_K % PLACE_TILES];
+    }
 
     __device__ u32 staging(int warp) const {
         return tensors + int(sizeof(Tensors)) + warp * STAGING_BYTES;
