@@ -80,7 +80,7 @@ class CupyBackend(PreparingBackend):
     def why_not(self, problem: Problem) -> str | None:
         """Return why a problem is not supported: its pages or its lengths; None if it is."""
         if problem.is_quantised:
-            return f"the kernels do not read k and v of {problem.kv_dtype}"
+            return f"the kernels do not take k_descale and v_descale, with k of {problem.kv_dtype}"
         if problem.page is not None and (why := why_not_paged(problem)):
             return why
         for name in ("Nq", "Nk"):
