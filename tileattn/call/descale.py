@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tileattn.call.options import DESCALES
 from tileattn.call.sequences import Places
@@ -11,6 +12,9 @@ from tileattn.dtypes import CACHE_DTYPES, FLOAT32, QUERY_DTYPES, one_of
 from tileattn.errors import UnsupportedError
 from tileattn.messages import called, must_be
 from tileattn.validation import real, require_array
+
+DESCALE_AXES = 2
+"""Most axes of a descale with a number for each head."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 _NUMBER = "a number from 0 to the largest of float32"
@@ -93,7 +97,7 @@ def descale_of_heads(name: str, x: Any, entries: int, heads: int, like: Any) -> 
     Numbers on the host must be finite and not negative.
     """
     if _is_number(x):
-        x = np.asarray(_number(name, x), np.float32, like=like)
+        x = np.asarray(descale_number(name, x), np.float32, like=like)
     elif isinstance(x, np.ndarray):
         _check_values(name, x)
     axes = (*(1,) * (2 - x.ndim), *x.shape, 1)
@@ -117,13 +121,13 @@ def bring_descale(name: str, x: Any, q: Any, rows: Any, places: Places) -> Any:
 
 def refuse_descales(call: str, options: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for quantised keys and values, which have no gradients."""
-    for name in DESCALES:
-        if options.get(name) is not None:
-            raise UnsupportedError(
-                f"{call} does not support {called(name)}: caches of 8 bits have no gradients; "
-                f"multiply {called('k')} and {called('v')} by their descales, and pass these "
-                f"products in the dtype of {called('q')}"
-            )
+    given = [called(name) for name in DESCALES if options.get(name) is not None]
+    if given:
+        raise UnsupportedError(
+            f"{call} does not support {' and '.join(given)}: caches of 8 bits have no gradients; "
+            f"multiply {called('k')} and {called('v')} by their descales, and pass the products "
+            f"in the dtype of {called('q')}"
+        )
 
 
 def _is_number(x: Any) -> bool:
@@ -135,15 +139,20 @@ def _heads(rows: Sequence[int]) -> int:
     return rows[-3] if len(rows) > 2 else 1
 
 
-def _number(name: str, x: Any) -> float:
-    """Return a valid number for all heads."""
+def descale_number(name: str, x: Any) -> float:
+    """Return a valid descale that holds for all heads."""
     value = real(name, x, _NUMBER)
     if not 0 <= value <= _LARGEST:
         raise ValueError(must_be(name, _NUMBER, x))
     return value
 
 
-def _check_values(name: str, x: Any) -> None:
+def holds_descales(x: NDArray[Any]) -> bool:
+    """Return True if all numbers of an array on the host are finite and not negative."""
+    return bool(x.dtype == FLOAT32 and ((x >= 0) & (x <= _LARGEST)).all())
+
+
+def _check_values(name: str, x: NDArray[Any]) -> None:
     """Raise ValueError if an array on the host has a number that is negative or not finite."""
     for wrong in x[~((x >= 0) & (x <= _LARGEST))].flat:
         raise ValueError(
