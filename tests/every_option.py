@@ -57,7 +57,10 @@ _DROPOUT = {"dropout_p": 0.4, "seed": 3}
 _LENGTHS = np.array([12, 5])
 _PAGES = {"kv_lengths": _LENGTHS}
 _TABLE = {"score_mod": _learned, "aux": (_normal(1, HQ, 32),)}
-_DESCALES = {"k_descale": np.float32([0.01, 0.03]), "v_descale": np.float32([0.02, 0.05])}
+_DESCALES: dict[str, Any] = {
+    "k_descale": np.array([0.01, 0.03], DTYPE),
+    "v_descale": np.array([0.02, 0.05], DTYPE),
+}
 
 VALUES: dict[str, Value] = {
     "scale": Value({"scale": 0.7}, {}),
@@ -122,10 +125,10 @@ def call_with(options: Mapping[str, Any]) -> Call:
     if "cu_seqlens_q" in options:
         q = (1, HQ, int(ENDS_Q[-1]))
         k = k if "block_table" in options else (1, HKV, int(ENDS_K[-1]))
-    rows = _normal(1, *k, D), _normal(2, *k, DV)
+    rows: list[Array] = [_normal(1, *k, D), _normal(2, *k, DV)]
     if "k_descale" in options:
-        rows = tuple((40 * x).astype(np.int8) for x in rows)
-    return Call(_normal(0, *q, D), *rows, _normal(3, *q, DV), options)
+        rows = [(40 * x).astype(np.int8) for x in rows]
+    return Call(_normal(0, *q, D), rows[0], rows[1], _normal(3, *q, DV), options)
 
 
 class Results(NamedTuple):

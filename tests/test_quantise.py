@@ -156,8 +156,8 @@ def test_new_keys_are_quantised_at_their_places_and_nothing_else_changes(data: A
         options["cu_seqlens"] = starts
     else:
         new = [x.reshape(HKV, B, counts[0], x.shape[-1]).swapaxes(0, 1) for x in new]
-    named = dict(zip(("k_descale", "v_descale"), descales, strict=True))
-    lengths = tileattn.append_kv(*caches, *new, kv_lengths=old, **options, **named)
+    options |= dict(zip(("k_descale", "v_descale"), descales, strict=True))
+    lengths = tileattn.append_kv(caches[0], caches[1], new[0], new[1], kv_lengths=old, **options)
     assert lengths.tolist() == np.add(old, counts).tolist()
     found = zip([*caches, *descales], [*expected, *expected_descales], strict=True)
     for mine, wanted in found:
@@ -175,7 +175,7 @@ def test_what_was_appended_is_attended_to(dtype: np.dtype[Any]) -> None:
     k, v = rng.normal(size=(2, B, HKV, 10, 8)).astype(BFLOAT16)
     k_cache, v_cache = np.zeros((2, 6, HKV, 4, 8), dtype)
     descales = np.full((2, 6, HKV, 4), np.nan, np.float32)
-    named = dict(zip(("k_descale", "v_descale"), descales, strict=True))
+    named: dict[str, Any] = dict(zip(("k_descale", "v_descale"), descales, strict=True))
     table = [[5, 1, 0], [3, 2, 4]]
     lengths: Any = [0, 0]
     for n in range(0, 10, 2):
@@ -209,10 +209,10 @@ def test_keys_are_rotated_before_they_are_quantised() -> None:
     k = np.random.default_rng(0).normal(size=k.shape).astype(np.float32)
     rotary = np.random.default_rng(1).normal(size=(2, 9, 2)).astype(np.float32)
     rotated = tileattn.rope(k, *rotary, positions=np.add.outer([1, 5], np.arange(4)))
-    descales = {"k_descale": 0.01, "v_descale": np.float32([0.1, 0.2])}
+    descales: dict[str, Any] = {"k_descale": 0.01, "v_descale": np.array([0.1, 0.2], np.float32)}
     expected = k_cache.copy(), v_cache.copy()
     tileattn.append_kv(*expected, rotated, v, kv_lengths=[1, 5], **descales)
-    new = {"kv_lengths": [1, 5], "rotary": tuple(rotary), **descales}
+    new: dict[str, Any] = {"kv_lengths": [1, 5], "rotary": tuple(rotary), **descales}
     tileattn.append_kv(k_cache, v_cache, k, v, **new)
     np.testing.assert_array_equal(k_cache.view(np.uint8), expected[0].view(np.uint8))
 
@@ -221,13 +221,14 @@ def caches(dtype: np.dtype[Any]) -> tuple[Array, Array, Array, Array]:
     """Make empty caches, and keys and values to append."""
     shapes = (B, HKV, ROWS, D), (B, HKV, ROWS, DV), (B, HKV, 4, D), (B, HKV, 4, DV)
     kinds = dtype, dtype, np.float32, np.float32
-    return tuple(np.zeros(*x) for x in zip(shapes, kinds, strict=True))  # type: ignore[return-value]  # four
+    k_cache, v_cache, k, v = (np.zeros(*x) for x in zip(shapes, kinds, strict=True))
+    return k_cache, v_cache, k, v
 
 
 TOKENS = np.ones((B, HKV, ROWS), np.float32)
 READ_ONLY = TOKENS.copy()
 READ_ONLY.flags.writeable = False
-ONES = {"k_descale": 1.0, "v_descale": 1.0}
+ONES: dict[str, Any] = {"kv_lengths": 0, "k_descale": 1.0, "v_descale": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ ONES = {"k_descale": 1.0, "v_descale": 1.0}
         ),
         ({"k_descale": -1.0}, ValueError, "k_descale must be a number from 0 to the largest of"),
         (
-            {"v_descale": np.float32([1, np.nan])},
+            {"v_descale": np.array([1, np.nan], np.float32)},
             ValueError,
             "v_descale must hold finite numbers that are not negative; got nan",
         ),
@@ -298,7 +299,7 @@ ONES = {"k_descale": 1.0, "v_descale": 1.0}
 )
 def test_refusals_write_nothing(changed: dict[str, Any], error: type, message: str) -> None:
     k_cache, v_cache, k, v = caches(INT8)
-    given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "kv_lengths": 0, **ONES}
+    given: dict[str, Any] = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, **ONES}
     with pytest.raises(error, match=re.escape(message)):
         tileattn.append_kv(**(given | changed))
     assert not k_cache.any()

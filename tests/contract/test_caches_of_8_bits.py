@@ -29,7 +29,8 @@ def stored(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any
     if dtype == INT8:
         return rng.integers(-128, 128, shape).astype(INT8)
     bits = rng.integers(0, 256, shape).astype(np.uint8)
-    return (bits - (bits & 0x7F == 0x7F)).view(FLOAT8_E4M3FN)  # without NaN
+    numbers: Array = (bits - (bits & 0x7F == 0x7F)).view(FLOAT8_E4M3FN)  # without NaN
+    return numbers
 
 
 def check(runner: Runner, q: Array, k: Array, v: Array, options: dict[str, Any]) -> None:
@@ -213,6 +214,23 @@ def test_calls_that_repeat_are_told_apart_by_their_dtypes_and_descales(runner: R
         if n % 3 == 0:
             options["v_descale"] = np.float32(0.01 * (n + 1))
         check(runner, q, k, v, options)
+
+
+@pytest.mark.parametrize("shape", [(), (HKV,), (B, HKV), (B, HKV, NK)], ids=str)
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_a_descale_that_is_written_to(runner: Runner, name: str, shape: tuple[int, ...]) -> None:
+    """Calls that repeat read it again, and validate it again if it has numbers of heads."""
+    q, k, v, options = call(INT8)
+    options[name] = np.full(shape, 0.01, np.float32)
+    for value in (0.01, 0.01, 0.01, 0.01, 0.02, 0.005):
+        options[name][...] = value
+        check(runner, q, k, v, options)
+    options[name][...] = np.nan
+    if len(shape) < 3:
+        with pytest.raises(ValueError, match=f"{name} must "):
+            runner.forward(q, k, v, **options)
+    else:
+        assert np.isnan(runner.forward(q, k, v, **options).out).all()
 
 
 def test_the_output_may_be_given() -> None:

@@ -30,10 +30,11 @@ def quantise(
     stored, descales = [], dict[str, Array | float]()
     for name, x in (("k_descale", k), ("v_descale", v)):
         wide = x.astype(np.float64)
-        lost = ~np.isfinite(wide)
+        lost: NDArray[np.bool_] = ~np.isfinite(wide)
         largest = np.max(np.abs(wide), where=~lost, initial=0.0)
         unit = float(largest / _LARGEST[dtype]) or 1.0
-        descales[name] = _descale(choices, unit, lost.any(axis=-1), entries, dtype)
+        of_tokens = np.asarray(lost.any(axis=-1))
+        descales[name] = _descale(choices, unit, of_tokens, entries, dtype)
         numbers = np.where(lost, np.nan, wide / unit)
         if dtype == INT8:
             numbers = np.where(lost, -128, np.rint(numbers))
@@ -50,7 +51,7 @@ def _descale(
     heads = lost.shape[-2] if lost.ndim > 1 else 1
     kind = choices.one_of("number", "no axes", "heads", "entries", "tokens")
     if kind == "number":
-        return choices.one_of(unit, 0.0)
+        return float(choices.one_of(unit, 0.0))
     shapes = {"no axes": (), "heads": (heads,), "entries": (entries, heads), "tokens": lost.shape}
     factors = choices.rng.uniform(0.5, 1.5, shapes[kind])
     descale = np.asarray(unit * factors * (choices.rng.random(factors.shape) > 0.1), np.float32)

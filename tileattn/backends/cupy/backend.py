@@ -25,6 +25,7 @@ from tileattn.call.parse import CallKind
 from tileattn.call.prepared import DeviceMemory, PreparedCall
 from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem
 from tileattn.errors import UnsupportedError
+from tileattn.kernels.cuda.families.family import why_not_quantised
 from tileattn.kernels.cuda.families.pages import why_not_paged
 from tileattn.kernels.cuda.plan.aux_gradient import daux_name, why_not_learned
 from tileattn.kernels.cuda.plan.block_sparse import once, partial_blocks
@@ -79,8 +80,8 @@ class CupyBackend(PreparingBackend):
 
     def why_not(self, problem: Problem) -> str | None:
         """Return why a problem is not supported: its pages or its lengths; None if it is."""
-        if problem.is_quantised:
-            return f"the kernels do not take k_descale and v_descale, with k of {problem.kv_dtype}"
+        if why := why_not_quantised(problem):
+            return why
         if problem.page is not None and (why := why_not_paged(problem)):
             return why
         for name in ("Nq", "Nk"):

@@ -48,6 +48,13 @@ def _has_no_pages(problem: Problem, _: LaunchContext) -> bool:
     return not reads_pages(problem)
 
 
+def why_not_quantised(problem: Problem) -> str | None:
+    """Return why no kernel runs a call with k and v of 8 bits; None for other calls."""
+    if not problem.is_quantised:
+        return None
+    return f"no kernel takes k_descale and v_descale, with k and v of {problem.kv_dtype}"
+
+
 @dataclass(frozen=True)
 class Family:
     """Kernels that run one pass, for one kind of call or one generation of GPUs.
@@ -81,8 +88,10 @@ def launches_of(
     Raises
     ------
     UnsupportedError
-        If no family supports the pass: some calls over pages.
+        If no family supports the pass: some calls over pages, and k and v of 8 bits.
     """
+    if why := why_not_quantised(problem):
+        raise UnsupportedError(f"backend 'cupy' does not support this: {why}")
     refusals: dict[str, None] = {}
     reasons = ""
     for family in families:
