@@ -45,6 +45,7 @@ from tests.bad_arguments import (
     and_more,
     without,
 )
+from tests.bridges import on_jax, on_jax_traced, on_torch
 from tileattn import BlockMask, reference
 from tileattn.testing import error_bound
 
@@ -385,38 +386,6 @@ ENTRIES: dict[str, Entry] = {
 def of_jax(breaks: dict[str, dict[str, Break]]) -> dict[str, dict[str, Break]]:
     """Leave out what JAX takes: it makes arrays of 32 bits of those of 64."""
     return {name: without(ways, "float64") for name, ways in breaks.items()}
-
-
-def on_jax(**call: Any) -> Any:
-    from tileattn.jax import attention  # JAX takes long to import
-
-    return attention(**call)
-
-
-def on_jax_traced(**call: Any) -> Any:
-    """Trace a call, without running it: arrays among the options stay NumPy's."""
-    import jax
-
-    rows = [call.pop(name) for name in "qkv"]
-    return jax.eval_shape(lambda *x: on_jax(**dict(zip("qkv", x, strict=True)), **call), *rows)
-
-
-def on_torch(**call: Any) -> Any:
-    """Make a call on tensors; arrays that cannot be tensors stay NumPy's."""
-    from tileattn.torch import attention  # PyTorch takes long to import
-
-    return attention(**{name: _tensors(x) for name, x in call.items()})
-
-
-def _tensors(x: Any) -> Any:
-    import torch
-
-    if type(x) is tuple and any(isinstance(y, np.ndarray) for y in x):
-        return tuple(map(_tensors, x))
-    try:
-        return torch.from_numpy(x.copy()) if type(x) is np.ndarray else x
-    except (TypeError, ValueError):  # objects, or bytes in another order
-        return x
 
 
 if find_spec("torch"):
