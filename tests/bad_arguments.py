@@ -255,4 +255,16 @@ SEED = and_more(
     NUMBERS, none=always(None), float=always(1.0), negative=always(-1), past=always(1 << 64)
 )
 PROBABILITY = and_more(NUMBERS, none=always(None), one=always(1.0), negative=always(-0.1))
+DESCALE = and_more(
+    without(ARRAYS, "number", "no axes"),
+    none=always(None),
+    boolean=always(True),
+    negative=always(-1.0),
+    NaN=always(float("nan")),
+    inf=always(np.float32("inf")),
+    enormous=always(10**5000),
+    float64=lambda x: x.astype(np.float64),
+    negative_ones=lambda x: -x,
+    NaN_in_it=lambda x: x * np.nan,
+)
 SOFTCAP = and_more(NUMBERS, zero=always(0.0), negative=always(-1.0))

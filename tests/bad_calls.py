@@ -12,6 +12,7 @@ from tests.bad_arguments import (
     AUX,
     BACKEND,
     BOOLEANS,
+    DESCALE,
     DV,
     FLAGS,
     FUNCTIONS,
@@ -44,6 +45,7 @@ from tests.bad_arguments import (
     and_more,
     without,
 )
+from tests.bridges import on_jax, on_jax_traced, on_torch
 from tileattn import BlockMask, reference
 from tileattn.testing import error_bound
 
@@ -134,6 +136,21 @@ PACKED = {
     "kv_lengths": LENGTHS_OF_KEYS,
     "q_offset": INTEGERS,
 }
+
+
+def quantised() -> dict[str, Any]:
+    """Make a call whose keys and values have 8 bits."""
+    call = {name: x if name == "q" else (20 * x).astype(np.int8) for name, x in arrays().items()}
+    descale = np.full(HKV, 0.05, np.float32)
+    return call | {"k_descale": descale, "v_descale": descale}
+
+
+QUANTISED = {name: without(ROWS, "swapped") for name in "kv"} | {
+    "q": ROWS,
+    "k_descale": DESCALE,
+    "v_descale": DESCALE,
+}
+QUANTISED["v"] = without(QUANTISED["v"], "a long axis")  # of Dv
 
 
 def paged() -> dict[str, Any]:
@@ -229,6 +246,13 @@ CACHES = {
 }
 
 
+def caches_of_8_bits() -> dict[str, Any]:
+    call = {name: x for name, x in caches().items() if name != "rotary"}
+    empty = {name: np.zeros(call[name].shape, np.int8) for name in ("k_cache", "v_cache")}
+    descale = np.full(HKV, 0.05, np.float32)
+    return call | empty | {"k_descale": descale, "v_descale": descale}
+
+
 def packed_new() -> dict[str, Any]:
     """New keys of both sequences on one axis."""
     call = {name: x for name, x in caches().items() if name != "rotary"}
@@ -305,6 +329,8 @@ ENTRIES: dict[str, Entry] = {
     "forward on llvm": Entry(on_llvm, dense, DENSE),
     "forward, packed": Entry(tileattn.forward, packed, PACKED),
     "forward, paged": Entry(tileattn.forward, paged, PAGED),
+    "forward, 8 bits": Entry(tileattn.forward, quantised, QUANTISED),
+    "reference.forward, 8 bits": Entry(reference.forward, quantised, QUANTISED),
     "backward": Entry(
         tileattn.backward, gradients, DENSE | UPSTREAM | {"wrt": NAMES, "workspace": THINGS}
     ),
@@ -322,6 +348,12 @@ ENTRIES: dict[str, Entry] = {
         error_bound, bounded, DENSE | {"dout": OF_ORACLE["dlse"], "dlse": OF_ORACLE["dlse"]}
     ),
     "append_kv": Entry(tileattn.append_kv, caches, CACHES),
+    "append_kv, 8 bits": Entry(
+        tileattn.append_kv,
+        caches_of_8_bits,
+        dict.fromkeys(("k_cache", "v_cache"), without(CACHE, "swapped"))
+        | {"k": ROWS, "v": ROWS, "k_descale": DESCALE, "v_descale": DESCALE},
+    ),
     "append_kv, packed": Entry(tileattn.append_kv, packed_new, {"cu_seqlens": OFFSETS_OF_NEW}),
     "append_kv, paged": Entry(
         tileattn.append_kv, pools, {"block_table": TABLE, "kv_lengths": LENGTHS_OF_KEYS}
@@ -356,38 +388,6 @@ def of_jax(breaks: dict[str, dict[str, Break]]) -> dict[str, dict[str, Break]]:
     return {name: without(ways, "float64") for name, ways in breaks.items()}
 
 
-def on_jax(**call: Any) -> Any:
-    from tileattn.jax import attention  # JAX takes long to import
-
-    return attention(**call)
-
-
-def on_jax_traced(**call: Any) -> Any:
-    """Trace a call, without running it: arrays among the options stay NumPy's."""
-    import jax
-
-    rows = [call.pop(name) for name in "qkv"]
-    return jax.eval_shape(lambda *x: on_jax(**dict(zip("qkv", x, strict=True)), **call), *rows)
-
-
-def on_torch(**call: Any) -> Any:
-    """Make a call on tensors; arrays that cannot be tensors stay NumPy's."""
-    from tileattn.torch import attention  # PyTorch takes long to import
-
-    return attention(**{name: _tensors(x) for name, x in call.items()})
-
-
-def _tensors(x: Any) -> Any:
-    import torch
-
-    if type(x) is tuple and any(isinstance(y, np.ndarray) for y in x):
-        return tuple(map(_tensors, x))
-    try:
-        return torch.from_numpy(x.copy()) if type(x) is np.ndarray else x
-    except (TypeError, ValueError):  # objects, or bytes in another order
-        return x
-
-
 if find_spec("torch"):
     ENTRIES |= {
         "tileattn.torch.attention": Entry(
@@ -397,6 +397,7 @@ if find_spec("torch"):
         ),
         "tileattn.torch.attention, packed": Entry(on_torch, packed, PACKED),
         "tileattn.torch.attention, paged": Entry(on_torch, paged, PAGED),
+        "tileattn.torch.attention, 8 bits": Entry(on_torch, quantised, QUANTISED),
     }
 if find_spec("jax"):
     ENTRIES |= {
@@ -405,6 +406,7 @@ if find_spec("jax"):
         ),
         "tileattn.jax.attention, packed": Entry(on_jax, packed, of_jax(PACKED)),
         "tileattn.jax.attention, paged": Entry(on_jax, paged, of_jax(PAGED)),
+        "tileattn.jax.attention, 8 bits": Entry(on_jax, quantised, of_jax(QUANTISED)),
         "tileattn.jax.attention, traced": Entry(on_jax_traced, dense, of_jax(OPTIONS)),
     }
 

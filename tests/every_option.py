@@ -57,6 +57,10 @@ _DROPOUT = {"dropout_p": 0.4, "seed": 3}
 _LENGTHS = np.array([12, 5])
 _PAGES = {"kv_lengths": _LENGTHS}
 _TABLE = {"score_mod": _learned, "aux": (_normal(1, HQ, 32),)}
+_DESCALES: dict[str, Any] = {
+    "k_descale": np.array([0.01, 0.03], DTYPE),
+    "v_descale": np.array([0.02, 0.05], DTYPE),
+}
 
 VALUES: dict[str, Value] = {
     "scale": Value({"scale": 0.7}, {}),
@@ -81,6 +85,8 @@ VALUES: dict[str, Value] = {
         _PAGES | {"block_table": np.array([[4, 0, 2], [1, 5, 3]])},
         _PAGES | {"block_table": np.array([[0, 1, 2], [3, 4, 5]])},
     ),
+    "k_descale": Value(_DESCALES, _DESCALES | {"k_descale": np.float32(0.01)}),
+    "v_descale": Value(_DESCALES, _DESCALES | {"v_descale": np.float32(0.01)}),
     "tree_mask": Value({"tree_mask": np.eye(NQ, dtype=bool)[None]}, {}),
     "prefix": Value(
         _CAUSAL | {"prefix": np.array([9, 3]), "q_offset": 0}, _CAUSAL | {"q_offset": 0}
@@ -107,8 +113,8 @@ class Call(NamedTuple):
 
     @property
     def is_forward_only(self) -> bool:
-        """True if there are no gradients: pages have none."""
-        return "block_table" in self.options
+        """True if there are no gradients: pages and caches of 8 bits have none."""
+        return not self.options.keys().isdisjoint({"block_table", "k_descale"})
 
 
 def call_with(options: Mapping[str, Any]) -> Call:
@@ -119,9 +125,10 @@ def call_with(options: Mapping[str, Any]) -> Call:
     if "cu_seqlens_q" in options:
         q = (1, HQ, int(ENDS_Q[-1]))
         k = k if "block_table" in options else (1, HKV, int(ENDS_K[-1]))
-    return Call(
-        _normal(0, *q, D), _normal(1, *k, D), _normal(2, *k, DV), _normal(3, *q, DV), options
-    )
+    rows: list[Array] = [_normal(1, *k, D), _normal(2, *k, DV)]
+    if "k_descale" in options:
+        rows = [(40 * x).astype(np.int8) for x in rows]
+    return Call(_normal(0, *q, D), rows[0], rows[1], _normal(3, *q, DV), options)
 
 
 class Results(NamedTuple):

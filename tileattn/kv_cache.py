@@ -7,11 +7,15 @@ import numpy as np
 
 from tileattn.backends.buffers import ensure_writable
 from tileattn.backends.registry import ensure_one_owner
+from tileattn.call.descale import descale_arrays, descale_of_heads, is_of_tokens
 from tileattn.call.parse import check_dtype
 from tileattn.call.sequences import Paging, integers, offsets_of, paging
+from tileattn.dtypes import CACHE_DTYPES, DTYPES, QUERY_DTYPES
+from tileattn.errors import UnsupportedError
 from tileattn.messages import called, must_be
+from tileattn.quantise import fitting_descale, quantised
 from tileattn.rotary import check_tables, rope
-from tileattn.validation import check_flags
+from tileattn.validation import check_flags, require_array
 
 
 def append_kv(
@@ -25,6 +29,8 @@ def append_kv(
     cu_seqlens: Any = None,
     rotary: tuple[Any, Any] | None = None,
     interleaved: bool = False,
+    k_descale: Any = None,
+    v_descale: Any = None,
 ) -> Any:
     """Append new keys and values to a cache, in place.
 
@@ -35,7 +41,8 @@ def append_kv(
     v_cache : array, shape (B, Hkv, capacity, Dv), or with pages (pages, Hkv, page, Dv)
         Values.
     k : array, shape (B, Hkv, N, D), or packed (Hkv, T, D)
-        New keys, of the dtype of the cache.
+        New keys, of the dtype of the cache. Caches of float8_e4m3fn and int8 also take float16,
+        bfloat16 and float32, and quantise them.
     v : array, shape (B, Hkv, N, Dv), or packed (Hkv, T, Dv)
         New values.
     kv_lengths : int, array or sequence of int of shape (B,)
@@ -48,6 +55,11 @@ def append_kv(
         ``cos`` and ``sin`` of `rope`: each new key is rotated at its position in its sequence.
     interleaved : bool
         Which columns are a pair, as in `rope`.
+    k_descale, v_descale : float or array of float32, or None
+        Factors that dequantise the caches, as in ``forward``; required where new keys and values
+        are quantised, and only there. Numbers, and arrays of shape (Hkv,) or (B, Hkv), are read.
+        Arrays of shape ``k_cache.shape[:-1]`` have a number for each token and head, which is
+        written.
 
     Returns
     -------
@@ -67,7 +79,15 @@ def append_kv(
     A page gets new keys from one sequence only. A page that sequences share, such as that of a
     common prefix, is full, or is copied before one of them grows.
 
-    On a GPU one kernel does all of it.
+    On a GPU one kernel does all of it. Caches of 8 bits are for NumPy arrays only.
+
+    Caches of 8 bits store ``k / k_descale``, computed in float32 and rounded to the nearest number,
+    ties to even. int8 holds -127 to 127 and float8_e4m3fn -448 to 448. Larger elements and
+    infinities are stored as the largest number. A descale of 0 stores 0. A descale that is written
+    is ``max(abs(k)) / 127``, or 448, over the elements of a token and head; for zeros it is 0.
+
+    float8_e4m3fn stores NaN as NaN. int8 has no NaN: 0 is stored, and a descale that is written is
+    NaN. An infinity also makes such a descale NaN.
 
     Examples
     --------
@@ -82,11 +102,14 @@ def append_kv(
     """
     packed = cu_seqlens is not None
     _check_arrays(k_cache, v_cache, k, v, packed=packed)
+    descales = _given_descales(k_cache, k, k_descale, v_descale)
     options = {"block_table": block_table, "kv_lengths": kv_lengths}
     tables = _tables(k, rotary, interleaved)
     given = {"k": k, "v": v} | tables
+    arrays = descale_arrays(descales)
     owner = ensure_one_owner(
-        {"k_cache": k_cache, "v_cache": v_cache} | given, options | {"cu_seqlens": cu_seqlens}
+        {"k_cache": k_cache, "v_cache": v_cache} | given | arrays,
+        options | {"cu_seqlens": cu_seqlens},
     )
     kernel = getattr(owner, "append_kv", None)
     pages = paging(options, k_cache)
@@ -97,10 +120,20 @@ def append_kv(
     if old is None:
         raise TypeError(must_be("kv_lengths", f"an integer, or integers of shape ({B},)", old))
     new = _checked_lengths(old, starts, k_cache, pages, tables)
-    ensure_writable("k_cache", k_cache, {"v_cache": v_cache, **given})
-    ensure_writable("v_cache", v_cache, given)
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    of_tokens = _token_descales(caches, descales, B, paged=pages is not None)
+    written = caches | of_tokens
+    for name, x in written.items():
+        others = {n: y for n, y in {**written, **arrays, **given}.items() if n != name}
+        ensure_writable(name, x, others)
     if kernel is None:
-        return _append(k_cache, v_cache, k, v, old, starts, pages, rotary, bool(interleaved))
+        rows = k, v, rotary, bool(interleaved)
+        return _append(caches, rows, (old, starts, pages), descales, of_tokens)
+    if k_cache.dtype in CACHE_DTYPES:
+        raise UnsupportedError(
+            f"append_kv does not write caches of {k_cache.dtype} on a GPU; caches must be NumPy "
+            "arrays, or have 16 bits or more"
+        )
     there = kernel(
         *(k_cache, v_cache, k, v),
         kv_lengths=old,
@@ -113,17 +146,14 @@ def append_kv(
 
 
 def _append(
-    k_cache: Any,
-    v_cache: Any,
-    k: Any,
-    v: Any,
-    old: Any,
-    starts: Any,
-    pages: Paging | None,
-    rotary: tuple[Any, Any] | None,
-    interleaved: bool,
+    caches: Mapping[str, Any],
+    new: tuple[Any, Any, tuple[Any, Any] | None, bool],
+    places: tuple[Any, Any, Paging | None],
+    descales: Mapping[str, Any],
+    of_tokens: Mapping[str, Any],
 ) -> Any:
     """Append by array expressions."""
+    (k, v, rotary, interleaved), (old, starts, pages), k_cache = new, places, caches["k_cache"]
     old, starts = (x.astype(np.int64, copy=False) for x in _together(old, starts))
     T = k.shape[-2] * (len(k) if k.ndim == 4 else 1)
     sequence, positions = _positions(old, starts, T)
@@ -133,9 +163,49 @@ def _append(
     entry, row = (np.asarray(n, like=k_cache) for n in _places(sequence, positions, pages))
     # Allocate before writing: a failure must leave the caches as they are.
     rows = [x.swapaxes(-3, -2).reshape(T, x.shape[-3], x.shape[-1]) for x in (k, v)]
-    for cache, x in zip((k_cache, v_cache), rows, strict=True):
+    writes = list(zip(caches.values(), rows, strict=True))
+    for n, (name, descale) in enumerate(descales.items()):
+        cache, x = writes[n]
+        if name in of_tokens:
+            factors = fitting_descale(x, cache.dtype)
+            writes.append((descale, factors))
+        else:
+            factors = descale_of_heads(name, descale, len(old), x.shape[1], x)[sequence, :, 0]
+        writes[n] = cache, quantised(x, factors, cache.dtype)
+    for cache, x in writes:
         cache.swapaxes(1, 2)[entry, row] = x
     return old + (starts[1:] - starts[:-1])
+
+
+def _given_descales(k_cache: Any, k: Any, k_descale: Any, v_descale: Any) -> dict[str, Any]:
+    """Return the descales of a call that quantises; refuse them in other calls."""
+    descales = {"k_descale": k_descale, "v_descale": v_descale}
+    quantises = k_cache.dtype in CACHE_DTYPES and k.dtype != k_cache.dtype
+    for name, x in descales.items():
+        if quantises and x is None:
+            raise ValueError(
+                f"{name} must be given to store {k.dtype} in a cache of {k_cache.dtype}; got None"
+            )
+        if not quantises and x is not None:
+            raise ValueError(
+                f"{name} must be None with k of {k.dtype} and a cache of {k_cache.dtype}: nothing "
+                "is quantised"
+            )
+    return descales if quantises else {}
+
+
+def _token_descales(
+    caches: Mapping[str, Any], descales: Mapping[str, Any], B: int, *, paged: bool
+) -> dict[str, Any]:
+    """Validate the descales; return those of tokens, which are written."""
+    layout = "(pages, Hkv, page)" if paged else "(B, Hkv, capacity)"
+    found = {}
+    for (name, x), cache in zip(descales.items(), caches.values(), strict=False):
+        if is_of_tokens(name, x, cache.shape, B, layout):
+            found[name] = x
+        else:
+            descale_of_heads(name, x, B, cache.shape[1], cache)
+    return found
 
 
 def _tables(k: Any, rotary: Any, interleaved: Any) -> dict[str, Any]:
@@ -145,6 +215,10 @@ def _tables(k: Any, rotary: Any, interleaved: Any) -> dict[str, Any]:
         return {}
     if not isinstance(rotary, tuple) or len(rotary) != 2:
         raise TypeError(must_be("rotary", "a tuple (cos, sin) or None", rotary))
+    if k.dtype in CACHE_DTYPES:
+        raise TypeError(
+            f"rotary must be None with k of dtype {k.dtype}; rotate k before quantising"
+        )
     tables = dict(zip(("cos", "sin"), rotary, strict=True))
     for name, x in tables.items():
         check_dtype(name, x)
@@ -183,12 +257,8 @@ def _check_arrays(k_cache: Any, v_cache: Any, k: Any, v: Any, *, packed: bool) -
     """Check dtypes and shapes against the cache of keys."""
     axes = 3 if packed else 4
     arrays = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    _check_dtypes(arrays)
     for name, x in arrays.items():
-        check_dtype(name, x)
-        if x.dtype != k_cache.dtype:
-            raise TypeError(
-                f"{name} must have the dtype of k_cache, {k_cache.dtype}; got {x.dtype}"
-            )
         cached = name.endswith("cache")
         if x.ndim != (4 if cached else axes):
             shape = "(B, Hkv, N, D)" if cached or not packed else "(Hkv, T, D)"
@@ -207,6 +277,21 @@ def _check_arrays(k_cache: Any, v_cache: Any, k: Any, v: Any, *, packed: bool) -
             raise ValueError(
                 f"{name} must have the heads of {name}_cache, {cache.shape[1]} of dimension "
                 f"{cache.shape[3]}; got {x.shape[-3]} of {x.shape[-1]}"
+            )
+
+
+def _check_dtypes(arrays: Mapping[str, Any]) -> None:
+    """Check that all dtypes are those of the cache of keys; 16 and 32 bits go into 8."""
+    k_cache, like = arrays["k_cache"], "k_cache"
+    check_dtype("k_cache", k_cache, (*DTYPES, *CACHE_DTYPES))
+    for name, x in arrays.items():
+        require_array(name, x)
+        if name == "k" and k_cache.dtype in CACHE_DTYPES:
+            check_dtype(name, x, (*QUERY_DTYPES, k_cache.dtype))
+            like = "k"  # of v
+        if x.dtype != arrays[like].dtype:
+            raise TypeError(
+                f"{name} must have the dtype of {like}, {arrays[like].dtype}; got {x.dtype}"
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tileattn.dtypes import BFLOAT16
+from tileattn.dtypes import BFLOAT16, FLOAT8_E4M3FN
 from tileattn.messages import called, must_be
 
 
@@ -27,15 +27,22 @@ def require_numpy(name: str, x: Any) -> None:
         raise TypeError(must_be(name, "a NumPy array", x, remedy))
 
 
+# Dtypes of PyTorch that NumPy does not have: integers of their size, and their dtypes here.
+_OF_TORCH = {
+    "torch.bfloat16": ("int16", BFLOAT16),
+    "torch.float8_e4m3fn": ("uint8", FLOAT8_E4M3FN),
+}
+
+
 def on_host(x: Any) -> Any:
     """Copy an array of PyTorch, CuPy or JAX, or a tuple of them, to NumPy; return others as is."""
     if type(x) is tuple:
         return tuple(map(on_host, x))
     if is_of("torch", x) and hasattr(x, "detach"):
-        narrow = str(x.dtype) == "torch.bfloat16"  # which NumPy does not have
-        found = x.detach().view(sys.modules["torch"].int16) if narrow else x
+        held, dtype = _OF_TORCH.get(str(x.dtype), ("", None))
+        found = x.detach().view(getattr(sys.modules["torch"], held)) if held else x
         found = found.numpy(force=True)
-        return found.view(BFLOAT16) if narrow else found
+        return found.view(dtype) if held else found
     if is_of("cupy", x):
         return x.get()
     if (is_of("jax", x) or is_of("jaxlib", x)) and hasattr(x, "__array__"):

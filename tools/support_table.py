@@ -40,6 +40,12 @@ def paged() -> Problem:
     return parse(q, k, k, {"block_table": np.arange(8).reshape(2, 4), "kv_lengths": [50, 60]})[0]
 
 
+def quantised() -> Problem:
+    """Return the problem of a call whose keys and values have 8 bits."""
+    q, k = np.zeros((2, 4, 1, 64), np.float16), np.zeros((2, 4, 56, 64), np.int8)
+    return parse(q, k, k, {"k_descale": 0.5, "v_descale": 0.5})[0]
+
+
 def representative() -> dict[str, Problem]:
     """Return the problems of the rows of the table."""
     B, Hq, _, Nq, Nk, _, _ = SIZES.values()
@@ -68,6 +74,7 @@ def representative() -> dict[str, Problem]:
         "`q_offset`": make(q_offset=np.arange(B)),
         "`cu_seqlens_q`": make(B=1, cu_seqlens_q=[0, 9, Nq], cu_seqlens_k=[0, 20, Nk]),
         "`block_table`": paged(),
+        "`k_descale`, `v_descale`": quantised(),
         "`tree_mask`": make(tree_mask=np.ones((1, Nq, Nq), bool)),
         "`prefix`": make(prefix=3, causal=True),
         "`origin`": make(origin=(0, 0, 16, 32), dropout_p=0.5),

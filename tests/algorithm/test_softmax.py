@@ -169,7 +169,7 @@ def test_dropout_touches_the_weighted_sum_only(kind: str) -> None:
     keep = np.random.default_rng(1).random(s.shape) < 0.5
     state = EMPTY[kind]()
     for keys in (slice(0, 4), slice(4, N)):
-        state.update(s[..., keys].copy(), v[:, keys], keep=keep[..., keys])
+        state.update(s[..., keys].copy(), v[:, keys], weights=keep[..., keys])
     out, lse = state.finalize(dropout_scale=2.0)
     p = np.exp(s - np.where(np.isneginf(dense(s, v)[1]), 0, dense(s, v)[1])[..., None])
     assert_same((out, lse), ((2 * p * keep) @ v, dense(s, v)[1]))

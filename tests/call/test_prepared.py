@@ -164,6 +164,12 @@ OFFSETS: list[Any] = [
     *(np.array(x) for x in ([0, 1, 3], [0, 2, 3], [0, 1, 4], [0, 3], [0.0, 1.0, 3.0])),
     *([0, 1, 3], (0, 1, 3), [0, True, 3], [0, 4, 3], 3, None),
 ]
+DESCALES: list[Any] = [
+    *(np.full(x, 0.5, np.float32) for x in (2, 3, (2, 2), (2, 2, 3), (2, 3), ())),
+    *(np.full(2, x, np.float32) for x in (-1, np.nan, 0)),
+    *(np.ones(2), np.ones((2, 2), np.float32)[:, ::-1], np.float32(0.5), np.array(0.5)),
+    *(0.5, 1, 0, 0.0, -1.0, np.nan, 1e39, True, "1", [0.5, 0.5], None),
+]
 
 
 def _add_table(s: Any, _b: Any, _h: Any, _i: Any, j: Any, table: Any) -> Any:
@@ -190,6 +196,7 @@ VALUES: dict[str, list[Any]] = {
     "cu_seqlens_q": OFFSETS,
     "cu_seqlens_k": OFFSETS,
     "block_table": [np.array(x) for x in ([[0], [1]], [[1], [0]], [[0], [9]], [0, 1], [[0.0]])],
+    **dict.fromkeys(("k_descale", "v_descale"), DESCALES),
     "origin": [(1, 2, 3, 4), [1, 2, 3, 4], (1, 2, 3, 5), (1, 2, 3, True), (1, 2, 3), INTEGERS[0]],
     "score_mod": [_add_table, lambda s, *_: s * 2, lambda s, *_: s * 3, 1],
     "mask_mod": [lambda _b, _h, i, j, _t: i > j, lambda _b, _h, i, j, _t: i >= j, 1],
@@ -198,7 +205,10 @@ VALUES: dict[str, list[Any]] = {
 }
 OFFSETS_BESIDE: dict[str, Any] = {"cu_seqlens_q": [0, 1, 3], "cu_seqlens_k": [0, 1, 3]}
 FUNCTION_BESIDE: dict[str, Any] = {"score_mod": _add_table, "aux": (PAIRS[0],)}
+BYTES = PLAIN.astype(np.int8)
+QUANTISED: dict[str, Any] = {"k": BYTES, "v": BYTES, "k_descale": 0.5, "v_descale": 0.5}
 BESIDE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("k_descale", "v_descale"), QUANTISED),
     **dict.fromkeys(OFFSETS_BESIDE, dict.fromkeys("qkv", PLAIN[:1]) | OFFSETS_BESIDE),
     "block_table": {"kv_lengths": [3, 3]},
     "origin": {"dropout_p": 0.5, "seed": 1},

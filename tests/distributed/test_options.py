@@ -53,6 +53,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "tree_mask": {"tree_mask": np.tril(np.ones((1, NQ, NQ), bool))},
     "prefix": {"prefix": 9, "causal": True},
     "block_table": {"block_table": np.zeros((B, 1), np.int64)},
+    "k_descale": {"k_descale": 0.5},
+    "v_descale": {"v_descale": 0.5},
     "cu_seqlens_q": {"cu_seqlens_q": np.array([0, NQ])},
     "cu_seqlens_k": {"cu_seqlens_k": np.array([0, NK])},
 }

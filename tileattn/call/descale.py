@@ -1,9 +1,10 @@
 """Validation of quantised keys and values: caches of 8 bits, and their descales."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tileattn.call.options import DESCALES
 from tileattn.call.sequences import Places
@@ -11,6 +12,9 @@ from tileattn.dtypes import CACHE_DTYPES, FLOAT32, QUERY_DTYPES, one_of
 from tileattn.errors import UnsupportedError
 from tileattn.messages import called, must_be
 from tileattn.validation import real, require_array
+
+DESCALE_AXES = 2
+"""Most axes of a descale with a number for each head."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 _NUMBER = "a number from 0 to the largest of float32"
@@ -59,67 +63,71 @@ def descale_arrays(options: Mapping[str, Any]) -> dict[str, Any]:
 def token_descales(
     k: Any, v: Any, options: Mapping[str, Any], entries: int, *, paged: bool
 ) -> frozenset[str]:
-    """Validate the dtypes and shapes of descales; return the names of those with a number a token.
+    """Validate the descales of a call; return the names of those with a number for each token."""
+    layout = "(pages, Hkv, page)" if paged else "that of its tokens"
+    given = ((name, options[name], rows) for name, rows in zip(DESCALES, (k, v), strict=True))
+    return frozenset(
+        name for name, x, rows in given if is_of_tokens(name, x, rows.shape, entries, layout)
+    )
 
-    A shape that fits both ways has a number for each token.
+
+def is_of_tokens(name: str, x: Any, rows: Sequence[int], entries: int, layout: str) -> bool:
+    """Validate the dtype and shape of a descale; return True if it has a number for each token.
+
+    ``rows`` is the shape of k or v, and ``layout`` names its leading axes. A shape that fits heads
+    and tokens has a number for each token.
     """
-    found = []
-    for name, rows in zip(DESCALES, (k, v), strict=True):
-        x = options[name]
-        if _is_number(x):
-            continue
-        require_array(name, x)
-        if x.dtype != FLOAT32:
-            raise TypeError(f"{called(name)} must have dtype float32; got {x.dtype}")
-        heads = rows.shape[-3] if rows.ndim > 2 else 1
-        of_tokens = tuple(rows.shape[:-1])
-        shapes = {
-            "()": (),
-            "(Hkv,)": (heads,),
-            "(B, Hkv)": (entries, heads),
-            "(pages, Hkv, page)" if paged else "one for each token": of_tokens,
-        }
-        if x.shape not in shapes.values():
-            fitting = ", ".join(f"{what} = {shape}" for what, shape in shapes.items() if shape)
-            raise ValueError(
-                f"{called(name)} must be a number or have shape {fitting}; got {x.shape}"
-            )
-        if x.shape == of_tokens:
-            found.append(name)
-    return frozenset(found)
+    if _is_number(x):
+        return False
+    require_array(name, x)
+    if x.dtype != FLOAT32:
+        raise TypeError(f"{called(name)} must have dtype float32; got {x.dtype}")
+    heads, tokens = _heads(rows), tuple(rows[:-1])
+    if x.shape not in ((), (heads,), (entries, heads), tokens):
+        raise ValueError(
+            f"{called(name)} must be a number, or have shape (Hkv,) = {(heads,)}, (B, Hkv) = "
+            f"{(entries, heads)}, or {layout}, {tokens}; got {x.shape}"
+        )
+    return bool(x.shape == tokens)
+
+
+def descale_of_heads(name: str, x: Any, entries: int, heads: int, like: Any) -> Any:
+    """View a valid descale as (entries, Hkv, 1), on the device of ``like``.
+
+    Numbers on the host must be finite and not negative.
+    """
+    if _is_number(x):
+        x = np.asarray(descale_number(name, x), np.float32, like=like)
+    elif isinstance(x, np.ndarray):
+        _check_values(name, x)
+    axes = (*(1,) * (2 - x.ndim), *x.shape, 1)
+    return np.broadcast_to(x.reshape(axes), (entries, heads, 1))
 
 
 def bring_descale(name: str, x: Any, q: Any, rows: Any, places: Places) -> Any:
     """View a valid descale with three axes, as `tileattn.call.problem.Operands` has it.
 
-    A number becomes an array on the device of q. Descales of heads that are on the host must be
-    finite and not negative. Descales of tokens are not read: rows of a cache may be unfilled.
+    The values of descales of tokens are not validated: rows of a cache may be unfilled.
     """
     if x is None:
         return None
     if not _is_number(x) and x.shape == rows.shape[:-1]:
         return x.reshape((1,) * (3 - x.ndim) + x.shape)
-    if _is_number(x):
-        x = np.asarray(_number(name, x), np.float32, like=q)
-    elif isinstance(x, np.ndarray):
-        _check_values(name, x)
-    heads = rows.shape[-3] if rows.ndim > 2 else 1
     entries = q.shape[0] if q.ndim == 4 else 1
     if places.packing is not None:
         entries = places.packing.sizes[0]
-    axes = (*(1,) * (2 - x.ndim), *x.shape, 1)
-    return np.broadcast_to(x.reshape(axes), (entries, heads, 1))
+    return descale_of_heads(name, x, entries, _heads(rows.shape), q)
 
 
 def refuse_descales(call: str, options: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for quantised keys and values, which have no gradients."""
-    for name in DESCALES:
-        if options.get(name) is not None:
-            raise UnsupportedError(
-                f"{call} does not support {called(name)}: caches of 8 bits have no gradients; "
-                f"multiply {called('k')} and {called('v')} by their descales, and pass these "
-                f"products in the dtype of {called('q')}"
-            )
+    given = [called(name) for name in DESCALES if options.get(name) is not None]
+    if given:
+        raise UnsupportedError(
+            f"{call} does not support {' and '.join(given)}: caches of 8 bits have no gradients; "
+            f"multiply {called('k')} and {called('v')} by their descales, and pass the products "
+            f"in the dtype of {called('q')}"
+        )
 
 
 def _is_number(x: Any) -> bool:
@@ -127,15 +135,24 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float | np.generic) or (isinstance(x, np.ndarray) and not x.shape)
 
 
-def _number(name: str, x: Any) -> float:
-    """Return a valid number for all heads."""
+def _heads(rows: Sequence[int]) -> int:
+    return rows[-3] if len(rows) > 2 else 1
+
+
+def descale_number(name: str, x: Any) -> float:
+    """Return a valid descale that holds for all heads."""
     value = real(name, x, _NUMBER)
     if not 0 <= value <= _LARGEST:
         raise ValueError(must_be(name, _NUMBER, x))
     return value
 
 
-def _check_values(name: str, x: Any) -> None:
+def holds_descales(x: NDArray[Any]) -> bool:
+    """Return True if all numbers of an array on the host are finite and not negative."""
+    return bool(x.dtype == FLOAT32 and ((x >= 0) & (x <= _LARGEST)).all())
+
+
+def _check_values(name: str, x: NDArray[Any]) -> None:
     """Raise ValueError if an array on the host has a number that is negative or not finite."""
     for wrong in x[~((x >= 0) & (x <= _LARGEST))].flat:
         raise ValueError(

@@ -17,6 +17,7 @@ ALIASES = {
     "dropout": "dropout_p",
     "enable_gqa": "leave it out: k may have fewer heads than q",
     "is_causal": "causal",
+    "k_scale": "k_descale",
     "key_padding_mask": "mask=~key_padding_mask[:, None, None] if True marks padding",
     "logits_soft_cap": "softcap",
     "max_seqlen_k": "leave it out: cu_seqlens_k says how long each sequence is",
@@ -24,7 +25,9 @@ ALIASES = {
     "page_table": "block_table",
     "seqused_k": "kv_lengths",
     "sm_scale": "scale",
+    "q_descale": "leave it out: q has 16 or 32 bits",
     "softmax_scale": "scale",
+    "v_scale": "v_descale",
     "window_size": "window",
 }
 

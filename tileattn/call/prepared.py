@@ -10,6 +10,7 @@ from weakref import ref
 import numpy as np
 
 from tileattn.call.block_mask import BlockMask
+from tileattn.call.descale import DESCALE_AXES, holds_descales
 from tileattn.call.options import DESCALES, Options
 from tileattn.call.parse import CallKind, operands_of
 from tileattn.call.problem import Operands, Problem
@@ -229,7 +230,7 @@ def signature(
         key: list[Any] = [backend, default, *map(_layout_of, arrays)]
         for name, x in options.items():
             key += (name, type(x))
-            if not _append(key, x, unread=name in DESCALES):
+            if not (_append_descale if name in DESCALES else _append)(key, x):
                 return None
     except AttributeError:
         return None  # something is not an array
@@ -283,11 +284,8 @@ def kind_of_options(options: Mapping[str, Any]) -> list[Any] | None:
     return key
 
 
-def _append(key: list[Any], x: Any, *, unread: bool = False) -> bool:
-    """Add an option to a signature; return False for too many or unusual values.
-
-    Validation never reads the values of ``unread`` arrays on a device.
-    """
+def _append(key: list[Any], x: Any) -> bool:
+    """Add an option to a signature; return False for too many or unusual values."""
     kind = type(x)
     if kind in _VALUES or (isinstance(x, np.generic) and not isinstance(x, np.void)):
         key.append(x)
@@ -307,8 +305,19 @@ def _append(key: list[Any], x: Any, *, unread: bool = False) -> bool:
         if values and x.size > _MAX_VALUES:
             return False
         key += (x.dtype, x.shape, x.tobytes() if values else x.strides)
-    elif x.shape or unread:
+    elif x.shape:
         key += (x.dtype, x.shape, getattr(x, "strides", None))
     else:
         return False  # validation may read the value of a device array without axes
+    return True
+
+
+def _append_descale(key: list[Any], x: Any) -> bool:
+    """Add a descale to a signature: of arrays on the host, that their values are valid."""
+    if isinstance(x, np.ndarray) and x.shape:
+        key += (x.dtype, x.shape, x.strides, x.ndim > DESCALE_AXES or holds_descales(x))
+        return True
+    if type(x) in _PLAIN or isinstance(x, np.ndarray | np.generic):
+        return _append(key, x)
+    key += (x.dtype, x.shape, getattr(x, "strides", None))
     return True

@@ -14,7 +14,7 @@ import numpy as np
 import tileattn
 from tileattn.backends import registry
 from tileattn.backends.protocol import Explanation
-from tileattn.call.options import OPTIONS, Option
+from tileattn.call.options import DESCALES, OPTIONS, Option
 from tileattn.call.parse import parse
 from tileattn.cli.arguments import (
     COUNT,
@@ -28,7 +28,7 @@ from tileattn.cli.arguments import (
     print_json,
     refused,
 )
-from tileattn.dtypes import DTYPES, NAMED
+from tileattn.dtypes import CACHE_DTYPES, DTYPES, NAMED
 from tileattn.errors import BackendUnavailableError
 from tileattn.expressions.functions import read_functions
 
@@ -62,7 +62,10 @@ OPTION_HELP = {
     "mask_mod": "function that masks pairs",
     "aux": "tuple of the arrays that the functions read",
 }
-"""What each option of a call is; ``block_table`` follows from ``--page-size``."""
+"""What each option of a call is.
+
+``block_table`` follows from ``--page-size``, and the descales from ``--kv-dtype``.
+"""
 
 EXAMPLES = """examples:
   python -m tileattn explain --arch sm_90 --dtype bfloat16 --causal
@@ -96,6 +99,8 @@ def add_to(commands: Any) -> None:
     names = [dtype.name for dtype in DTYPES]
     add = parser.add_argument
     add("--dtype", default="float32", choices=names, help="dtype of q, k and v (default float32)")
+    eight = "dtype of k and v in a cache of 8 bits, with a descale for each head"
+    add("--kv-dtype", choices=[dtype.name for dtype in CACHE_DTYPES], help=eight)
     add_backend(parser, "backend")
     add("--arch", help="plan for this GPU architecture: sm_80, sm_90, ... (no GPU needed)")
     add("--plan", action="store_true", help="with --arch, print the launch plans too")
@@ -202,6 +207,10 @@ def call_of(arguments: argparse.Namespace) -> tuple[Any, Any, Any, dict[str, Any
     if "window" in options:
         options["window"] = tuple(options["window"])
     q = _placeholder((B, Hq, Nq, D), dtype)
+    for kv_dtype in CACHE_DTYPES:
+        if arguments.kv_dtype == kv_dtype.name:
+            dtype = kv_dtype
+            options |= dict.fromkeys(DESCALES, _placeholder((Hkv,), np.float32))
     return q, _placeholder((*keys, D), dtype), _placeholder((*keys, Dv), dtype), options
 
 

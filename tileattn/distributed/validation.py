@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.backends import registry
-from tileattn.call.options import OPTIONS, PAIR_ARRAYS, options_with
+from tileattn.call.options import DESCALES, OPTIONS, PAIR_ARRAYS, options_with
 from tileattn.call.parse import aux_arrays, four_axes, parse
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.window import window_of
@@ -35,8 +35,9 @@ def check_supported(options: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for an option that is not supported if ranks share a sequence."""
     for name in REFUSED:
         if options.get(name) is not None:
+            remedy = "dequantise k and v" if name in DESCALES else "mask_mod= does"
             raise UnsupportedError(
-                f"{name} does not go with a sequence that ranks or devices share; mask_mod= does"
+                f"{name} does not go with a sequence that ranks or devices share; {remedy}"
             )
 
 

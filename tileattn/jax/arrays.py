@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tileattn.call.options import ARRAYS, INTEGERS, ROWS, SEEDS, options_with
+from tileattn.call.descale import descale_number
+from tileattn.call.options import ARRAYS, DESCALES, INTEGERS, ROWS, SEEDS, options_with
 from tileattn.call.parse import aux_arrays
 from tileattn.call.sequences import as_integers
 from tileattn.messages import must_be
@@ -15,7 +16,7 @@ from tileattn.validation import refuse_masked
 Arrays = dict[str, Any]
 """Arrays by name; ``aux`` is a tuple of arrays."""
 
-TRACED = frozenset((*ARRAYS, *INTEGERS, *options_with(value="arrays")))
+TRACED = frozenset((*ARRAYS, *DESCALES, *INTEGERS, *options_with(value="arrays")))
 """Options that may be traced; a seed may be, too, if it is an array of JAX."""
 
 _INTEGERS = "an integer, or a sequence or JAX or NumPy array of integers"
@@ -28,6 +29,10 @@ def arrays_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Arrays:
     given = dict(zip(ROWS, (q, k, v), strict=True))
     given |= {name: x for name, x in options.items() if name in TRACED and x is not None}
     given |= {name: options[name] for name in SEEDS if holds_arrays_of_jax(options.get(name))}
+    numbers = ((name, given.get(name)) for name in DESCALES)
+    given |= {
+        name: np.float32(descale_number(name, x)) for name, x in numbers if type(x) in (int, float)
+    }
     return {
         name: tuple(_array(*named) for named in aux_arrays(options).items())
         if name == "aux"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.backends.registry import check_name
-from tileattn.call.options import INTEGERS, NUMBERS
+from tileattn.call.options import DESCALES, INTEGERS, NUMBERS
 from tileattn.call.parse import check_names, parse
 from tileattn.call.problem import Problem
 from tileattn.call.window import window_of
@@ -53,6 +53,8 @@ def call_of(arrays: Mapping[str, Any], backend: str, options: Mapping[str, Any])
     integers = {name: options[name] for name in arrays.keys() & INTEGERS}
     if not any(map(holds_arrays_of_jax, integers.values())):
         known |= integers
+    descales = {name: options[name] for name in arrays.keys() & DESCALES}
+    known |= {name: x for name, x in descales.items() if not holds_arrays_of_jax(x)}
     q, k, v = (known.pop(name) for name in "qkv")
     problem: Problem = parse(q, k, v, fixed | known)[0]
     rows = arrays["q"].shape[:-1]

@@ -8,12 +8,13 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from tileattn.call.options import ARRAYS, DIFFERENTIABLE
+from tileattn.call.descale import refuse_descales
+from tileattn.call.options import ARRAYS, DESCALES, DIFFERENTIABLE
 from tileattn.errors import UnsupportedError
 from tileattn.jax.arrays import Arrays
 from tileattn.jax.partition import sharded_as
 
-_WITHOUT_GRADIENT = {*ARRAYS} - {*DIFFERENTIABLE}
+_WITHOUT_GRADIENT = {*ARRAYS, *DESCALES} - {*DIFFERENTIABLE}
 
 
 class Passes(Protocol):
@@ -56,6 +57,8 @@ def _forward(passes: Passes, primals: Any) -> Any:
         for name in primals.keys() & DIFFERENTIABLE
         if any(x.perturbed for x in jax.tree.leaves(primals[name], is_leaf=_is_primal))
     }
+    if wanted:
+        refuse_descales("jax.grad", arrays)
     out, lse = passes.forward(arrays)
     return (out, lse), (arrays, out, lse, _Static(frozenset(wanted)))
 

@@ -30,7 +30,7 @@ def attention(
     q : jax.Array, shape (B, Hq, Nq, D), (Hq, Nq, D) or (Nq, D)
         Queries; float16, bfloat16, float32 or float64, on the CPU or an NVIDIA GPU.
     k : jax.Array, shape (B, Hkv, Nk, D), (Hkv, Nk, D) or (Nk, D)
-        Keys.
+        Keys, of the dtype of q, or with ``k_descale`` of int8 or float8_e4m3fn.
     v : jax.Array, shape (B, Hkv, Nk, Dv), (Hkv, Nk, Dv) or (Nk, Dv)
         Values.
     return_lse : bool

@@ -7,11 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tileattn.call.options import options_with
-from tileattn.dtypes import DTYPES, accum_dtype
+from tileattn.dtypes import DTYPES, QUERY_DTYPES, accum_dtype
 from tileattn.oracle.dense import visibility
 from tileattn.oracle.packed import packed as pack
 from tileattn.testing.arrays import AMPLITUDES, FILLS, LAYOUTS, Fill, laid_out
 from tileattn.testing.options import DRAW, EXTREMES, Choices
+from tileattn.testing.quantised import quantise
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -67,6 +68,7 @@ def problems(
     poison: bool = True,
     extremes: bool = False,
     packed: bool = False,
+    quantised: bool = False,
 ) -> "SearchStrategy[AttentionCase]":
     """Draw whole calls of attention.
 
@@ -92,6 +94,9 @@ def problems(
         If True, draw packed sequences: up to five, or with ``edges`` none, of 0 to ``max_length``
         queries and keys each. ``cu_seqlens_q`` and ``cu_seqlens_k`` are always given, and options
         in `UNPACKED` never. The arrays have four axes, the first of length 1, or three or two.
+    quantised : bool
+        If True, k and v have 8 bits, with descales of any shape. dtypes are those of q; float64 is
+        not drawn. Such calls have no gradients.
 
     Returns
     -------
@@ -132,10 +137,11 @@ def problems(
     @st.composite
     def cases(draw: "DrawFn") -> AttentionCase:
         choices = Shrinkable(draw)
-        dtype = np.dtype(choices.one_of(*dtypes))
+        fitting = [x for x in dtypes if not quantised or np.dtype(x) in QUERY_DTYPES]
+        dtype = np.dtype(choices.one_of(*fitting))
         D, Dv = choices.one_of(*head_dims), choices.one_of(*head_dims)
         chosen = [name for name in DRAW if name in options and choices.coin()]
-        return draw_case(
+        case = draw_case(
             choices,
             (dtype, D, Dv, chosen),
             max_length=max_length,
@@ -144,6 +150,10 @@ def problems(
             extremes=extremes,
             packed=packed,
         )
+        if not quantised:
+            return case
+        k, v, descales = quantise(choices, case.k, case.v, case.options)
+        return case._replace(k=k, v=v, options=case.options | descales)
 
     return cases()
 

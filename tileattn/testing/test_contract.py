@@ -6,6 +6,7 @@ option that the backend does not support must be refused, by a sentence of its `
 """
 
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,13 @@ from tileattn import UnsupportedError, reference
 from tileattn.backends import registry
 from tileattn.backends.protocol import Backend
 from tileattn.call.parse import parse
-from tileattn.dtypes import DTYPES
+from tileattn.dtypes import DTYPES, QUERY_DTYPES
 from tileattn.expressions.functions import read_functions
 from tileattn.testing.bounds import error_bound
 from tileattn.testing.compare import assert_attention_close
 from tileattn.testing.functions import MASKS, SCORES, draw_functions
 from tileattn.testing.options import DRAW, Choices
+from tileattn.testing.quantised import quantise
 from tileattn.testing.selfcheck import sender
 from tileattn.testing.strategies import UNPACKED, AttentionCase, draw_case
 from tileattn.validation import on_host
@@ -139,6 +141,22 @@ def test_pages_are_honoured_or_refused(backend: Any) -> None:
         found = tileattn.forward(*rows[:3], backend=backend.name, **given)
         bounds = error_bound(q, k, v, **options)
         assert_attention_close(found, reference.forward(q, k, v, **options), bounds)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_caches_of_8_bits_are_honoured_or_refused(backend: Any, seed: int) -> None:
+    case = draw(seed, QUERY_DTYPES[seed % len(QUERY_DTYPES)], ("causal",), packed=seed % 2 == 1)
+    choices = Choices(np.random.default_rng(seed))
+    k, v, descales = quantise(choices, case.k, case.v, case.options)
+    case = case._replace(k=k, v=v, options=case.options | descales)
+    rows, options = sent(backend, case)
+    forward = partial(tileattn.forward, *rows[:3], backend=backend.name, **options)
+    if why_not(backend, case) is not None:
+        with pytest.raises(UnsupportedError):
+            forward()
+        return
+    expected = reference.forward(case.q, k, v, **case.options)
+    assert_attention_close(forward(), expected, error_bound(case.q, k, v, **case.options))
 
 
 @pytest.mark.parametrize("seed", range(20))

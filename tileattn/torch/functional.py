@@ -32,7 +32,7 @@ def attention(
         Queries; float16, bfloat16, float32 or float64, on the CPU or on an NVIDIA GPU. Any
         strides.
     k : torch.Tensor, shape (B, Hkv, Nk, D), (Hkv, Nk, D) or (Nk, D)
-        Keys.
+        Keys, of the dtype of q, or with ``k_descale`` of torch.int8 or torch.float8_e4m3fn.
     v : torch.Tensor, shape (B, Hkv, Nk, Dv), (Hkv, Nk, Dv) or (Nk, Dv)
         Values.
     return_lse : bool
@@ -45,7 +45,7 @@ def attention(
     **options
         The options of ``tileattn.forward``. Arrays are tensors on the device of q. Integers, such
         as ``kv_lengths``, are numbers, sequences, or tensors on the CPU or on the device of q.
-        ``seed`` may be a tensor of one integer on the CPU.
+        ``seed`` may be a tensor of one integer on the CPU, and descales may be numbers.
 
     Returns
     -------

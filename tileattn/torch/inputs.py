@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tileattn.call.descale import descale_number
 from tileattn.call.options import DIFFERENTIABLE, INTEGERS, OPTIONS, ROWS, SEEDS, options_with
 from tileattn.call.parse import aux_arrays, check_names
 from tileattn.call.scalars import number_of, seed_of
@@ -37,7 +38,7 @@ def inputs_of(
         raise TypeError(must_be("backend", "a name or 'auto'", backend))
     optional = {name: x for name, x in options.items() if x is not None or name in _NEVER_NONE}
     given = {**dict(zip(ROWS, rows, strict=True)), **optional}
-    given |= {name: _input(name, x) for name, x in optional.items()}
+    given |= {name: _input(name, x, given["q"]) for name, x in optional.items()}
     given["aux"] = [*aux_arrays(given).values()]
     _check(given)
     refuse_gradients({x: given[x] for x in TENSORS if x in given and x not in DIFFERENTIABLE})
@@ -47,13 +48,15 @@ def inputs_of(
     return [*(_DEFAULTS | given).values()]
 
 
-def _input(name: str, x: Any) -> Any:
+def _input(name: str, x: Any, q: Any) -> Any:
     """Convert an option to what the operators take."""
     match OPTIONS[name].value:
         case "integers" | "integer":
             return integer_tensor(name, x)
         case "number":
             return number(name, x)
+        case "descale":
+            return descale_tensor(name, x, q)
         case "block mask":
             return name_of(x)
         case "function":
@@ -78,6 +81,15 @@ def integer_tensor(name: str, x: Any) -> torch.Tensor:
         return make(x, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise TypeError(must_be(name, "integers", x)) from None
+
+
+def descale_tensor(name: str, x: Any, like: Any) -> Any:
+    """Make a tensor of a number on the device of ``like``; return tensors as they are."""
+    if isinstance(x, torch.Tensor) or not isinstance(like, torch.Tensor):
+        return x
+    if not torch.compiler.is_compiling():
+        x = descale_number(name, x)
+    return torch.full((), x, dtype=torch.float32, device=like.device)
 
 
 def number(name: str, x: Any) -> float:

@@ -7,7 +7,7 @@ import torch
 import tileattn
 from tileattn.messages import must_be
 from tileattn.torch import library
-from tileattn.torch.inputs import integer_tensor, refuse_gradients
+from tileattn.torch.inputs import descale_tensor, integer_tensor, refuse_gradients
 from tileattn.torch.tensors import (
     array_of,
     check_elements,
@@ -23,6 +23,8 @@ _INPUTS = {
     "v_cache": "Tensor(b!)",
     **dict.fromkeys(("k", "v", "kv_lengths"), "Tensor"),
     **dict.fromkeys(("block_table", "cu_seqlens", "cos", "sin"), "Tensor?"),
+    "k_descale": "Tensor(c!)?",
+    "v_descale": "Tensor(d!)?",
     "interleaved": "bool",
 }
 
@@ -38,6 +40,8 @@ def append_kv(
     cu_seqlens: Any = None,
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     interleaved: bool = False,
+    k_descale: Any = None,
+    v_descale: Any = None,
 ) -> torch.Tensor:
     """Append new keys and values to a cache of tensors, in place, as `tileattn.append_kv` does.
 
@@ -48,7 +52,8 @@ def append_kv(
     v_cache : torch.Tensor, shape (B, Hkv, capacity, Dv), or with pages (pages, Hkv, page, Dv)
         Values. All tensors are on the device of k_cache; integers may also be on the CPU.
     k : torch.Tensor, shape (B, Hkv, N, D), or packed (Hkv, T, D)
-        New keys, of the dtype of the cache.
+        New keys, of the dtype of the cache. On the CPU, caches of float8_e4m3fn and int8 also take
+        float16, bfloat16 and float32, and quantise them.
     v : torch.Tensor, shape (B, Hkv, N, Dv), or packed (Hkv, T, Dv)
         New values.
     kv_lengths : int, torch.Tensor or sequence of int of shape (B,)
@@ -61,6 +66,8 @@ def append_kv(
         ``cos`` and ``sin`` of `rope`: each new key is rotated at its position in its sequence.
     interleaved : bool
         Which columns are a pair, as in `rope`.
+    k_descale, v_descale : float or torch.Tensor of float32, or None
+        As in `tileattn.append_kv`; a tensor with a number for each token is written.
 
     Returns
     -------
@@ -96,12 +103,18 @@ def append_kv(
     check_flags(interleaved=interleaved)
     given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     tables = _tables(rotary)
-    for name, x in (given | tables).items():
+    descales = {"k_descale": k_descale, "v_descale": v_descale}
+    descales = {
+        name: descale_tensor(name, x, k_cache) for name, x in descales.items() if x is not None
+    }
+    for name, x in (given | tables | descales).items():
         check_tensor(name, x, None if name == "k_cache" else k_cache.device, first="k_cache")
     if not torch.compiler.is_compiling():
         check_elements("k_cache", k_cache)
         check_elements("v_cache", v_cache)
-    refuse_gradients(given | tables, "append_kv")
+        for name, x in descales.items():
+            check_elements(name, x)
+    refuse_gradients(given | tables | descales, "append_kv")
     if kv_lengths is None:
         raise TypeError(must_be("kv_lengths", "an integer, or integers of shape (B,)", None))
     integers = {"kv_lengths": kv_lengths, "block_table": block_table, "cu_seqlens": cu_seqlens}
@@ -110,6 +123,7 @@ def append_kv(
             integers[name] = integer_tensor(name, x)
             check_integers(name, integers[name], k_cache.device, first="k_cache")
     inputs = (*given.values(), *integers.values(), tables.get("cos"), tables.get("sin"))
+    inputs = (*inputs, descales.get("k_descale"), descales.get("v_descale"))
     lengths: torch.Tensor = library.call("append_kv", _run, *inputs, bool(interleaved))
     return lengths
 
@@ -125,7 +139,8 @@ def _tables(rotary: Any) -> dict[str, torch.Tensor]:
 
 def _run(*inputs: Any) -> torch.Tensor:
     given = dict(zip(_INPUTS, inputs, strict=True))
-    caches = given["k_cache"], given["v_cache"]
+    caches = [given["k_cache"], given["v_cache"]]
+    caches += [x for x in (given["k_descale"], given["v_descale"]) if x is not None]
     with on(caches[0].device):
         tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
         x = given | {name: array_of(y) for name, y in tensors.items()}

@@ -26,6 +26,7 @@ _TENSOR = _Type("Tensor?", array_of)
 _TYPES: dict[str, _Type] = {  # by the value of an option; the window has two arguments, below
     "array": _TENSOR,
     "integers": _TENSOR,
+    "descale": _TENSOR,
     "number": _Type("float?", lambda x: x),
     # A seed is a tensor, so that compiled programs and exported ones take a new one.
     "integer": _TENSOR._replace(to_option=lambda x: seed_of(x.item())),

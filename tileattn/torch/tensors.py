@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from tileattn.call.options import INTEGERS, SEEDS, options_with
+from tileattn.call.options import DESCALES, INTEGERS, SEEDS, options_with
 from tileattn.call.prepared import KnownKind, PreparedCall
 from tileattn.errors import UnsupportedError
 from tileattn.messages import called
@@ -27,7 +27,11 @@ _DTYPES = frozenset(  # the dtypes that NumPy arrays have, too
     | {torch.complex128, torch.int8, torch.int16, torch.int32, torch.int64}
     | {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
 )
+_QUANTISED = frozenset({"k", "v", "k_cache", "v_cache"})
+"""Names of the tensors that may also have the dtype float8_e4m3fn."""
+
 _EXPECTED = {
+    **dict.fromkeys(DESCALES, "float32"),
     **dict.fromkeys(options_with(value="array", role="mask"), "bool"),
     **dict.fromkeys((*INTEGERS, *SEEDS), "int32 or int64"),
     **dict.fromkeys(("attn_mask", *options_with(value="arrays")), f"bool, {_FLOATS}"),
@@ -65,6 +69,8 @@ def array_of(x: torch.Tensor) -> Any:
         return cuda.array_of(x)
     if x.dtype is torch.bfloat16:  # NumPy has no bfloat16 of its own
         return x.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if x.dtype is torch.float8_e4m3fn:
+        return x.detach().view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     return x.numpy(force=True)  # also of a tensor that requires a gradient
 
 
@@ -117,7 +123,7 @@ def check_tensor(
     if x.layout is not torch.strided:
         remedy = f"{own}.to_dense() is one"
         raise UnsupportedError(_message(name, "a dense tensor", f"layout {x.layout}", remedy))
-    if x.dtype not in _DTYPES:
+    if x.dtype not in _DTYPES and not (x.dtype is torch.float8_e4m3fn and name in _QUANTISED):
         expected = _EXPECTED.get(name.partition("[")[0], _FLOATS)
         raise TypeError(f"{own} must have dtype {expected}; got {x.dtype}")
     if device is not None and x.device != device:

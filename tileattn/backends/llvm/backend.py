@@ -82,7 +82,7 @@ class LlvmBackend(PreparingBackend):
     def why_not(self, problem: Problem) -> str | None:
         """Return why a problem is not supported."""
         if problem.is_quantised:
-            return f"the kernels do not read k and v of {problem.kv_dtype}"
+            return f"the kernels do not take k_descale and v_descale, with k of {problem.kv_dtype}"
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > _LONGEST:

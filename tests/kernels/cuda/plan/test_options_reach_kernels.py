@@ -20,7 +20,7 @@ from tileattn.backends.cupy.describe import inputs_of, layout_of
 from tileattn.call.options import Options
 from tileattn.call.parse import parse
 from tileattn.call.problem import Operands, Problem
-from tileattn.dtypes import NAMED
+from tileattn.dtypes import INT8, NAMED
 from tileattn.errors import UnsupportedError
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.latent import LATENT
@@ -131,6 +131,9 @@ def paged(n: Sizes, used: Mapping[str, Any]) -> dict[str, Any]:
     return {"block_table": table, "kv_lengths": np.full(entries(n, used), length(n))}
 
 
+ONES: dict[str, Any] = {"k_descale": 1.0, "v_descale": 1.0}
+
+
 def rows(n: Sizes) -> dict[str, Row]:
     """One row for each option of a call of some sizes."""
     return {
@@ -150,6 +153,8 @@ def rows(n: Sizes) -> dict[str, Row]:
         "cu_seqlens_q": Row(packed, by_key("packed")),
         "cu_seqlens_k": Row(packed, by_key("packed")),
         "block_table": Row(paged, by_key("paged")),
+        # Every call of it is refused.
+        **dict.fromkeys(("k_descale", "v_descale"), Row(lambda *_: ONES, lambda *_: False)),
         "tree_mask": Row(
             lambda *_: {"tree_mask": on_device((1, n.Nq, n.Nq), "bool")},
             by_key("mask_mod", "functions"),
@@ -195,6 +200,7 @@ def calls(names: tuple[str, ...], n: Sizes, dtype: str) -> tuple[Problem, Operan
         q, shape = q[:1], shape if "block_table" in options else (1, *shape[1:])
         if "block_table" in options:
             options.pop("cu_seqlens_k")
+    kind = INT8 if "k_descale" in options else kind
     k = on_device((*shape, n.D), kind)
     v = k[..., : n.Dv] if n.D > n.Dv > 256 else on_device((*shape, n.Dv), kind)
     return parse(q, k, v, options)

@@ -89,7 +89,7 @@ def launches_of(
     Raises
     ------
     UnsupportedError
-        If no family supports the pass: some calls over pages.
+        If no family supports the pass: some calls over pages, and k and v of 8 bits.
     """
     refusals: dict[str, None] = {}
     reasons = ""
@@ -103,6 +103,7 @@ def launches_of(
                 return *first, *launches[1:]
             refusals[why] = None
             reasons += f"not {family.name}, because {why}; "
-    kv = problem.kv_dtype
-    what = f"k of {kv}" if kv else "block_table" if problem.is_paged else problem.dtype.name
+    what = "block_table" if problem.is_paged else problem.dtype.name
+    if problem.is_quantised:
+        what = "k_descale and v_descale"
     raise UnsupportedError(f"backend 'cupy' does not support {what} here: {'; '.join(refusals)}")

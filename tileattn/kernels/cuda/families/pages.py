@@ -37,13 +37,10 @@ def why_not_cache(problem: Problem) -> str | None:
 
     A cache has its keys in pages, or keys and values of 8 bits.
     """
-    P, what = problem, "block_table" if problem.is_paged else f"k of {problem.kv_dtype}"
+    P, what = problem, "k_descale and v_descale" if problem.is_quantised else "block_table"
     if max(P.D, P.Dv) > MAX_HEAD_DIM:
-        wide = f"{what}: with a head dimension above {MAX_HEAD_DIM}"
-        if P.is_quantised:
-            return f"{wide} and k of {P.kv_dtype}" if P.is_paged else wide
-        why = latent.why_not_problem(P)
-        return why and f"{wide}, and {why}"
+        why = "k and v have 8 bits" if P.is_quantised else latent.why_not_problem(P)
+        return why and f"{what}: with a head dimension above {MAX_HEAD_DIM}, and {why}"
     option = refused(P, "has_block_mask", "has_dropout")
     if option is not None:
         return f"{what}: with {option}"
