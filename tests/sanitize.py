@@ -137,6 +137,29 @@ def run_few(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
             x.get()
 
 
+def run_quantised(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
+    """Append to caches of 8 bits, and attend to them, with descales of tokens and of heads."""
+    import cupy
+
+    if max(D, Dv) > 256 or dtype == np.float64:
+        return
+    rng = np.random.default_rng(6)
+    lead, keys = (60, 100) if "block_table" in given else (2, 2400)
+    there = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+    places = {n: x for n, x in there.items() if n in ("kv_lengths", "block_table")}
+    for heads, Nq, kind in ((4, 1, np.int8), (16, 5, ml_dtypes.float8_e4m3fn)):
+        new = [cupy.asarray(rng.standard_normal((2, 1, 9, n)).astype(dtype)) for n in (D, Dv)]
+        cache = [cupy.zeros((lead, 1, keys, n), np.uint8).view(kind) for n in (D, Dv)]
+        q = cupy.asarray(rng.standard_normal((2, heads, Nq, D)).astype(dtype))
+        for shape in ((2, 1), (lead, 1, keys)):
+            factors = {f"{n}_descale": cupy.ones(shape, np.float32) for n in "kv"}
+            tileattn.append_kv(*cache, *new, **places, **factors).get()
+            if len(shape) == 3:
+                factors["v_descale"][0, 0, 20] = np.inf
+            for x in tileattn.forward(q, *cache, **there, **factors):
+                x.get()
+
+
 def run_claimed(D: int) -> None:
     """Run a short causal forward pass of more work tiles than SMs, which claim them."""
     import cupy
@@ -224,7 +247,7 @@ def main() -> int:
     problems = list(calls(np.random.default_rng(0)))
     with ThreadPoolExecutor(chosen.threads) as pool:
         list(pool.map(lambda problem: run(*problem), problems))
-        for each in (run_few, append):
+        for each in (run_few, append, run_quantised):
             list(pool.map(lambda problem, f=each: f(*problem), few(np.random.default_rng(0))))
         list(pool.map(run_claimed, (64, 128, 256)))
         list(pool.map(lambda shape: run_shape(*shape), SHAPES))

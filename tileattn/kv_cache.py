@@ -11,7 +11,6 @@ from tileattn.call.descale import descale_arrays, descale_of_heads, is_of_tokens
 from tileattn.call.parse import check_dtype
 from tileattn.call.sequences import Paging, integers, offsets_of, paging
 from tileattn.dtypes import CACHE_DTYPES, DTYPES, QUERY_DTYPES
-from tileattn.errors import UnsupportedError
 from tileattn.messages import called, must_be
 from tileattn.quantise import fitting_descale, quantised
 from tileattn.rotary import check_tables, rope
@@ -79,7 +78,7 @@ def append_kv(
     A page gets new keys from one sequence only. A page that sequences share, such as that of a
     common prefix, is full, or is copied before one of them grows.
 
-    On a GPU one kernel does all of it. Caches of 8 bits are for NumPy arrays only.
+    On a GPU one kernel does all of it.
 
     Caches of 8 bits store ``k / k_descale``, computed in float32 and rounded to the nearest number,
     ties to even. int8 holds -127 to 127 and float8_e4m3fn -448 to 448. Larger elements and
@@ -102,11 +101,11 @@ def append_kv(
     """
     packed = cu_seqlens is not None
     _check_arrays(k_cache, v_cache, k, v, packed=packed)
-    descales = _given_descales(k_cache, k, k_descale, v_descale)
+    given_descales = _given_descales(k_cache, k, k_descale, v_descale)
     options = {"block_table": block_table, "kv_lengths": kv_lengths}
     tables = _tables(k, rotary, interleaved)
     given = {"k": k, "v": v} | tables
-    arrays = descale_arrays(descales)
+    arrays = descale_arrays(given_descales)
     owner = ensure_one_owner(
         {"k_cache": k_cache, "v_cache": v_cache} | given | arrays,
         options | {"cu_seqlens": cu_seqlens},
@@ -121,19 +120,14 @@ def append_kv(
         raise TypeError(must_be("kv_lengths", f"an integer, or integers of shape ({B},)", old))
     new = _checked_lengths(old, starts, k_cache, pages, tables)
     caches = {"k_cache": k_cache, "v_cache": v_cache}
-    of_tokens = _token_descales(caches, descales, B, paged=pages is not None)
-    written = caches | of_tokens
+    descales, of_tokens = _descales(caches, given_descales, B, paged=pages is not None)
+    written = caches | {n: x for n, x in given_descales.items() if n in of_tokens}
     for name, x in written.items():
         others = {n: y for n, y in {**written, **arrays, **given}.items() if n != name}
         ensure_writable(name, x, others)
     if kernel is None:
         rows = k, v, rotary, bool(interleaved)
         return _append(caches, rows, (old, starts, pages), descales, of_tokens)
-    if k_cache.dtype in CACHE_DTYPES:
-        raise UnsupportedError(
-            f"append_kv does not write caches of {k_cache.dtype} on a GPU; caches must be NumPy "
-            "arrays, or have 16 bits or more"
-        )
     there = kernel(
         *(k_cache, v_cache, k, v),
         kv_lengths=old,
@@ -141,6 +135,8 @@ def append_kv(
         paging=pages,
         rotary=rotary,
         interleaved=bool(interleaved),
+        descales=descales,
+        of_tokens=of_tokens,
     )
     return new if there is None else there
 
@@ -150,7 +146,7 @@ def _append(
     new: tuple[Any, Any, tuple[Any, Any] | None, bool],
     places: tuple[Any, Any, Paging | None],
     descales: Mapping[str, Any],
-    of_tokens: Mapping[str, Any],
+    of_tokens: frozenset[str],
 ) -> Any:
     """Append by array expressions."""
     (k, v, rotary, interleaved), (old, starts, pages), k_cache = new, places, caches["k_cache"]
@@ -170,7 +166,7 @@ def _append(
             factors = fitting_descale(x, cache.dtype)
             writes.append((descale, factors))
         else:
-            factors = descale_of_heads(name, descale, len(old), x.shape[1], x)[sequence, :, 0]
+            factors = descale[sequence, :, 0]
         writes[n] = cache, quantised(x, factors, cache.dtype)
     for cache, x in writes:
         cache.swapaxes(1, 2)[entry, row] = x
@@ -194,18 +190,22 @@ def _given_descales(k_cache: Any, k: Any, k_descale: Any, v_descale: Any) -> dic
     return descales if quantises else {}
 
 
-def _token_descales(
-    caches: Mapping[str, Any], descales: Mapping[str, Any], B: int, *, paged: bool
-) -> dict[str, Any]:
-    """Validate the descales; return those of tokens, which are written."""
+def _descales(
+    caches: Mapping[str, Any], given: Mapping[str, Any], B: int, *, paged: bool
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """Validate the descales; view them with three axes, and name those of tokens.
+
+    Descales of tokens are written.
+    """
     layout = "(pages, Hkv, page)" if paged else "(B, Hkv, capacity)"
-    found = {}
-    for (name, x), cache in zip(descales.items(), caches.values(), strict=False):
+    found, of_tokens = {}, set()
+    for (name, x), cache in zip(given.items(), caches.values(), strict=False):
         if is_of_tokens(name, x, cache.shape, B, layout):
             found[name] = x
+            of_tokens.add(name)
         else:
-            descale_of_heads(name, x, B, cache.shape[1], cache)
-    return found
+            found[name] = descale_of_heads(name, x, B, cache.shape[1], cache)
+    return found, frozenset(of_tokens)
 
 
 def _tables(k: Any, rotary: Any, interleaved: Any) -> dict[str, Any]:

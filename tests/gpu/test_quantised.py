@@ -169,3 +169,60 @@ def test_what_kernels_do_not_support_is_named() -> None:
     arrays, given = drawn(HEADS[0], (320, 64), BF16, np.int8, "heads")
     with pytest.raises(UnsupportedError, match="256"):
         tileattn.forward(*map(sent, arrays), **there(given))
+
+
+@pytest.mark.parametrize("scales", ["number", "sequences", "tokens"])
+@pytest.mark.parametrize("layout", ["contiguous", "packed", "pages"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("dtype", [np.float16, BF16, np.float32], ids=lambda x: x.__name__)
+def test_append(dtype: Any, kind: Any, layout: str, scales: str) -> None:
+    """The kernel stores the bytes that NumPy stores, and writes the same factors."""
+    rng = np.random.default_rng(5)
+    D, Dv, page, capacity = 48, 33, 8, 40
+    new = [(rng.normal(size=(B, 2, 7, n)) * 10.0 ** rng.integers(-9, 9)) for n in (D, Dv)]
+    for x in new:  # rows of zeros, huge numbers, NaN and infinity
+        x[0, 0, 1] = 0
+        x[0, 0, 2, 3], x[1, 0, 0, 4], x[1, 1, 0, 5] = 6e4, np.nan, -np.inf
+    rows = [x.astype(dtype) for x in new]
+    given: dict[str, Any] = {"kv_lengths": np.array([0, 5, 30])}
+    given["rotary"] = tuple(rng.normal(size=(capacity, 16)).astype(np.float32) for _ in range(2))
+    given["interleaved"] = scales == "number"
+    lead = B
+    if layout == "packed":
+        given["cu_seqlens"] = np.array([0, 9, 9, 21])
+        given["kv_lengths"] = np.array([0, 5, 20])
+        rows = [x.swapaxes(0, 1).reshape(2, 21, x.shape[-1]) for x in rows]
+    if layout == "pages":
+        lead = 20
+        given["block_table"] = rng.permutation(lead)[: B * 5].reshape(B, 5)
+    size = page if layout == "pages" else capacity
+    caches = [np.zeros((lead, 2, size, n), kind) for n in (D, Dv)]
+    shape = {"number": (), "sequences": (B, 2), "tokens": (lead, 2, size)}[scales]
+    of = [np.full(shape, 2.0 ** rng.integers(-8, 0), np.float32) for _ in "kv"]
+    if scales == "sequences":
+        of[0][0] = 0
+    descales = [float(x) for x in of] if scales == "number" else of
+    found = [sent(x) for x in caches]
+    wrote = [sent(x) if isinstance(x, np.ndarray) else x for x in descales]
+    names = ("k_descale", "v_descale")
+    tileattn.append_kv(*caches, *rows, **given, **dict(zip(names, descales, strict=True)))
+    options = there(given) | {"rotary": tuple(map(sent, given["rotary"]))}
+    tileattn.append_kv(
+        *found, *map(sent, rows), **options, **dict(zip(names, wrote, strict=True))
+    )
+    for cache, expected in zip(found, caches, strict=True):
+        np.testing.assert_array_equal(cache.get().astype(np.float32), expected.astype(np.float32))
+    if scales != "number":
+        for x, expected in zip(wrote, descales, strict=True):
+            np.testing.assert_array_equal(x.get(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda x: x.__name__)
+def test_append_what_has_8_bits(kind: Any) -> None:
+    rng = np.random.default_rng(6)
+    rows = [quantised(rng, (B, 2, 3, n), kind) for n in (17, 64)]
+    caches = [np.zeros((B, 2, 9, n), kind) for n in (17, 64)]
+    found = [sent(x) for x in caches]
+    tileattn.append_kv(*caches, *rows, kv_lengths=[0, 5, 6])
+    tileattn.append_kv(*found, *map(sent, rows), kv_lengths=[0, 5, 6])
+    assert bits(found) == [x.tobytes() for x in caches]

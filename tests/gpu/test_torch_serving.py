@@ -2,9 +2,13 @@
 
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from tests.on_gpu import needs_gpu
+from tileattn import Attention, reference
+from tileattn.testing import assert_attention_close, error_bound
 
 torch = pytest.importorskip("torch")
 
@@ -107,3 +111,39 @@ def test_explain_names_the_kernel_of_the_gpu() -> None:
     report = explain(q, k, v, causal=True)
     assert report.backend == "cupy"
     assert attention(q, k, v, causal=True).is_cuda
+
+
+def numpy_of(x: Any) -> Any:
+    """Copy a tensor to an array of NumPy, of the dtypes of ml_dtypes, too."""
+    there = getattr(ml_dtypes, str(x.dtype).removeprefix("torch."), None)
+    if there is None:
+        return x.cpu().numpy()
+    return x.cpu().view({1: torch.uint8, 2: torch.int16}[x.itemsize]).numpy().view(there)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_caches_of_8_bits(dtype: Any, kind: Any) -> None:
+    """Pages get the bytes that they get on the CPU, and a step attends to them."""
+    lengths, table = arguments(dtype)[4:6]
+    found = []
+    for device in ("cpu", "cuda"):
+        new = [x.to(device) for x in arguments(dtype)[2:4]]
+        caches = [torch.zeros(6, H, 8, D, dtype=torch.int8, device=device).view(kind) for _ in "kv"]
+        factors = [torch.zeros(6, H, 8, device=device) for _ in "kv"]
+        places: dict[str, Any] = {
+            "block_table": table.to(device),
+            "k_descale": factors[0],
+            "v_descale": factors[1],
+        }
+        ends = append_kv(*caches, *new, kv_lengths=lengths.to(device), **places)
+        found.append([*(x.view(torch.int8) for x in caches), *factors, ends])
+    for x, y in zip(found[1], found[0], strict=True):
+        same(x, y)
+    q = drawn(B, 2 * H, 1, D, seed=9, dtype=dtype)
+    results = attention(q.cuda(), *caches, kv_lengths=ends, **places, return_lse=True)
+    arrays = [numpy_of(x) for x in (q, *caches)]
+    options = {name: numpy_of(x) for name, x in {**places, "kv_lengths": ends}.items()}
+    expected = reference.forward(*arrays, **options)
+    bounds = error_bound(*arrays, **options)
+    assert_attention_close(Attention(*map(numpy_of, results)), expected, bounds)

@@ -31,11 +31,13 @@ def append_kv(
     paging: Paging | None,
     rotary: tuple[Any, Any] | None,
     interleaved: bool,
+    descales: Mapping[str, Any],
+    of_tokens: frozenset[str],
 ) -> Any:
     """Run a validated call; return the new lengths, or None if the host knows them."""
     import cupy
 
-    arrays = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+    arrays = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, **descales}
     if rotary is not None:
         arrays["cos"], arrays["sin"] = rotary
     B, position, new = len(kv_lengths), 0, None
@@ -51,7 +53,7 @@ def append_kv(
     if paging is not None:
         integers["block_table"] = paging.block_table
     width = None if paging is None else paging.block_table.shape[1]
-    _run(plan_append, arrays | _on_device(integers), position, B, width, interleaved)
+    _run(plan_append, arrays | _on_device(integers), position, B, width, interleaved, of_tokens)
     return new
 
 

@@ -131,7 +131,17 @@ def paged(n: Sizes, used: Mapping[str, Any]) -> dict[str, Any]:
     return {"block_table": table, "kv_lengths": np.full(entries(n, used), length(n))}
 
 
-ONES: dict[str, Any] = {"k_descale": 1.0, "v_descale": 1.0}
+DESCALES = ("k_descale", "v_descale")
+
+
+def by_row(name: str) -> Honoured:
+    """Descales of tokens; `calls` gives them, once it knows the shape of the keys."""
+
+    def honoured(plan: LaunchPlan, key: KernelKey, layout: CallLayout) -> bool:
+        given = layout.get(name) is not None and key.kv_dtype == "int8"
+        return given and bool(plan.fields[f"{name}_rows"] == 1)
+
+    return honoured
 
 
 def rows(n: Sizes) -> dict[str, Row]:
@@ -153,8 +163,7 @@ def rows(n: Sizes) -> dict[str, Row]:
         "cu_seqlens_q": Row(packed, by_key("packed")),
         "cu_seqlens_k": Row(packed, by_key("packed")),
         "block_table": Row(paged, by_key("paged")),
-        # Every call of it is refused.
-        **dict.fromkeys(("k_descale", "v_descale"), Row(lambda *_: ONES, lambda *_: False)),
+        **{name: Row(lambda *_: dict.fromkeys(DESCALES), by_row(name)) for name in DESCALES},
         "tree_mask": Row(
             lambda *_: {"tree_mask": on_device((1, n.Nq, n.Nq), "bool")},
             by_key("mask_mod", "functions"),
@@ -200,7 +209,9 @@ def calls(names: tuple[str, ...], n: Sizes, dtype: str) -> tuple[Problem, Operan
         q, shape = q[:1], shape if "block_table" in options else (1, *shape[1:])
         if "block_table" in options:
             options.pop("cu_seqlens_k")
-    kind = INT8 if "k_descale" in options else kind
+    if "k_descale" in options:
+        kind = INT8
+        options |= {name: on_device(shape, "float32") for name in DESCALES}
     k = on_device((*shape, n.D), kind)
     v = k[..., : n.Dv] if n.D > n.Dv > 256 else on_device((*shape, n.Dv), kind)
     return parse(q, k, v, options)
@@ -209,7 +220,7 @@ def calls(names: tuple[str, ...], n: Sizes, dtype: str) -> tuple[Problem, Operan
 def plans(problem: Problem, operands: Operands, device: Device) -> Iterator[tuple[Any, CallLayout]]:
     layout = layout_of(inputs_of(operands), operands)
     yield plan_forward(problem, layout.with_contiguous_results(problem, "forward"), device), layout
-    if problem.page is None:
+    if problem.page is None and not problem.is_quantised:
         both = layout.with_contiguous_results(problem, "backward")
         yield plan_backward(problem, both, device), layout
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tileattn.backends.cupy import partial_rows
 from tileattn.call.problem import Problem, problem_of
-from tileattn.dtypes import DTYPES, NAMED
+from tileattn.dtypes import DTYPES, FLOAT8_E4M3FN, INT8, NAMED, QUERY_DTYPES
 from tileattn.expressions.functions import mask_expression, score_expression
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.block_order import COUNTS, ORDERS_KEYS, ORDERS_QUERIES
@@ -204,6 +204,9 @@ def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
     alignment = MAX_ALIGNMENT if combination % 2 else NAMED[dtype].itemsize
     for rows, page in ((1, None), (40, 16), (128, None))[combination % 3 :: 2]:
         yield from keys(dtype, dim, options, alignment, Hq=rows, page=page)
+    kind, rows, page = ((INT8, 40, 16), (FLOAT8_E4M3FN, 1, None))[combination % 2]
+    if NAMED[dtype] in QUERY_DTYPES:
+        yield from keys(dtype, dim, options, alignment, Hq=rows, page=page, kv_dtype=kind)
     if arch == _MEASURED:
         for n, dim in enumerate(HEAD_DIM_BUCKETS):
             softcap = {"softcap"} if n % 3 == 2 else set[str]()
@@ -222,6 +225,11 @@ def _row_keys(combination: int) -> Iterator[KernelKey]:
     arrays = {"k": x, "v": x, "k_cache": x, "v_cache": x, "cos": table, "sin": table}
     layouts = tuple(arrays.items())
     yield plan_append(layouts, 2, None, interleaved=False).key
+    if NAMED[dtype] in QUERY_DTYPES:
+        cache, factors = contiguous((2, 2, 9, columns), "int8"), contiguous((2, 2, 9), "float32")
+        quantised = {"k_cache": cache, "v_cache": cache, "k_descale": factors, "v_descale": factors}
+        layouts = tuple((arrays | quantised).items())
+        yield plan_append(layouts, 2, None, interleaved=False).key
     yield plan_rope(layouts, interleaved=True, inverse=False).key
 
 

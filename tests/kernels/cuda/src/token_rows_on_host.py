@@ -33,7 +33,8 @@ def kernel_on_host(folder: Path, key: KernelKey) -> Callable[[int, tuple[int, in
         f"using Accum = {accum};",
         f"constexpr int ALIGNMENT_BYTES = {key.alignment_bytes}, THREADS = {key.threads};",
     ]
-    texts = sources("integers.cuh", "token_rows.cuh", f"{key.kernel}.cu") | {
+    names = "integers.cuh", "token_rows.cuh", "new_tokens.cuh", f"{key.kernel}.cu"
+    texts = sources(*names) | {
         "config.cuh": "\n".join(own),
         f"{key.kernel}.cpp": _LAUNCH.replace("KERNEL", key.kernel),
     }

@@ -6,16 +6,18 @@ They belong to no attention call, and have a parameter block of their own: count
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
+from tileattn.kernels.cuda.families.context import WARP
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan.layout import ArrayLayout
 
-APPEND, ROPE = "append_kv", "rope"
+APPEND, QUANTISE, ROPE = "append_kv", "append_quantised", "rope"
 
 POINTERS = (
     *("k", "v", "k_cache", "v_cache", "cos", "sin"),
-    *("positions", "cu_seqlens", "block_table", "new_lengths"),
+    *("positions", "cu_seqlens", "block_table", "new_lengths", "k_descale", "v_descale"),
 )
 """Arrays, in the order of their addresses. One number follows: ``position``."""
 
@@ -24,6 +26,7 @@ _WARPS = 4
 _STRIDES = ("b", "h", "n", "d")
 _ARRAYS = {
     **dict.fromkeys(("k_rows", "v_rows"), (*_STRIDES, *_STRIDES, "columns", "pairs", "threads")),
+    **dict.fromkeys(("k_descale_at", "v_descale_at"), ("b", "h", "n", "by_row")),
     **dict.fromkeys(("cos_at", "sin_at"), ("bytes", "n", "c")),
     **dict.fromkeys(("positions_at", "cu_seqlens_at", "block_table_at"), ("bytes", "i", "j")),
 }
@@ -46,12 +49,17 @@ class RowsPlan(NamedTuple):
 
 
 def plan_append(
-    layouts: Layouts, sequences: int, table_width: int | None, interleaved: bool
+    layouts: Layouts,
+    sequences: int,
+    table_width: int | None,
+    interleaved: bool,
+    of_tokens: frozenset[str] = frozenset(),
 ) -> RowsPlan:
     """Plan ``append_kv``; arrays have their names in the parameter block.
 
     New tokens are packed if ``k`` has three axes. ``table_width`` is the largest number of pages of
-    a sequence, None without pages.
+    a sequence, None without pages. With descales, of three axes, the cache has 8 bits; those
+    ``of_tokens`` are written.
     """
     x = dict(layouts)
     k, cache = x["k"], x["k_cache"]
@@ -63,7 +71,9 @@ def plan_append(
     if len(k.shape) == 4:
         tokens = {"tokens": k.shape[0] * k.shape[2], "N": k.shape[2]}
     sizes = {"B": sequences, "heads": k.shape[-3], "interleaved": interleaved}
-    return _plan(APPEND, x, (("k", "k_cache"), ("v", "v_cache")), sizes | lead | tokens)
+    kernel = QUANTISE if "k_descale" in x else APPEND
+    written = ("k", "k_cache"), ("v", "v_cache")
+    return _plan(kernel, x, written, sizes | lead | tokens, of_tokens)
 
 
 def plan_rope(layouts: Layouts, interleaved: bool, inverse: bool) -> RowsPlan:
@@ -80,16 +90,16 @@ def _plan(
     x: Mapping[str, ArrayLayout],
     written: tuple[tuple[str, str], ...],
     sizes: Mapping[str, int],
+    of_tokens: frozenset[str] = frozenset(),
 ) -> RowsPlan:
     pairs = x["cos"].shape[1] if "cos" in x and x["cos"].shape[0] else 0
     itemsize = x["k"].itemsize
-    rows = [max(x[name].row_alignment, itemsize) for names in written for name in names]
-    key = KernelKey(
-        kernel,
-        x["k"].dtype,
-        warps_m=_WARPS,
-        alignment_bytes=math.gcd(*rows, pairs * itemsize),
-    )
+    key = KernelKey(kernel, x["k"].dtype, warps_m=_WARPS)
+    if kernel == QUANTISE:
+        key = replace(key, kv_dtype=x["k_cache"].dtype)
+    else:
+        rows = [max(x[name].row_alignment, itemsize) for names in written for name in names]
+        key = replace(key, alignment_bytes=math.gcd(*rows, pairs * itemsize))
     width = key.alignment_bytes // itemsize
     values: dict[str, Iterable[int]] = {name: (0,) * len(each) for name, each in _ARRAYS.items()}
     blocks = 1
@@ -97,6 +107,9 @@ def _plan(
         own = pairs if source == "k" else 0
         columns = x[source].shape[-1]
         threads = min(max((columns - own) // width, 1), key.threads)
+        if kernel == QUANTISE:
+            threads, name = WARP, f"{source}_descale"
+            values[f"{name}_at"] = (*x[name].elements, name in of_tokens)
         strides = (*_strides(x[source]), *_strides(x[target]))
         values[f"{source}_rows"] = (*strides, columns, own, threads)
         blocks = max(blocks, -(-sizes["tokens"] // (key.threads // threads)))

@@ -176,3 +176,15 @@ static_assert(!(FOLD && (HAS_SOFTCAP || HAS_ALIBI || HAS_BIAS || HAS_SCORE_MOD))
 
 constexpr Accum LOG2_E = Accum(1.4426950408889634073599246810019);
 constexpr Accum LN_2 = Accum(0.69314718055994530941723212145818);
+
+// Reductions over the lanes of a warp.
+__device__ inline Accum warp_sum(Accum x) {
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+__device__ inline Accum warp_maximum(Accum x) {
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) x = fmax(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}

@@ -5,17 +5,6 @@
 #include "score_tile.cuh"
 #include "softmax.cuh"
 
-__device__ inline Accum warp_sum(Accum x) {
-#pragma unroll
-    for (int step = WARP / 2; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-    return x;
-}
-__device__ inline Accum warp_maximum(Accum x) {
-#pragma unroll
-    for (int step = WARP / 2; step; step /= 2) x = fmax(x, __shfl_xor_sync(~0u, x, step));
-    return x;
-}
-
 __device__ inline Accum sink_of(const Params& p, i64 h) {
     return p.sinks ? static_cast<const Accum*>(p.sinks)[h] : -infinity<Accum>();
 }

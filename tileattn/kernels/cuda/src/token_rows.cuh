@@ -26,6 +26,11 @@ struct IntegerStrides {
         return integer_at(data, bytes, n * i + m * j);
     }
 };
+// Factors of a cache of 8 bits: strides of entries, heads and rows. by_row: 1 if each row has a factor,
+// which is written; 0 if each sequence and head has one, which is read.
+struct Factors {
+    i64 b, h, n, by_row;
+};
 // A table of cosines or sines by position and pair. bytes: of an element; 0 means bfloat16.
 struct Table {
     i64 bytes, n, c;
@@ -38,8 +43,10 @@ struct TokenParams {
     void *k_cache, *v_cache;
     const void *cos, *sin, *positions, *cu_seqlens, *block_table;
     i64* new_lengths;
+    float *k_descale, *v_descale;
     i64 position;
     RowArray k_rows, v_rows;
+    Factors k_descale_at, v_descale_at;
     Table cos_at, sin_at;
     IntegerStrides positions_at, cu_seqlens_at, block_table_at;
     // N: tokens of each sequence that is not packed. page: rows of a page; 0: no pages. pages: pages of all
@@ -47,9 +54,9 @@ struct TokenParams {
     i64 B, heads, tokens, N, capacity, page, pages, table_rows, interleaved, inverse;
 };
 
-// The source and target row of a token, and its row in the tables.
+// The source and target row of a token, its row in the tables, and its sequence.
 struct Token {
-    i64 from_b, from_n, to_b, to_n, position;
+    i64 from_b, from_n, to_b, to_n, position, sequence;
 };
 
 // Rotate a pair of columns. Each operation is rounded, as in NumPy.

@@ -88,6 +88,27 @@ template <>
 __device__ inline double narrow<double>(double x) {
     return x;
 }
+// To 8 bits, as quantise.py: rounded to the nearest number, ties to even. Larger numbers become the largest.
+// int8 has no NaN: it becomes 0.
+template <class T>
+constexpr float LARGEST_8_BIT = 448;
+template <>
+constexpr float LARGEST_8_BIT<int8> = 127;
+template <>
+__device__ inline int8 narrow<int8>(float x) {
+    const float most = LARGEST_8_BIT<int8>;
+    return {static_cast<signed char>(x != x ? 0 : int(rintf(fminf(fmaxf(x, -most), most))))};
+}
+template <>
+__device__ inline float8_e4m3fn narrow<float8_e4m3fn>(float x) {
+    const float size = fminf(fabsf(x), LARGEST_8_BIT<float8_e4m3fn>);
+    const u32 bits = __float_as_uint(size);
+    // Below 2**-6 the numbers are multiples of 2**-9. From there on they have three bits of fraction.
+    const u32 normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+    const u32 small = u32(rintf(size * 0x1p9f));
+    const u32 found = x != x ? 0x7f : size < 0x1p-6f ? small : normal;
+    return {static_cast<unsigned char>((__float_as_uint(x) >> 24 & 0x80) | found)};
+}
 template <>
 __device__ inline float narrow<float>(double x) {
     return float(x);
