@@ -6,7 +6,8 @@
 The rate counts the bytes of the keys and values within the lengths. Calls are replayed as CUDA
 graphs, as in serving, over caches several times as large as the L2. cuDNN takes caches of equal
 lengths, FlashAttention-3 and 4 also other lengths and pages. Results are compared with tileattn's.
-A row that failed says why. The file is gpu_decode.json.
+Caches of 8 bits, with a descale for each token and head, are timed beside tileattn's call on the
+same numbers in bf16. A row that failed says why. The file is gpu_decode.json.
 """
 
 import argparse
@@ -14,8 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
+import tileattn
 from benchmarks import peers, report
 from benchmarks.comparison import compare
 from benchmarks.configurations import Call, normal
@@ -25,7 +28,8 @@ from benchmarks.report import Row
 
 PEERS = ("cudnn", "fa3", "fa4")
 HEAD_DIMS = (128,)
-ITEM = 2  # bytes of bfloat16
+ITEM, DESCALE = 2, 4  # bytes of bfloat16, and of the factor of a key or value of 8 bits
+CACHES = {"int8": np.dtype(np.int8), "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
 class Decoding(NamedTuple):
@@ -37,6 +41,7 @@ class Decoding(NamedTuple):
     lengths: Sequence[int]
     Nq: int = 1
     page: int | None = None
+    cache: str = "bf16"  # dtype of keys and values
 
     @property
     def is_plain(self) -> bool:
@@ -44,7 +49,8 @@ class Decoding(NamedTuple):
         return self.page is None and len(set(self.lengths)) == 1
 
     def cache_bytes(self, D: int) -> int:
-        return 2 * sum(self.lengths) * self.Hkv * D * ITEM
+        row = D * ITEM if self.cache == "bf16" else D + DESCALE
+        return 2 * sum(self.lengths) * self.Hkv * row
 
 
 def cases() -> list[Decoding]:
@@ -67,6 +73,16 @@ def cases() -> list[Decoding]:
         Decoding("16 of 100 to 16,000", 32, 8, drawn),
         Decoding("16 of 8,192, pages of 16", 32, 8, [8192] * 16, page=16),
         Decoding("16 of 8,192, pages of 1", 32, 8, [8192] * 16, page=1),
+        Decoding("16 of 8,192, int8", 32, 8, [8192] * 16, cache="int8"),
+        *(
+            Decoding(f"{B} of 8,192, float8{where}", 32, 8, [8192] * B, Nq, page, "float8_e4m3fn")
+            for B, Nq, page, where in (
+                (16, 1, None, ""),
+                (64, 1, None, ""),
+                (8, 8, None, ", 8 queries each"),
+                (16, 1, 16, ", pages of 16"),
+            )
+        ),
         *(
             Decoding(f"4 of 8,192, 2,048 queries each{where}", 32, 8, [8192] * 4, 2048, page)
             for where, page in (("", None), (", pages of 64", 64), (", pages of 16", 16))
@@ -88,7 +104,23 @@ def step_of(xp: Any, case: Decoding, D: int, seed: int) -> Step:
         shape = B * pages, case.Hkv, case.page, D
     q = normal(xp, (B, case.Hq, case.Nq, D), "bf16", seed)
     k, v = (normal(xp, shape, "bf16", seed + n) for n in (1, 2))
-    return Step((q, k, v), options)
+    if case.cache == "bf16":
+        return Step((q, k, v), options)
+    caches = [xp.zeros(shape, np.uint8).view(CACHES[case.cache]) for _ in "kv"]
+    factors = {name: xp.zeros(shape[:-1], np.float32) for name in ("k_descale", "v_descale")}
+    tileattn.append_kv(*caches, k, v, kv_lengths=np.zeros(len(k), int), **factors)
+    return Step((q, *caches), options | factors)
+
+
+class Dequantised(Arrays):
+    """The calls of tileattn on the numbers of caches of 8 bits, in bf16."""
+
+    def passes(self, step: Step) -> list[Call]:
+        q, *caches = step.rows
+        options, rows = dict(step.options), [q]
+        for x, name in zip(caches, ("k_descale", "v_descale"), strict=True):
+            rows.append((x.astype(np.float32) * options.pop(name)[..., np.newaxis]).astype(q.dtype))
+        return super().passes(Step(tuple(rows), options))
 
 
 def compared(case: Decoding, D: int, libraries: Mapping[str, Library], device: Gpu) -> Row:
@@ -96,12 +128,18 @@ def compared(case: Decoding, D: int, libraries: Mapping[str, Library], device: G
     size = case.cache_bytes(D)
     steps = [step_of(device.xp, case, D, 3 * n) for n in range(device.sets(size))]
     graph = partial(replayed, device=device)
+    in_16_bits = case.cache == "bf16"
+    if not in_16_bits:
+        libraries = {"tileattn": libraries["tileattn"], "in bf16": Dequantised("in bf16")}
     ((_, found),) = compare(steps, libraries, device, "bf16", graph)
+    us = found["us"]
     return {
         **{"case": case.name, "dtype": "bf16", "B": len(case.lengths), "D": D, "Nq": case.Nq},
         **{"Hq": case.Hq, "Hkv": case.Hkv, "page": case.page, "keys": sum(case.lengths)},
-        "gbytes_per_second": {name: size / us / 1e3 for name, us in found["us"].items()},
+        **{"cache": case.cache},
+        "gbytes_per_second": {n: size / x / 1e3 for n, x in us.items() if n != "in bf16"},
         **found,
+        "times_bf16": None if in_16_bits else round(us["in bf16"] / us["tileattn"], 3),
     }
 
 

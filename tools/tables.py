@@ -12,6 +12,7 @@ from tools.pages import folded, shown, table
 # Fields whose column has another heading than their name, or a format.
 HEADINGS = {
     "times_plain": "slowdown over the plain call",
+    "times_bf16": "speedup over a cache in bf16",
     "fastest": "speedup over the fastest of these",
     "of_batch": "speed relative to a batch",
     "of_plain": "speed relative to the plain call",

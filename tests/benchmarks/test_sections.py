@@ -28,6 +28,8 @@ CACHES = [
     Decoding("drafts", 4, 2, [24] * 3, Nq=4),
     Decoding("lengths", 4, 2, [5, 24, 17]),
     Decoding("pages", 4, 2, [24] * 3, page=5),
+    Decoding("int8", 4, 2, [24] * 3, cache="int8"),
+    Decoding("float8", 4, 2, [5, 24, 17], page=5, cache="float8_e4m3fn"),
 ]
 
 
@@ -60,9 +62,12 @@ def test_decoding_attends_to_the_cache_of_each_sequence(case: Decoding) -> None:
     step = decode.step_of(np, case, 8, 0)
     q, k, v = step.rows
     table = step.options.get("block_table")
+    given: dict[str, Any] = {"kv_lengths": case.lengths, "causal": True}
+    given |= {name: x for name, x in step.options.items() if name.endswith("descale")}
     if table is not None:
         k, v = (np.concatenate(np.moveaxis(y[table], 1, 0), axis=2) for y in (k, v))
-    given: dict[str, Any] = {"kv_lengths": case.lengths, "causal": True}
+        for name in given.keys() & {"k_descale", "v_descale"}:
+            given[name] = np.concatenate(np.moveaxis(given[name][table], 1, 0), axis=2)
     expected = reference.forward(q, k, v, **given)
     (call,) = Arrays("tileattn").passes(step)
     found = expected._replace(out=call())
@@ -74,7 +79,9 @@ def test_decoding_rates_count_the_keys_that_exist(tmp_path: Path) -> None:
     rows = written(tmp_path, "gpu_decode")
     assert [row["case"] for row in rows] == [case.name for case in CACHES]
     for row, case in zip(rows, CACHES, strict=True):
-        read = sum(case.lengths) * 2 * 2 * 8 * 2  # keys and values of two heads, two bytes each
+        # Keys and values of two heads: two bytes each, or one, and a factor of four bytes a row.
+        read = sum(case.lengths) * 2 * 2 * (8 * 2 if case.cache == "bf16" else 8 + 4)
+        assert (row["times_bf16"] == 1) is (case.cache != "bf16")
         assert row["gbytes_per_second"]["tileattn"] == pytest.approx(read / 2e-3 / 1e9)
 
 

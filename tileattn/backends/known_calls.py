@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tileattn.backends import registry
+from tileattn.call.descale import descale_arrays
 from tileattn.call.options import Options
 from tileattn.call.parse import (
     arrays_of,
@@ -83,7 +84,7 @@ def validated(
         like = new_call(chosen, problem)
         CALLS.keep(key, known._replace(call=like))
     call = like.at(problem)
-    call.remember(Places.of(operands))
+    call.remember(Places.of(operands), descale_arrays(options))
     CALLS.keep(signature(rows, backend, options), call)
     return call, operands
 

@@ -91,6 +91,7 @@ class PreparedCall:
     # The integer arrays of the signature; None for arrays on a device, which each call passes.
     places = Places(None, None, None, None)
     on_device: tuple[str, ...] = ()
+    descales: tuple[str, ...] = ()  # names of those that are arrays, not numbers
 
     def __init__(self, backend: Any, problem: Problem) -> None:
         self.backend = backend
@@ -105,8 +106,9 @@ class PreparedCall:
             places = places.with_integers(**brought)
         return operands_of(q, k, v, places, options)
 
-    def remember(self, places: Places) -> None:
-        """Keep the integer arrays that are part of the signature."""
+    def remember(self, places: Places, descales: Iterable[str] = ()) -> None:
+        """Keep the integer arrays that are part of the signature, and the names of descales."""
+        self.descales = tuple(descales)
         integers = places.integers.items()
         self.on_device = tuple(name for name, x in integers if not isinstance(x, np.ndarray))
         self.places = places.with_integers(**dict.fromkeys(self.on_device))

@@ -42,7 +42,10 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Iterator[str]]]] = {
         "Packed sequences",
         partial(_timed, ("pass", "D", "tokens", "lengths", "causal"), ("of_batch",)),
     ),
-    "decode": ("Decoding", partial(_timed, ("case", "D", "Hq", "Hkv"), ("gbytes_per_second",))),
+    "decode": (
+        "Decoding",
+        partial(_timed, ("case", "D", "Hq", "Hkv"), ("gbytes_per_second", "times_bf16")),
+    ),
     "sparse": ("Sparse masks", partial(columns, ["pass", "N", "case", "density", "ms", "speedup"])),
     "host": (
         "CPU launch overhead",

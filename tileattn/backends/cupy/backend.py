@@ -214,7 +214,8 @@ class CupyCall(PreparedCall):
             executable = self._executable(name, layout_of(arrays, operands), device, arrays)
             plan = executable.plan
             copied = plan.copies_in or plan.copies_out or operands.block_mask is not None
-            known.is_direct = not copied and _BROUGHT.union(self.on_device).issuperset(inputs)
+            brought = _BROUGHT.union(self.on_device, self.descales)
+            known.is_direct = not copied and brought.issuperset(inputs)
             known.keep(key, executable)
         else:
             executable = executable.latest(cupy.cuda.get_current_stream())
