@@ -10,7 +10,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from tileattn.backends import registry
 from tileattn.backends.numpy.backend import NumpyBackend
 
-OFFERED = {np.arange, np.asarray, np.searchsorted}
+OFFERED = {np.broadcast_to, np.arange, np.asarray, np.searchsorted}
 
 
 class DeviceArray(NDArrayOperatorsMixin):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import tileattn
+from tests.device_array import DeviceArray, DeviceBackend, owned
 from tileattn.dtypes import BFLOAT16, CACHE_DTYPES, FLOAT8_E4M3FN, INT8, QUERY_DTYPES
 from tileattn.quantise import LARGEST, fitting_descale, quantised
 from tileattn.testing import assert_attention_close, error_bound
@@ -269,8 +270,8 @@ ONES: dict[str, Any] = {"kv_lengths": 0, "k_descale": 1.0, "v_descale": 1.0}
         (
             {"k_descale": np.ones(5, np.float32)},
             ValueError,
-            "k_descale must be a number, or have shape (Hkv,) = (2,), (B, Hkv) = (2, 2), or "
-            "(B, Hkv, capacity), (2, 2, 9); got (5,)",
+            "k_descale must be a number, or have shape (Hkv,) = (2,), (B, Hkv) = (2, 2) or "
+            "(B, Hkv, capacity) = (2, 2, 9); got (5,)",
         ),
         ({"k_descale": np.ones(2)}, TypeError, "k_descale must have dtype float32; got float64"),
         ({"v_descale": READ_ONLY}, ValueError, "v_descale must be writable; got a read-only array"),
@@ -310,3 +311,17 @@ def test_caches_of_16_bits_have_no_descales() -> None:
     k_cache, v_cache, k, v = (x.astype(ml_dtypes.bfloat16) for x in caches(INT8))
     with pytest.raises(ValueError, match="v_descale must be None with k of bfloat16 and a cache"):
         tileattn.append_kv(k_cache, v_cache, k, v, kv_lengths=0, v_descale=TOKENS)
+
+
+def test_a_backend_with_a_kernel_of_its_own_refuses_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the built-in backends that is CuPy's, whose kernel does not quantise."""
+    owned(monkeypatch)
+    monkeypatch.setattr(DeviceBackend, "append_kv", lambda *_, **__: None, raising=False)
+    k_cache, v_cache, k, v = (DeviceArray(x) for x in caches(INT8))
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        ((k, v), {"k_descale": 1.0, "v_descale": DeviceArray(TOKENS.copy())}),
+        ((k.astype(np.int8), v.astype(np.int8)), {}),
+    ]
+    for new, more in cases:
+        with pytest.raises(tileattn.UnsupportedError, match="append_kv does not write caches of i"):
+            tileattn.append_kv(k_cache, v_cache, *new, kv_lengths=0, **more)

@@ -122,6 +122,14 @@ def test_the_default_backend_is_part_of_the_signature(monkeypatch: pytest.Monkey
     assert of({}, backend="cupy") == of({}, backend="cupy")
 
 
+def test_descales_on_a_device_are_never_read() -> None:
+    for shape in ((), (3,), (2, 3), (2, 3, 5)):
+        key = of({"k_descale": array(shape)})
+        assert key is not None
+        assert key == of({"k_descale": array(shape)})
+        assert key != of({"k_descale": array((*shape, 1))})
+
+
 def test_a_block_mask_is_not_kept_alive() -> None:
     mask = BlockMask(np.ones((1, 1), bool), (8, 8))
     key = of({"block_mask": mask})

@@ -171,12 +171,15 @@ def test_what_no_query_attends_to_never_counts(runner: Runner, dtype: np.dtype[A
 
 
 @pytest.mark.parametrize("name", ["k", "v", "k_descale", "v_descale"])
-def test_nan_that_are_attended_to_spread(runner: Runner, name: str) -> None:
+def test_nan_reach_the_queries_that_attend_to_them(runner: Runner, name: str) -> None:
     q, k, v, options = call(FLOAT8_E4M3FN)
     arrays = {"k": k, "v": v, **options}
-    arrays[name][1, 1, 11] = np.nan
-    check(runner, q, k, v, options | {"causal": True})
-    assert np.isnan(reference.forward(q, k, v, **options).out[1, 2:]).all()
+    arrays[name][1, 1, 18] = np.nan
+    options["causal"] = True
+    check(runner, q, k, v, options)
+    out = reference.forward(q, k, v, **options).out
+    assert not np.isnan(out[1, 2:, :2]).any()  # at positions 16 and 17
+    assert np.isnan(out[1, 2:, 2:]).all()
 
 
 def test_minus_128_is_a_number(runner: Runner) -> None:

@@ -112,6 +112,19 @@ def test_caches_grow(dtype: Any, compiled: bool) -> None:
     assert wanted[0, :, 1:5].all()
 
 
+def test_one_tensor_may_dequantise_both_caches() -> None:
+    torch._dynamo.reset()
+    fast = torch.compile(append_kv, backend="aot_eager", fullgraph=True)
+    for function in (append_kv, fast):
+        k_cache, v_cache = torch.zeros(2, 1, 2, 4, 8, dtype=torch.int8).unbind()
+        k, v = torch.ones(2, 1, 2, 3, 8).unbind()
+        both = torch.tensor([0.5, 0.1])
+        function(k_cache, v_cache, k, v, kv_lengths=1, k_descale=both, v_descale=both)
+        assert v_cache[0, :, 1:, 0].tolist() == [[2, 2, 2], [10, 10, 10]]
+        assert torch.equal(k_cache, v_cache)
+        assert both.tolist() == torch.tensor([0.5, 0.1]).tolist()
+
+
 def test_writes_to_descales_are_seen_by_autograd() -> None:
     k_cache, v_cache, k, v = (torch.zeros(1, 1, 4, 8, dtype=torch.int8) for _ in range(4))
     descale = torch.zeros(1, 1, 4)

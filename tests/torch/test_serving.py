@@ -236,8 +236,11 @@ def test_operators_keep_pytorchs_rules() -> None:
     k_cache, v_cache = (x.contiguous() for x in caches(torch.float32))
     k, v = drawn(B, H, N, D, dtype=torch.float32), drawn(B, H, N, DV, dtype=torch.float32)
     ops, lengths = torch.ops.tileattn, torch.tensor([3, 9])
-    new = k, v, lengths, None, None, COS, SIN, True
-    torch.library.opcheck(ops.append_kv.default, (k_cache, v_cache, *new))
+    new = k, v, lengths, None, None, COS, SIN
+    torch.library.opcheck(ops.append_kv.default, (k_cache, v_cache, *new, None, None, True))
+    bytes_of = [x.to(torch.int8) for x in (k_cache, v_cache)]
+    descales = torch.zeros(k_cache.shape[:-1]), torch.ones(H)
+    torch.library.opcheck(ops.append_kv.default, (*bytes_of, *new, *descales, True))
     x = X.clone().requires_grad_()
     torch.library.opcheck(ops.rope.default, (x, COS, SIN, lengths[:1].expand(N), False, True))
     outs, lses = ([drawn(*s, seed=n).requires_grad_() for n in (1, 2)] for s in ((B, 4, 3), (B, 4)))

@@ -64,11 +64,12 @@ def token_descales(
     k: Any, v: Any, options: Mapping[str, Any], entries: int, *, paged: bool
 ) -> frozenset[str]:
     """Validate the descales of a call; return the names of those with a number for each token."""
-    layout = "(pages, Hkv, page)" if paged else "that of its tokens"
-    given = ((name, options[name], rows) for name, rows in zip(DESCALES, (k, v), strict=True))
-    return frozenset(
-        name for name, x, rows in given if is_of_tokens(name, x, rows.shape, entries, layout)
-    )
+    of_tokens = []
+    for name, own, rows in zip(DESCALES, "kv", (k, v), strict=True):
+        layout = "(pages, Hkv, page)" if paged else f"{called(own)}.shape[:-1]"
+        if is_of_tokens(name, options[name], rows.shape, entries, layout):
+            of_tokens.append(name)
+    return frozenset(of_tokens)
 
 
 def is_of_tokens(name: str, x: Any, rows: Sequence[int], entries: int, layout: str) -> bool:
@@ -86,7 +87,7 @@ def is_of_tokens(name: str, x: Any, rows: Sequence[int], entries: int, layout: s
     if x.shape not in ((), (heads,), (entries, heads), tokens):
         raise ValueError(
             f"{called(name)} must be a number, or have shape (Hkv,) = {(heads,)}, (B, Hkv) = "
-            f"{(entries, heads)}, or {layout}, {tokens}; got {x.shape}"
+            f"{(entries, heads)} or {layout} = {tokens}; got {x.shape}"
         )
     return bool(x.shape == tokens)
 
