@@ -6,8 +6,9 @@ import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200, asked, forward, kernels
 from tileattn.kernels.cuda.families.block_order import ORDERS_QUERIES
+from tileattn.kernels.cuda.families.grid import PACKED_ROWS
 from tileattn.kernels.cuda.families.hopper import HOPPER
-from tileattn.kernels.cuda.families.size_class import FEW_ROWS, MOST_ROWS
+from tileattn.kernels.cuda.families.size_class import FEW_ROWS, MOST_ROWS, WHOLE
 from tileattn.kernels.cuda.families.split import COMBINE, SPLIT
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import contiguous, contiguous_inputs
@@ -41,20 +42,33 @@ def test_the_hopper_kernel_loads_boxes_that_divide_pages_and_tiles(page: int, bo
     assert made.fields["table_width"] == WIDTH
 
 
-def test_packed_sequences_of_few_queries_have_a_kernel_of_their_own() -> None:
+def test_packed_sequences_of_few_queries_have_kernels_of_their_own() -> None:
+    """Those with few rows are split, others are taken whole."""
     made = plan(16, {"cu_seqlens_q"}, B=1)
-    assert kernels(made) == [ORDERS_QUERIES, HOPPER, SPLIT]
+    assert kernels(made) == [ORDERS_QUERIES, HOPPER, SPLIT, SPLIT]
     assert all(launch.key.paged and launch.key.packed for launch in made.launches)
+    assert [x.key.block_q for x in made.launches[2:]] == [PACKED_ROWS, FEW_ROWS]
     assert made.fields["max_split_rows"] == FEW_ROWS
     assert made.fields["splits"] == 1
+    longer = plan(100, {"cu_seqlens_q"}, B=1, sequences=7)
+    assert kernels(longer) == [SPLIT, COMBINE, SPLIT]
+    assert longer.fields["splits"] == 5
+    assert longer.fields["partial_rows"] == 7 * PACKED_ROWS
+    few, join, many = longer.launches
+    assert few.grid == 5 * 7 * 2
+    assert join.grid * join.key.warps_m == 7 * 2 * PACKED_ROWS
+    assert many.traits.split_keys == WHOLE
 
 
-@pytest.mark.parametrize("page", [16, 50])
+@pytest.mark.parametrize("page", [16, 50, 100])
 def test_tiles_of_packed_sequences_do_not_depend_on_how_many_there_are(page: int) -> None:
     plans = [plan(page, {"cu_seqlens_q"}, B=1, Nq=Nq) for Nq in (1, 5, 9, 20, 32, 500)]
-    assert all(SPLIT in kernels(made) for made in plans)
-    tiles = {x.key.tile for made in plans for x in made.launches if x.key.kernel == SPLIT}
+    tiles = {
+        tuple((x.key.tile, x.traits.split_keys) for x in made.launches if x.key.kernel == SPLIT)
+        for made in plans
+    }
     assert len(tiles) == 1
+    assert len(tiles.pop()) == 2
 
 
 @pytest.mark.parametrize(
@@ -68,7 +82,7 @@ def test_tiles_of_packed_sequences_do_not_depend_on_how_many_there_are(page: int
 )
 def test_what_the_hopper_kernel_does_not_take(page: int, changed: Any, why: str) -> None:
     made = plan(page, {"cu_seqlens_q"}, **changed)
-    assert kernels(made) == [SPLIT]
+    assert {*kernels(made)} - {COMBINE} == {SPLIT}
     assert made.fields["max_split_rows"] == MOST_ROWS
     assert why in made.launches[0].why
 

@@ -9,6 +9,7 @@ from tileattn.call.problem import Problem
 _ROW_PAD = 128  # queries; longest query block; all lengths but `TALL_ROWS` divide it
 _ROW_BLOCKS = 2  # blocks of padded rows of a packed sequence besides whole ones
 TALL_ROWS = 80  # queries of a block
+PACKED_ROWS = 16  # rows that share a key head, at most, in packed sequences that are split
 _UNBOUNDED = (1 << 63) - 1
 _WARP, _FEW_ELEMENTS = 32, 1 << 16  # up to so many of dbias each warp of a block adds some copies
 _ROWS_OF_COPY = 4  # rows of score tiles that a thread block sums into a copy of dbias, at least
@@ -22,6 +23,8 @@ Over = Literal[
     "keys of a head",
     "heads",
     "splits",
+    "packed splits",
+    "packed rows",
     "splits of keys",
     "bias",
     "copies of dbias",
@@ -51,7 +54,8 @@ class Grid(NamedTuple):
     ----------
     over : str
         What the thread blocks divide among themselves: the queries or keys of all heads, or of one
-        head; the splits of all key heads, or of the queries of all key blocks; ...
+        head; the splits of all key heads, or of the queries of all key blocks; the splits, or the
+        rows, of packed sequences with few rows; ...
     block : int
         Rows of a block; 0 if there is one block, however many rows there are.
     block_k : int
@@ -111,6 +115,10 @@ class Grid(NamedTuple):
             case "splits":
                 rows = block_count(P, P.group * P.Nq, self.block)
                 return split_count(P, self.split_keys) * P.B * P.Hkv * rows
+            case "packed splits":
+                return split_count(P, self.split_keys) * P.entries * P.Hkv
+            case "packed rows":
+                return P.entries * P.Hkv * PACKED_ROWS
             case "bias":
                 return self._bias_tiles(sizes) * self.copies(sizes)
             case "copies of dbias":
@@ -159,6 +167,13 @@ def block_count(problem: Problem, rows: int, block: int) -> int:
 def split_count(problem: Problem, split_keys: int) -> int:
     """Count the splits of a sequence as long as the arrays have room for."""
     return -(-problem.Nk // split_keys)
+
+
+def partial_rows(problem: Problem) -> int:
+    """Return the rows of a key head whose sums over splits are stored: as in ``src/splits.cuh``."""
+    P = problem
+    rows = P.group * P.Nq
+    return rows if P.sequences is None else min(rows, P.sequences * PACKED_ROWS)
 
 
 def padded_rows(problem: Problem) -> int:

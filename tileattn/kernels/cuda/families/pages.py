@@ -1,13 +1,13 @@
 """Keys in pages that more rows share than split-KV takes: the Hopper kernel, if it can."""
 
+from dataclasses import replace
+
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families import hopper, latent, split
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext, refused
 from tileattn.kernels.cuda.families.family import Family, reads_pages
 from tileattn.kernels.cuda.families.size_class import FEW_ROWS, MOST_ROWS, shared_rows
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
-
-_FEW = f"sequences of which {FEW_ROWS} rows or fewer share keys"
 
 
 def _concerns(problem: Problem, _: LaunchContext) -> bool:
@@ -20,13 +20,15 @@ def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
 
     Which of both takes a sequence depends only on its own queries, and so do its bits.
     """
-    P, few = problem, split.launch_over_splits(problem, context)
+    P, few = problem, split.launches_over_splits(problem, context)
     option = refused(P, "mask_mod")
     refusal = hopper.why_not_forward(P, context) if option is None else f"{option} is in use"
     if refusal is not None:
-        return (few._replace(why=f"not the Hopper kernel, because {refusal}; {few.why}"),)
+        why = f"not the Hopper kernel, because {refusal}; {few[0].why}"
+        return few[0]._replace(why=why), *few[1:]
     many = hopper.forward_launch(P, context)
-    return (many, few._replace(why=_FEW)) if P.is_packed else (many,)
+    others = (x._replace(traits=replace(x.traits, main=False)) for x in few)
+    return (many, *others) if P.is_packed else (many,)
 
 
 PAGES_FAMILY = Family("the Hopper kernel over pages", _launches, split.why_not, _concerns)

@@ -8,7 +8,12 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from tileattn.call.problem import Problem
-from tileattn.kernels.cuda.families.grid import TALL_ROWS, block_count, split_count
+from tileattn.kernels.cuda.families.grid import (
+    PACKED_ROWS,
+    TALL_ROWS,
+    block_count,
+    split_count,
+)
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, SMALL_TILE, bucket
 from tileattn.kernels.cuda.tuning import Tuning
 
@@ -119,15 +124,17 @@ def shared_rows(P: Problem) -> int:
 def split_keys(P: Problem, tuning: Tuning) -> int:
     """Return the keys of a split: a power of two, or `WHOLE` if there are many queries, or may be.
 
+    Packed sequences with few rows are split if their keys are in pages: then the arrays tell the
+    longest length.
     If many rows share keys, splits are long, so that their sums are few bytes: more rows are more
     work tiles, too.
     Many rows with score functions or a mask are not split: other kernels skip more of their tiles.
     """
-    rows = shared_rows(P)
+    rows = PACKED_ROWS if P.is_packed else shared_rows(P)
     if max(P.D, P.Dv) > MAX_HEAD_DIM:
         return tuning.latent_keys_per_row << (min(rows, FEW_ROWS) - 1).bit_length()
     few = rows <= FEW_ROWS or (has_split_queries(P, tuning) and not has_functions(P))
-    if P.is_packed or not few:
+    if not few or (P.is_packed and not P.is_paged):
         return WHOLE
     row_bytes = (bucket(P.D) + bucket(P.Dv)) * P.kv_itemsize
     least = 1 << (tuning.split_bytes // row_bytes).bit_length() - 1

@@ -4,7 +4,7 @@ Splits depend only on head dimensions and dtype, so that a row has the same bits
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import (
@@ -22,12 +22,13 @@ from tileattn.kernels.cuda.families.family import (
     first_reason,
     reads_pages,
 )
-from tileattn.kernels.cuda.families.grid import Grid, split_count
+from tileattn.kernels.cuda.families.grid import PACKED_ROWS, Grid, partial_rows, split_count
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import split_bytes, split_static_bytes
 from tileattn.kernels.cuda.families.size_class import (
     FEW_ROWS,
     FEW_SPLITS,
+    WHOLE,
     empty_axes,
     has_split_queries,
     packs_heads,
@@ -60,6 +61,7 @@ _8_BIT_DIM = 128  # columns that leave registers for these tiles
 _8_BIT_UNIT = 32  # columns of a load of keys and values of 8 bits
 
 _FEW = "few queries"
+_MORE_ROWS = f"sequences of which more than {PACKED_ROWS} rows share keys"
 _8_BIT = "k and v have 8 bits"
 _PAGED = "keys are in pages"
 _CUT = "cut into splits of {:,} keys"
@@ -92,7 +94,7 @@ def why_not(problem: Problem, context: LaunchContext) -> str | None:
 
 _UNSUPPORTED: tuple[Clause, ...] = (
     NO_GENERIC,
-    ("no tile fits in shared memory", lambda P, context: not any(_tiles(P, context))),
+    ("no tile fits in shared memory", lambda P, context: not any(_tiles(P, context, FEW_ROWS))),
 )
 
 
@@ -105,19 +107,36 @@ class PartialSums:
     def __call__(self, P: Problem, key: KernelKey) -> Parts:
         """Count the bytes: 0 if each sequence is one split."""
         count = split_count(P, self.split_keys)
-        rows = P.B * P.Hq * P.Nq * count if count > 1 else 0
+        rows = P.B * P.Hkv * partial_rows(P) * count if count > 1 else 0
         numbers = {"partial_out": key.value_dim, "partial_sums": 2}
         size = P.accum_dtype.itemsize
         return Parts({name: rows * n * size for name, n in numbers.items()}, {})
 
 
-def launch_over_splits(problem: Problem, context: LaunchContext) -> KernelLaunch:
-    """Launch the split-KV kernel."""
-    P, tile = problem, next(_tiles(problem, context))
-    key, keys = _key(P, context, tile), split_keys(P, context.tuning)
-    grid = Grid("splits", key.block_q, split_keys=keys)
+def launches_over_splits(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+    """Launch the split-KV kernel, and the one that joins the splits, if there are several.
+
+    The rows of packed sequences are known only on the device. There one launch splits sequences
+    with few rows, and another takes the rest whole, so that the bits of each depend on its own rows
+    alone.
+    """
+    P, keys = problem, split_keys(problem, context.tuning)
+    if not P.is_packed:
+        return joined(P, context, _launch(P, context, shared_rows(P), Grid("splits"), keys))
+    few = _launch(P, context, PACKED_ROWS, Grid("packed splits"), keys)
+    many = _launch(P, context, FEW_ROWS, Grid("splits"), WHOLE)
+    traits = replace(many.traits, main=False)
+    return *joined(P, context, few), many._replace(why=_MORE_ROWS, traits=traits)
+
+
+def _launch(
+    P: Problem, context: LaunchContext, rows: int, grid: Grid, keys: int
+) -> KernelLaunch:
+    tile = next(_tiles(P, context, rows))
+    key = _key(P, context, tile)
     traits = KernelTraits(main=True, split_keys=keys)
     why = _8_BIT if P.is_quantised else _PAGED if P.is_paged else _FEW
+    grid = grid._replace(block=key.block_q, split_keys=keys)
     return KernelLaunch(key, grid, _bytes(P, tile), why, traits=traits)
 
 
@@ -138,6 +157,7 @@ def joined(
         *(COMBINE, key.dtype),
         value_dim=key.value_dim,
         kv_dtype=key.kv_dtype,
+        packed=key.packed,
         warps_m=rows,
         warps_n=warps,
         min_blocks_per_sm=2 if P.accum_dtype.itemsize == 4 else 1,  # 128 registers of a thread
@@ -147,7 +167,8 @@ def joined(
         functions=key.functions if key.score_mod else "",
     )
     traits = KernelTraits(workspace=PartialSums(keys))
-    return split, KernelLaunch(join, Grid("queries", together=rows), why=why, traits=traits)
+    grid = Grid("packed rows" if P.is_packed else "queries", together=rows)
+    return split, KernelLaunch(join, grid, why=why, traits=traits)
 
 
 def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
@@ -161,11 +182,8 @@ def _key(P: Problem, context: LaunchContext, tile: TileSize) -> KernelKey:
     )
 
 
-def _tiles(P: Problem, context: LaunchContext) -> Iterator[TileSize]:
-    """Yield the tiles that fit in shared memory, the best first."""
-    # The rows of packed sequences may be known only on the device. Their tiles are the same for all
-    # lengths, and so are their bits.
-    rows = FEW_ROWS if P.is_packed else shared_rows(P)
+def _tiles(P: Problem, context: LaunchContext, rows: int) -> Iterator[TileSize]:
+    """Yield the tiles for some rows that fit in shared memory, the best first."""
     lists: tuple[tuple[TileSize, ...], ...] = (_NARROW, _WIDE, _WIDEST)
     if P.is_quantised and P.dtype.itemsize == 2 and max(P.D, P.Dv) <= _8_BIT_DIM:
         lists = _8_BIT_TILES
@@ -188,7 +206,7 @@ def _buckets(P: Problem) -> tuple[int, int]:
 
 SPLIT_FAMILY = Family(
     "split-KV",
-    lambda P, context: joined(P, context, launch_over_splits(P, context)),
+    launches_over_splits,
     why_not,
     concerns,
     reads_8_bits=True,

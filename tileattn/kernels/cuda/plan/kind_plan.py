@@ -132,7 +132,7 @@ def _kind_plan(
     lists = main is not None and main.traits.tile_lists
     tile = main.tile if main is not None and lists else _GENERIC_TILE
     functions = next((x.key.functions for x in launches if x.key.functions), "")
-    split_keys = max((launch.traits.split_keys for launch in launches), default=0)
+    split_keys = min((x.traits.split_keys for x in launches if x.traits.split_keys), default=0)
     classifying: tuple[KernelLaunch, ...] = ()
     if functions and P.mask_mod is not None and not split_keys:
         classifying = (classify_launch(P.dtype.name, tile, functions, P.mask_mod),)

@@ -11,7 +11,7 @@ from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
 from tileattn.expressions.parameters import kernel_cells
 from tileattn.kernels.cuda.families.context import folds_scale
-from tileattn.kernels.cuda.families.grid import padded_rows, split_count
+from tileattn.kernels.cuda.families.grid import padded_rows, partial_rows, split_count
 from tileattn.kernels.cuda.plan.layout import INTEGERS, ArrayLayout, CallLayout
 
 # Strides, in elements: of rows, and of arrays that broadcast to (B, Hq, Nq, Nk).
@@ -76,7 +76,7 @@ SECTIONS: dict[str, list[tuple[str, Any]]] = {
         (name, np.int64)
         for name in (
             *("pages_total", "page", "table_width"),
-            *("split_keys", "splits", "max_split_rows"),
+            *("split_keys", "splits", "max_split_rows", "partial_rows"),
             *(f"{name}_rows" for name in DESCALES),
         )
     ],
@@ -223,6 +223,8 @@ def split_fields(
     values = {}
     if "split_keys" in kind:
         values["splits"] = split_count(problem, kind["split_keys"])
+        if problem.is_packed:
+            values["partial_rows"] = partial_rows(problem)
     if "page" in kind:
         values["pages_total"] = arrays["k"].shape[0]
         values["table_width"] = arrays["block_table"].shape[1]

@@ -268,7 +268,7 @@ struct RowTarget {
         : columns(int(p.Dv)) {
         const SharedRow row(p, work.kv, work.row0 + r);
         if (p.splits > 1) {
-            const i64 index = partial_index(p, work.b, work.kv, work.row0 + r, work.split);
+            const i64 index = partial_index(p, work.sequence, work.kv, work.row0 + r, work.split);
             partial = static_cast<Accum*>(p.partial_out) + index * VALUE_DIM;
             if (writes) sum.store(static_cast<Accum*>(p.partial_sums) + 2 * index);
         } else {

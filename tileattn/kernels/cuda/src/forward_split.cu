@@ -52,11 +52,20 @@ __device__ inline void zero_non_finite(const ValueTile& v, const TileScales& sca
     }
 }
 
+// Of packed sequences: true if this kernel takes those with few rows, and splits them. Another kernel takes
+// the others, whole.
+constexpr bool FEW = PACKED && BLOCK_Q == FEW_ROWS, WHOLE = PACKED && !FEW;
+
 // The rows and the split of a CTA.
 struct WorkTile {
     int b, kv, row0, split;
 
     __device__ explicit WorkTile(const Params& p) {
+        if constexpr (FEW) {
+            const int heads = int(p.entries * p.Hkv), head = int(blockIdx.x) % heads;
+            b = head / int(p.Hkv), kv = head % int(p.Hkv), row0 = 0, split = int(blockIdx.x) / heads;
+            return;
+        }
         const int blocks = block_count<BLOCK_Q>(p, p.group * p.Nq), heads = int(p.B * p.Hkv);
         const int head = int(blockIdx.x) / blocks;
         const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hkv), head % heads,
@@ -126,15 +135,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const WorkTile work(p);
     const Sequence sequence(p, work.b);
     const int rows = int(p.group * sequence.Nq), row_end = min(work.row0 + BLOCK_Q, rows);
-    // There is no such block, or forward_sm90 computes this sequence.
-    if (PACKED && (work.row0 >= rows || rows > int(p.max_split_rows))) return;
+    // There is no such block, or another kernel computes this sequence.
+    if (PACKED && (work.row0 >= rows || FEW != (rows <= FEW_ROWS) || rows > int(p.max_split_rows)))
+        return;
+    const int splits = WHOLE ? 1 : int(p.splits);
     const SlidingWindow window(p, sequence);
     const int first_query = SharedRow(p, work.kv, work.row0).i;
     const int query_end = SharedRow(p, work.kv, row_end - 1).i + 1;
-    const int split_start = work.split * int(p.split_keys);
     Range keys = window.key_range(first_query, query_end);
-    keys.lo = max(keys.lo, split_start), keys.hi = min(keys.hi, split_start + int(p.split_keys));
-    if (keys.lo >= keys.hi && p.splits > 1) return;  // forward_combine does not read the sums of an empty split
+    if constexpr (!WHOLE) {
+        const int split_start = work.split * int(p.split_keys);
+        keys.lo = max(keys.lo, split_start), keys.hi = min(keys.hi, split_start + int(p.split_keys));
+    }
+    if (keys.lo >= keys.hi && splits > 1) return;  // forward_combine does not read the sums of an empty split
 
     const int warp = threadIdx.x / WARP, warp_m = warp % WARPS_M, slice = warp / WARPS_M;
     const Lane lane;
@@ -355,8 +368,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
             own.lo = max(own.lo, keys.lo), own.hi = min(own.hi, keys.hi);
             total = sum_row(p, work.b, work.kv, row, own, window.length, sums_of(0, r));
         }
-        const bool whole = p.splits == 1;
-        const i64 index = partial_index(p, work.b, work.kv, work.row0 + r, work.split);
+        const bool whole = splits == 1;
+        const i64 index = partial_index(p, sequence, work.kv, work.row0 + r, work.split);
         Accum* const partial = static_cast<Accum*>(p.partial_out) + index * VALUE_DIM;
         Element* const out = out_row(p, sequence, row);
         const Accum inverse =

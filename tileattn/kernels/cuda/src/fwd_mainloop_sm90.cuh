@@ -279,7 +279,7 @@ __device__ inline void store_split(const Params& p, const WorkTile& work, int ro
             for (auto& atom : acc.x[0]) atom[2 * half] *= inverse, atom[2 * half + 1] *= inverse;
             store_row(out_row(p, sequence, shared), acc, half, int(p.Dv), wanted);
         } else if (wanted) {
-            const i64 index = partial_index(p, work.b, kv, row, work.split);
+            const i64 index = partial_index(p, sequence, kv, row, work.split);
             if (lane.t == 0) sum.store(static_cast<Accum*>(p.partial_sums) + 2 * index);
             Accum* const to = static_cast<Accum*>(p.partial_out) + index * VALUE_DIM + lane.column(0);
 #pragma unroll

@@ -13,9 +13,20 @@ struct SharedRow {
         : i(row / int(p.group)), h(kv * int(p.group) + row % int(p.group)) {}
 };
 
-// The index of a row and a split in partial_out and partial_sums. Packed sequences are not split.
-__device__ inline i64 partial_index(const Params& p, i64 b, i64 kv, int row, int split) {
-    return ((b * p.Hkv + kv) * p.group * p.Nq + row) * p.splits + split;
+// Packed sequences with up to this many rows are split. They have kernels of their own, since the host does
+// not know the rows of a sequence.
+constexpr int FEW_ROWS = 16;
+
+// The index of a row and a split in partial_out and partial_sums. Packed sequences have FEW_ROWS rows each, or
+// those of their tokens if these are fewer.
+__device__ inline i64 partial_index(const Params& p, const Sequence& sequence, i64 kv, int row, int split) {
+    i64 place = (sequence.b * p.Hkv + kv) * p.group * p.Nq + row;
+    if constexpr (PACKED) {
+        const bool by_token = p.partial_rows == p.group * p.Nq;
+        place = kv * p.partial_rows +
+                (by_token ? p.group * sequence.q_start : sequence.b * FEW_ROWS) + row;
+    }
+    return place * p.splits + split;
 }
 
 // The rows of the keys of a sequence, in pages or in one batch entry. Each lane looks up the page of one
