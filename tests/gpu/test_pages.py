@@ -97,3 +97,42 @@ def test_packed_queries_have_the_same_bits_alone(page: int) -> None:
         )
         own = found.out[:, :, start:end], found.lse[:, :, start:end]
         assert bits(own) == bits(alone[:2])
+
+
+LONG = np.array([4090, 1, 0, 2500, 1025, 33, 4090])
+FEW = np.array([0, 1, 5, 6, 6, 10, 50, 52])  # of queries: some share keys with 16 rows or fewer
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int8], ids=str)
+def test_packed_sequences_over_long_caches(dtype: Any, name: str) -> None:
+    """Those with few rows are split. Each has the bits that it has alone."""
+    rng, D, page = np.random.default_rng(8), 64, 16
+    given: dict[str, Any] = dict(OPTIONS[name])
+    q = rng.normal(size=(1, HQ, int(FEW[-1]), D)).astype(np.float16 if dtype is np.int8 else dtype)
+    shape = len(LONG), HKV, 4096, D
+    if dtype is np.int8:
+        k, v = (rng.integers(-128, 128, shape).astype(np.int8) for _ in "kv")
+        given |= {"k_descale": 0.02, "v_descale": 0.01}
+    else:
+        k, v = (rng.normal(size=shape).astype(dtype) for _ in "kv")
+    spare = 9 if dtype is np.int8 else np.nan
+    (keys, table), (values, _) = (paged(x, LONG, page, spare) for x in (k, v))
+    options = {n: sent(x) for n, x in given.items()}
+
+    def forward(rows: Any, entries: slice, ends: Any) -> Any:
+        places = {"kv_lengths": LONG[entries], "block_table": table[entries], "cu_seqlens_q": ends}
+        with poisoned():
+            return tileattn.forward(
+                *map(sent, (rows, keys, values)), **{n: sent(x) for n, x in places.items()}, **options
+            )
+
+    found = forward(q, slice(None), FEW)
+    for b, (start, end) in enumerate(pairwise(FEW)):
+        own = type(found)(found.out[:, :, start:end], found.lse[:, :, start:end])
+        one = q[:, :, start:end], k[b : b + 1], v[b : b + 1]
+        also = given | {"kv_lengths": LONG[b : b + 1]}
+        expected = reference.forward(*one, **also)
+        assert_attention_close(host(own), expected, error_bound(*one, **also))
+        alone = forward(q[:, :, start:end], slice(b, b + 1), np.array([0, end - start]))
+        assert bits(own) == bits(alone)
