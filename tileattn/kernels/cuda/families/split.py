@@ -158,6 +158,7 @@ def joined(
         value_dim=key.value_dim,
         kv_dtype=key.kv_dtype,
         packed=key.packed,
+        paged=key.packed and key.paged,  # where packed sequences have their keys
         warps_m=rows,
         warps_n=warps,
         min_blocks_per_sm=2 if P.accum_dtype.itemsize == 4 else 1,  # 128 registers of a thread
