@@ -124,7 +124,9 @@ def test_packed_sequences_over_long_caches(dtype: Any, name: str) -> None:
         places = {"kv_lengths": LONG[entries], "block_table": table[entries], "cu_seqlens_q": ends}
         with poisoned():
             return tileattn.forward(
-                *map(sent, (rows, keys, values)), **{n: sent(x) for n, x in places.items()}, **options
+                *map(sent, (rows, keys, values)),
+                **{n: sent(x) for n, x in places.items()},
+                **options,
             )
 
     found = forward(q, slice(None), FEW)

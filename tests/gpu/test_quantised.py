@@ -33,7 +33,7 @@ def drawn(
     heads: tuple[int, int, int], dims: tuple[int, int], dtype: Any, kind: Any, scales: str
 ) -> tuple[list[Any], dict[str, Any]]:
     """Draw q, k and v, and descales with the shape of ``scales``."""
-    (Hq, Hkv, Nq), (D, Dv) = heads, dims
+    (Hq, Hkv, Nq), D = heads, dims[0]
     rng = np.random.default_rng(Hq + Nq + D)
     q = rng.normal(size=(B, Hq, Nq, D)).astype(dtype)
     k, v = (quantised(rng, (B, Hkv, CAPACITY, n), kind) for n in dims)
@@ -207,9 +207,7 @@ def test_append(dtype: Any, kind: Any, layout: str, scales: str) -> None:
     names = ("k_descale", "v_descale")
     tileattn.append_kv(*caches, *rows, **given, **dict(zip(names, descales, strict=True)))
     options = there(given) | {"rotary": tuple(map(sent, given["rotary"]))}
-    tileattn.append_kv(
-        *found, *map(sent, rows), **options, **dict(zip(names, wrote, strict=True))
-    )
+    tileattn.append_kv(*found, *map(sent, rows), **options, **dict(zip(names, wrote, strict=True)))
     for cache, expected in zip(found, caches, strict=True):
         np.testing.assert_array_equal(cache.get().astype(np.float32), expected.astype(np.float32))
     if scales != "number":

@@ -3,7 +3,6 @@
 from typing import Any
 
 import ml_dtypes
-import numpy as np
 import pytest
 
 from tests.on_gpu import needs_gpu

@@ -129,9 +129,7 @@ def launches_over_splits(problem: Problem, context: LaunchContext) -> tuple[Kern
     return *joined(P, context, few), many._replace(why=_MORE_ROWS, traits=traits)
 
 
-def _launch(
-    P: Problem, context: LaunchContext, rows: int, grid: Grid, keys: int
-) -> KernelLaunch:
+def _launch(P: Problem, context: LaunchContext, rows: int, grid: Grid, keys: int) -> KernelLaunch:
     tile = next(_tiles(P, context, rows))
     key = _key(P, context, tile)
     traits = KernelTraits(main=True, split_keys=keys)

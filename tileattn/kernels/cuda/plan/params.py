@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tileattn.call.options import DESCALES
 from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
 from tileattn.expressions.parameters import kernel_cells
@@ -33,10 +34,11 @@ POINTERS = (
 )
 """Arrays, in the order of their addresses: a short call writes only the first ones."""
 
-DESCALES = ("k_descale", "v_descale")
 _ROWS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dlse")
 _PAIRS = ("bias", "dbias", "mask", "block_kinds", "tile_kinds", "tile_list")
-_AXES = dict.fromkeys((*_ROWS, *DESCALES), 3) | dict.fromkeys(_PAIRS, 4)  # strides that kernels read
+
+# Strides that kernels read.
+_AXES = dict.fromkeys((*_ROWS, *DESCALES), 3) | dict.fromkeys(_PAIRS, 4)
 
 SECTIONS: dict[str, list[tuple[str, Any]]] = {
     # Addresses: `slots` says where a launch writes them.
