@@ -106,10 +106,10 @@ def step_of(xp: Any, case: Decoding, D: int, seed: int) -> Step:
     k, v = (normal(xp, shape, "bf16", seed + n) for n in (1, 2))
     if case.cache == "bf16":
         return Step((q, k, v), options)
-    caches = [xp.zeros(shape, np.uint8).view(CACHES[case.cache]) for _ in "kv"]
+    keys, values = (xp.zeros(shape, np.uint8).view(CACHES[case.cache]) for _ in "kv")
     factors = {name: xp.zeros(shape[:-1], np.float32) for name in ("k_descale", "v_descale")}
-    tileattn.append_kv(*caches, k, v, kv_lengths=np.zeros(len(k), int), **factors)
-    return Step((q, *caches), options | factors)
+    tileattn.append_kv(keys, values, k, v, kv_lengths=np.zeros(len(k), int), **factors)
+    return Step((q, keys, values), options | factors)
 
 
 class Dequantised(Arrays):

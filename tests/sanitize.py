@@ -148,15 +148,15 @@ def run_quantised(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     there = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
     places = {n: x for n, x in there.items() if n in ("kv_lengths", "block_table")}
     for heads, Nq, kind in ((4, 1, np.int8), (16, 5, ml_dtypes.float8_e4m3fn)):
-        new = [cupy.asarray(rng.standard_normal((2, 1, 9, n)).astype(dtype)) for n in (D, Dv)]
-        cache = [cupy.zeros((lead, 1, keys, n), np.uint8).view(kind) for n in (D, Dv)]
+        k, v = (cupy.asarray(rng.standard_normal((2, 1, 9, n)).astype(dtype)) for n in (D, Dv))
+        keys8, values8 = (cupy.zeros((lead, 1, keys, n), np.uint8).view(kind) for n in (D, Dv))
         q = cupy.asarray(rng.standard_normal((2, heads, Nq, D)).astype(dtype))
         for shape in ((2, 1), (lead, 1, keys)):
-            factors = {f"{n}_descale": cupy.ones(shape, np.float32) for n in "kv"}
-            tileattn.append_kv(*cache, *new, **places, **factors).get()
+            factors: dict[str, Any] = {f"{n}_descale": cupy.ones(shape, np.float32) for n in "kv"}
+            tileattn.append_kv(keys8, values8, k, v, **places, **factors).get()
             if len(shape) == 3:
                 factors["v_descale"][0, 0, 20] = np.inf
-            for x in tileattn.forward(q, *cache, **there, **factors):
+            for x in tileattn.forward(q, keys8, values8, **there, **factors):
                 x.get()
 
 

@@ -118,16 +118,13 @@ def test_packed_sequences_over_long_caches(dtype: Any, name: str) -> None:
         k, v = (rng.normal(size=shape).astype(dtype) for _ in "kv")
     spare = 9 if dtype is np.int8 else np.nan
     (keys, table), (values, _) = (paged(x, LONG, page, spare) for x in (k, v))
-    options = {n: sent(x) for n, x in given.items()}
+    options: dict[str, Any] = {n: sent(x) for n, x in given.items()}
 
     def forward(rows: Any, entries: slice, ends: Any) -> Any:
         places = {"kv_lengths": LONG[entries], "block_table": table[entries], "cu_seqlens_q": ends}
+        there = options | {n: sent(x) for n, x in places.items()}
         with poisoned():
-            return tileattn.forward(
-                *map(sent, (rows, keys, values)),
-                **{n: sent(x) for n, x in places.items()},
-                **options,
-            )
+            return tileattn.forward(sent(rows), sent(keys), sent(values), **there)
 
     found = forward(q, slice(None), FEW)
     for b, (start, end) in enumerate(pairwise(FEW)):

@@ -47,10 +47,15 @@ def there(options: dict[str, Any]) -> dict[str, Any]:
     return {n: sent(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
 
 
+def forward(arrays: list[Any], options: dict[str, Any]) -> tileattn.Attention:
+    q, k, v = map(sent, arrays)
+    return tileattn.forward(q, k, v, **there(options))
+
+
 def check(arrays: list[Any], options: dict[str, Any]) -> tileattn.Attention:
     """Compare a call with the oracle."""
     with poisoned():
-        found = tileattn.forward(*map(sent, arrays), **there(options))
+        found = forward(arrays, options)
     expected = reference.forward(*arrays, **options)
     assert_attention_close(host(found), expected, error_bound(*arrays, **options))
     return found
@@ -99,7 +104,7 @@ def test_pages(dtype: Any, kind: Any, scales: str, page: int) -> None:
         found = tileattn.forward(*map(sent, (q, k, v)), **options)
     expected = reference.forward(*arrays, **given)
     assert_attention_close(host(found), expected, error_bound(*arrays, **given))
-    assert bits(found) == bits(tileattn.forward(*map(sent, arrays), **there(given)))
+    assert bits(found) == bits(forward(arrays, given))
 
 
 @pytest.mark.parametrize("scales", ["number", "heads", "sequences", "tokens"])
@@ -110,9 +115,9 @@ def test_packed(kind: Any, scales: str) -> None:
     q = rng.normal(size=(8, 71, 96)).astype(np.float16)
     k, v = (quantised(rng, (2, 1100, 96), kind) for _ in "kv")
     shape = {"number": (), "heads": (2,), "sequences": (4, 2), "tokens": (2, 1100)}[scales]
-    descales = {f"{n}_descale": np.float32(2.0 ** rng.uniform(-9, -4, shape)) for n in "kv"}
-    if scales == "number":
-        descales = {n: float(x) for n, x in descales.items()}
+    of = [np.float32(2.0 ** rng.uniform(-9, -4, shape)) for _ in "kv"]
+    given = (float(x) for x in of) if scales == "number" else of
+    descales = dict(zip(("k_descale", "v_descale"), given, strict=True))
     check([q, k, v], descales | {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k, "causal": True})
 
 
@@ -148,11 +153,11 @@ def test_not_a_number(dtype: Any, of: str, name: str) -> None:
 
 def test_a_row_has_the_same_bits_in_any_batch() -> None:
     arrays, given = drawn(HEADS[0], (128, 128), BF16, E4M3, "tokens")
-    whole = tileattn.forward(*map(sent, arrays), **there(given))
+    whole = forward(arrays, given)
     for b in range(B):
         rows = [x[b : b + 1] for x in arrays]
         own = {n: x[b : b + 1] for n, x in given.items()}
-        one = tileattn.forward(*map(sent, rows), **there(own))
+        one = forward(rows, own)
         assert bits(one) == bits((whole.out[b : b + 1], whole.lse[b : b + 1]))
 
 
@@ -165,10 +170,15 @@ def test_no_keys() -> None:
 def test_what_kernels_do_not_support_is_named() -> None:
     arrays, given = drawn(HEADS[0], (64, 64), BF16, np.int8, "heads")
     with pytest.raises(UnsupportedError, match="dropout_p"):
-        tileattn.forward(*map(sent, arrays), **there(given), dropout_p=0.5)
+        forward(arrays, given | {"dropout_p": 0.5})
     arrays, given = drawn(HEADS[0], (320, 64), BF16, np.int8, "heads")
     with pytest.raises(UnsupportedError, match="256"):
-        tileattn.forward(*map(sent, arrays), **there(given))
+        forward(arrays, given)
+
+
+def append(caches: list[Any], rows: list[Any], **options: Any) -> None:
+    (k_cache, v_cache), (k, v) = caches, rows
+    tileattn.append_kv(k_cache, v_cache, k, v, **options)
 
 
 @pytest.mark.parametrize("scales", ["number", "sequences", "tokens"])
@@ -203,16 +213,17 @@ def test_append(dtype: Any, kind: Any, layout: str, scales: str) -> None:
         of[0][0] = 0
     descales = [float(x) for x in of] if scales == "number" else of
     found = [sent(x) for x in caches]
-    wrote = [sent(x) if isinstance(x, np.ndarray) else x for x in descales]
-    names = ("k_descale", "v_descale")
-    tileattn.append_kv(*caches, *rows, **given, **dict(zip(names, descales, strict=True)))
+    wrote: list[Any] = [sent(x) if isinstance(x, np.ndarray) else x for x in descales]
+    factors = {"k_descale": descales[0], "v_descale": descales[1]}
+    append(caches, rows, **given, **factors)
     options = there(given) | {"rotary": tuple(map(sent, given["rotary"]))}
-    tileattn.append_kv(*found, *map(sent, rows), **options, **dict(zip(names, wrote, strict=True)))
+    factors = {"k_descale": wrote[0], "v_descale": wrote[1]}
+    append(found, list(map(sent, rows)), **options, **factors)
     for cache, expected in zip(found, caches, strict=True):
         np.testing.assert_array_equal(cache.get().astype(np.float32), expected.astype(np.float32))
     if scales != "number":
-        for x, expected in zip(wrote, descales, strict=True):
-            np.testing.assert_array_equal(x.get(), expected)
+        for factor, wanted in zip(wrote, descales, strict=True):
+            np.testing.assert_array_equal(factor.get(), wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda x: x.__name__)
@@ -221,6 +232,6 @@ def test_append_what_has_8_bits(kind: Any) -> None:
     rows = [quantised(rng, (B, 2, 3, n), kind) for n in (17, 64)]
     caches = [np.zeros((B, 2, 9, n), kind) for n in (17, 64)]
     found = [sent(x) for x in caches]
-    tileattn.append_kv(*caches, *rows, kv_lengths=[0, 5, 6])
-    tileattn.append_kv(*found, *map(sent, rows), kv_lengths=[0, 5, 6])
+    append(caches, rows, kv_lengths=[0, 5, 6])
+    append(found, list(map(sent, rows)), kv_lengths=[0, 5, 6])
     assert bits(found) == [x.tobytes() for x in caches]
