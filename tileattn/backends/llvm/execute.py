@@ -47,13 +47,16 @@ class LoadedModule:
             *(module.name, module.target, dtype, accum, D, Dv),
             learned=len(module.own.learned),
             paged=module.layout.paged,
+            quantised=module.layout.kv_dtype is not None,
         )
 
 
 def memory_layout(P: Problem) -> Layout:
     """Return the layout of a call, which is compiled without code for options that it lacks."""
     changed = P.changes_scores or P.has_pair_mask or P.has_dropout or P.has_sinks
-    return Layout(P.is_packed, P.is_paged, changed)
+    kv_dtype = None if P.kv_dtype is None else P.kv_dtype.name
+    paged_descales = tuple(sorted(P.token_descales)) if P.is_paged else ()
+    return Layout(P.is_packed, P.is_paged, changed, kv_dtype, paged_descales)
 
 
 @functools.lru_cache(maxsize=_MOST_MODULES)

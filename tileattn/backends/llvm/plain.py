@@ -19,14 +19,14 @@ from tileattn.backends.llvm.execute import (
 )
 from tileattn.backends.llvm.plan import KernelPlan
 from tileattn.backends.llvm.tasks import Grid, Part
-from tileattn.call.options import Options, options_with
+from tileattn.call.options import DESCALES, Options, options_with
 from tileattn.call.problem import Operands, Problem
 from tileattn.kernels.llvm.params import OF_PASS, SIZES, WORDS, put_row_strides, put_strides
 from tileattn.kernels.llvm.sizes import padded
 from tileattn.kernels.llvm.target import Target
 from tileattn.results import Attention, Gradients
 
-_OTHER_ARRAYS = {*options_with(value="array"), "block_mask", "aux"}
+_OTHER_ARRAYS = {*options_with(value="array"), *DESCALES, "block_mask", "aux"}
 _SIZES, _PASS = len(SIZES), len(SIZES) + len(OF_PASS)
 
 
