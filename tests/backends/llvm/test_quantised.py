@@ -284,6 +284,27 @@ def test_any_batch_and_number_of_workers_gives_the_same_bits(
     threads._crew.cache_clear()
 
 
+@pytest.mark.parametrize("Nq", [FEW, MANY])
+@pytest.mark.parametrize("shape", [(), (1,), (HKV,), (B, HKV), (B, HKV, NK)], ids=str)
+def test_calls_that_repeat_read_their_own_descales(shape: tuple[int, ...], Nq: int) -> None:
+    rng = np.random.default_rng(9)
+    heads = 1 if shape == (1,) else HKV
+    q, k, v = contiguous(rng, INT8, Nq, 40, 24)
+    k, v, q = k[:, :heads], v[:, :heads], q.astype(np.float32)
+    for _ in range(4):
+        drawn = both_descales(rng, INT8, shape, shape)
+        descales: dict[str, Any] = {name: np.asarray(x) for name, x in drawn.items()}
+        check(q, k, v, **descales)
+        descales["v_descale"][...] *= 2
+        check(q, k, v, **descales)
+        check(q, k, v, **descales | {"k_descale": float(rng.uniform(0, 0.1))})
+    out = np.empty((B, HQ, Nq, 24), np.float32)
+    found = tileattn.forward(q, k, v, out=out, backend="llvm", **descales)
+    assert found.out is out
+    expected = tileattn.forward(q, k, v, backend="llvm", **descales)
+    np.testing.assert_array_equal(out, expected.out)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect is of POSIX")
 @pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize("page", [None, 1, 16, 130])

@@ -102,7 +102,12 @@ class Executable:
         self._scratch_bytes = module.scratch_bytes + own_bytes
         self._workspace, self._block = workspace, block
 
-    def run(self, arrays: Any, addresses: Sequence[int] = ()) -> None:
+    def run(
+        self,
+        arrays: Any,
+        addresses: Sequence[int] = (),
+        others: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """Run the functions in order.
 
         Parameters
@@ -111,9 +116,13 @@ class Executable:
             The arrays, which are held until the end: threads know only addresses.
         addresses : sequence of int
             Other addresses for the first arrays of the block, of the same layouts.
+        others : sequence of (int, int)
+            Words of other arrays, and their addresses.
         """
         block: Any = Block.from_buffer_copy(self._block)
         block[: len(addresses)] = addresses
+        for word, address in others:
+            block[word] = address
         held = [arrays]
         for word, nbytes, uninitialised in self._workspace:
             x = _allocated(nbytes, uninitialised)
