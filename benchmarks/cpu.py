@@ -5,8 +5,9 @@
     python -m tileattn bench cpu --only grid,decoding    some of the sections
 
 grid: both passes, all sizes and dtypes    small: calls of 16 tokens
-decoding: one query over a cache           options: overhead of each option
-scaling: more and more threads             ceilings: matmuls and copies of NumPy
+decoding: one query over a cache           caches: the same, of 16 and of 8 bits, in pages
+options: overhead of each option           scaling: more and more threads
+ceilings: matmuls and copies of NumPy
 
 The file is cpu.json, or NAME.json.
 
@@ -47,6 +48,7 @@ from benchmarks.implementations import Implementation, Naive, Peer, Tileattn
 from benchmarks.libraries import Sdpa
 from benchmarks.report import Row
 from tileattn.backends import threads
+from tileattn.dtypes import CACHE_DTYPES
 
 PAUSE = 0.1  # seconds: so long do idle threads of OpenBLAS spin before they sleep
 WARMUP = 0.05  # seconds, in which cores wake up
@@ -60,7 +62,7 @@ TITLES = {
     "naive": "naive NumPy",
 }
 LONGEST_NAIVE = 4096
-DECODED, SMALL = 4096, 16  # keys; tokens
+DECODED, SMALL, PAGE = 4096, 16, 16  # keys; tokens; keys of a page
 
 Calls = dict[str, Call]
 Times = dict[str, float]
@@ -198,6 +200,33 @@ def decoding(bench: Bench) -> Iterator[Row]:
         yield one.row() | {"gbytes_per_second": rates}
 
 
+def caches(bench: Bench) -> Iterator[Row]:
+    """Time one query of 32 heads over caches of 8 key heads, in bfloat16 and in 8 bits."""
+    shape = (8, DECODED if bench.quick else 2 * DECODED, 128)
+    for B, page in ((1, None), (1, PAGE), (4, None), (4, PAGE)):
+        q = normal(np, (B, 32, 1, 128), "bf16", 0)
+        k, v = (normal(np, (B, *shape), "f32", seed) for seed in (1, 2))
+        options: dict[str, Any] = {}
+        if page is not None:
+            k, v = (x.reshape(B * shape[1] // page, shape[0], page, -1) for x in (k, v))
+            table = np.random.default_rng(0).permutation(len(k)).reshape(B, -1)
+            options = {"block_table": table, "kv_lengths": [shape[1]] * B}
+        stored = {"bf16": [x.astype(q.dtype) for x in (k, v)]}
+        stored |= {x.name: [(16 * a).astype(x) for a in (k, v)] for x in CACHE_DTYPES}
+        factors = {"k_descale": 1 / 16, "v_descale": 1 / 16}
+        for backend in (name for name in OURS if name in bench.implementations):
+            calls: Calls = {}
+            for name, (keys, values) in stored.items():
+                given = options if name == "bf16" else options | factors
+                calls[name] = partial(tileattn.forward, q, keys, values, backend=backend, **given)
+            times = shortest_seconds(calls, bench.seconds)
+            for name, t in times.items():
+                row: Row = {"B": B, "N": shape[1], "page": page, "cache": name, "backend": backend}
+                rate = sum(x.nbytes for x in stored[name]) / t / 1e9
+                row |= {"ms": 1e3 * t, "gbytes_per_second": rate}
+                yield row | {"speedup_over_bf16": times["bf16"] / t}
+
+
 def copy_of(*arrays: Any) -> Call:
     """Copy arrays of four axes, a head at a time, on all threads."""
     pairs = [(np.empty_like(x), x) for x in arrays]
@@ -252,7 +281,8 @@ def ceilings(bench: Bench) -> Iterator[Row]:
 
 
 SECTIONS: dict[str, Callable[[Bench], Iterator[Row]]] = {
-    section.__name__: section for section in (grid, small, decoding, options, scaling, ceilings)
+    section.__name__: section
+    for section in (grid, small, decoding, caches, options, scaling, ceilings)
 }
 
 

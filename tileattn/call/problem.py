@@ -361,6 +361,12 @@ class Operands(NamedTuple):
         given = ((name, getattr(self, name)) for name in ARRAY_OPTIONS)
         return {name: x for name, x in given if x is not None}
 
+    @property
+    def descales(self) -> dict[str, Any]:
+        """Return the factors of quantised k and v, by the names of the options."""
+        given = {"k_descale": self.k_descale, "v_descale": self.v_descale}
+        return {name: x for name, x in given.items() if x is not None}
+
     def wants(self, name: str) -> bool:
         """Return True if the gradient of an array is requested."""
         return self.wrt is None or name in self.wrt

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tileattn.algorithm.function_mask import BLOCK, extrema
 from tileattn.backends.addresses import address_of
-from tileattn.call.options import PAIR_ARRAYS
+from tileattn.call.options import DESCALES, PAIR_ARRAYS
 from tileattn.call.problem import ARRAY_OPTIONS, Operands, Problem
 from tileattn.call.sequences import Places
 from tileattn.expressions.parameters import kernel_cells
@@ -23,15 +23,17 @@ Array = NDArray[Any]
 _MOST_BLOCKS = 1 << 24
 _MIN_WORK = 1 << 23  # multiply-adds, 0.2 ms on a core; finding kinds takes 0.1 ms
 
+_STRIDED = {*PAIR_ARRAYS, *DESCALES}  # options whose arrays are read in place, with any strides
+
 
 def as_inputs(P: Problem, x: Operands) -> dict[str, Array]:
     """Return the arrays that both passes read, by the name of their field."""
     arrays = {"q": contiguous(x.q), "k": contiguous(x.k), "v": contiguous(x.v), **settings(P, x)}
-    for name in ARRAY_OPTIONS:
+    for name in (*ARRAY_OPTIONS, *DESCALES):
         array = getattr(x, name)
         if array is None:
             continue
-        if name in PAIR_ARRAYS:
+        if name in _STRIDED:
             arrays[name] = array if array.flags.aligned else array.copy()
         else:
             arrays[name] = contiguous(np.asarray(array, P.accum_dtype))

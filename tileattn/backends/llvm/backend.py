@@ -81,8 +81,6 @@ class LlvmBackend(PreparingBackend):
 
     def why_not(self, problem: Problem) -> str | None:
         """Return why a problem is not supported."""
-        if problem.is_quantised:
-            return f"the kernels do not take k_descale and v_descale, with k of {problem.kv_dtype}"
         for name in ("Nq", "Nk"):
             n = getattr(problem, name)
             if n > _LONGEST:
@@ -108,7 +106,8 @@ class LlvmBackend(PreparingBackend):
         parallel = is_parallel(forward_work(batch, kernel))
         more: dict[str, Any] = {
             "learned": len(layouts(batch, operands)),
-            "paged": P.page is not None,
+            "paged": P.is_paged,
+            "quantised": P.is_quantised,
         }
         rows = P.group * batch.Nq
         choice = f"decode kernel: only {rows} query row{'s' * (rows > 1)} per KV head"
@@ -137,7 +136,7 @@ class LlvmBackend(PreparingBackend):
 
 def _uses_bf16_matmuls(P: Problem) -> bool:
     """Return True if a CPU with bfloat16 instructions uses them for a problem."""
-    if P.dtype != NAMED["bfloat16"] or P.group * P.Nq < _MIN_BF16_ROWS:
+    if P.dtype != NAMED["bfloat16"] or P.is_quantised or P.group * P.Nq < _MIN_BF16_ROWS:
         return False
     return all(x is None for x in (P.score_mod, P.mask_mod, P.sequences, P.page))
 

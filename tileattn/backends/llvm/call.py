@@ -33,7 +33,7 @@ from tileattn.backends.llvm.parameter_gradient import (
 from tileattn.backends.llvm.plain import PlainBackward, PlainForward, PlainProgram, is_plain
 from tileattn.backends.llvm.plan import flat, forward_kernels, plain_plans
 from tileattn.backends.llvm.tasks import divide
-from tileattn.call.options import INTEGERS
+from tileattn.call.options import DESCALES, INTEGERS
 from tileattn.call.parse import CallKind, four_axes
 from tileattn.call.prepared import DeviceMemory, PreparedCall
 from tileattn.call.problem import Operands, Problem
@@ -86,13 +86,15 @@ class LlvmCall(PreparedCall):
         if not is_plain(P, x, (*x[:3], *others)):
             return None
         lengths = Lengths.of(P, x)
-        arrays = settings(lengths.batch(P), x)
+        descales = x.descales
+        arrays = settings(lengths.batch(P), x) | descales
         planned = plain_plans(self.backend, P, x, lengths, others, arrays)
         if planned is None:
             return None
         program, numbers = PlainProgram(P, *planned), flat(planned[1])
-        addresses = {name: address_of(array) for name, array in arrays.items()}
-        return program, program.executables(numbers, _scalars(P), addresses, arrays), arrays
+        held = arrays | {name: a[:1, :1, :1].copy() for name, a in descales.items()}
+        addresses = {name: address_of(array) for name, array in held.items()}
+        return program, program.executables(numbers, _scalars(P), addresses, arrays), held
 
     def _plain_forward(self, x: Operands, out: Array | None) -> PlainForward | None:
         """Make what runs plain forward passes of this signature; None if they are not plain."""
@@ -100,8 +102,8 @@ class LlvmCall(PreparedCall):
         if made is None:
             return None
         program, executables, arrays = made
-        has_integers = not P.enabled_options.isdisjoint(INTEGERS)  # which out might overlap
-        overlaps = None if out is None or has_integers else Overlap(out, x[:3])
+        others = not P.enabled_options.isdisjoint((*INTEGERS, *DESCALES))  # that out may overlap
+        overlaps = None if out is None or others else Overlap(out, x[:3])
         return PlainForward(program, executables, P.out_shape, arrays, overlaps)
 
     def _plain_backward(self, x: Operands, others: Sequence[Array]) -> PlainBackward | None:
@@ -112,7 +114,7 @@ class LlvmCall(PreparedCall):
     def forward(self, operands: Operands, out: Array | None) -> Attention:
         """Compute attention; ``out`` is written at once, after everything else has succeeded."""
         P, plain = self.problem, self._plain_forward(operands, out)
-        found = None if plain is None else plain(operands[:3], {}, out)
+        found = None if plain is None else plain(operands[:3], operands.descales, out)
         if plain is not None and found is not None:
             self._keep(None, plain)
             return Attention(four_axes(found.out), found.lse.reshape(P.B, P.Hq, P.Nq))
@@ -127,7 +129,9 @@ class LlvmCall(PreparedCall):
 
     def host_pass(self) -> Callable[[Sequence[int], Any], Attention | None] | None:
         known = self.cached.get(None)
-        return known.at if isinstance(known, PlainForward) else None
+        if not isinstance(known, PlainForward) or self.problem.is_quantised:
+            return None
+        return known.at
 
     def backward(
         self,

@@ -47,13 +47,16 @@ class LoadedModule:
             *(module.name, module.target, dtype, accum, D, Dv),
             learned=len(module.own.learned),
             paged=module.layout.paged,
+            quantised=module.layout.kv_dtype is not None,
         )
 
 
 def memory_layout(P: Problem) -> Layout:
     """Return the layout of a call, which is compiled without code for options that it lacks."""
     changed = P.changes_scores or P.has_pair_mask or P.has_dropout or P.has_sinks
-    return Layout(P.is_packed, P.is_paged, changed)
+    kv_dtype = None if P.kv_dtype is None else P.kv_dtype.name
+    paged_descales = tuple(sorted(P.token_descales)) if P.is_paged else ()
+    return Layout(P.is_packed, P.is_paged, changed, kv_dtype, paged_descales)
 
 
 @functools.lru_cache(maxsize=_MOST_MODULES)
@@ -99,7 +102,12 @@ class Executable:
         self._scratch_bytes = module.scratch_bytes + own_bytes
         self._workspace, self._block = workspace, block
 
-    def run(self, arrays: Any, addresses: Sequence[int] = ()) -> None:
+    def run(
+        self,
+        arrays: Any,
+        addresses: Sequence[int] = (),
+        others: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """Run the functions in order.
 
         Parameters
@@ -108,9 +116,13 @@ class Executable:
             The arrays, which are held until the end: threads know only addresses.
         addresses : sequence of int
             Other addresses for the first arrays of the block, of the same layouts.
+        others : sequence of (int, int)
+            Words of other arrays, and their addresses.
         """
         block: Any = Block.from_buffer_copy(self._block)
         block[: len(addresses)] = addresses
+        for word, address in others:
+            block[word] = address
         held = [arrays]
         for word, nbytes, uninitialised in self._workspace:
             x = _allocated(nbytes, uninitialised)

@@ -1,4 +1,7 @@
-"""Plain passes: they read no array of the caller but rows, such as q, k and v, and in place."""
+"""Plain passes: they read rows of the caller, such as q, k and v, in place, and descales.
+
+They read no other array of the caller.
+"""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -19,7 +22,7 @@ from tileattn.backends.llvm.execute import (
 )
 from tileattn.backends.llvm.plan import KernelPlan
 from tileattn.backends.llvm.tasks import Grid, Part
-from tileattn.call.options import Options, options_with
+from tileattn.call.options import DESCALES, Options, options_with
 from tileattn.call.problem import Operands, Problem
 from tileattn.kernels.llvm.params import OF_PASS, SIZES, WORDS, put_row_strides, put_strides
 from tileattn.kernels.llvm.sizes import padded
@@ -27,6 +30,7 @@ from tileattn.kernels.llvm.target import Target
 from tileattn.results import Attention, Gradients
 
 _OTHER_ARRAYS = {*options_with(value="array"), "block_mask", "aux"}
+_UNALIGNED = 3  # bits of the address of a descale that must be 0
 _SIZES, _PASS = len(SIZES), len(SIZES) + len(OF_PASS)
 
 
@@ -34,7 +38,8 @@ def is_plain(P: Problem, x: Operands, rows: Sequence[Array]) -> bool:
     """Return True if a pass that reads some rows is plain."""
     if x.aux or not P.enabled_options.isdisjoint(_OTHER_ARRAYS):
         return False
-    return all(contiguous(array) is array for array in rows)
+    in_place = all(contiguous(array) is array for array in rows)
+    return in_place and all(a is None or a.flags.aligned for a in (x.k_descale, x.v_descale))
 
 
 class PlainKernel:
@@ -142,6 +147,11 @@ class PlainForward:
         What keeps the addresses of the executables alive.
     overlaps : Overlap or None
         Tests if ``out`` overlaps q, k or v; None if the pass cannot write to it.
+
+    Notes
+    -----
+    Each call brings its own arrays of descales. Descales that are numbers are part of the
+    signature, and the executables hold them.
     """
 
     def __init__(
@@ -155,11 +165,13 @@ class PlainForward:
         self._runs = [x.run for x in executables]
         self._out, self._lse = (shape, program.dtype), (shape[:-1], program.accum_dtype)
         self._beyond, self.held, self._overlaps = program.beyond, held, overlaps
+        names = DESCALES if program.like.is_quantised else ()
+        self._descales = [(name, WORDS[name]) for name in names]
 
     def __call__(
         self,
         rows: Sequence[Array],
-        options: Options,  # noqa: ARG002 - without arrays, and so the same in all calls
+        options: Mapping[str, object],  # descales vary; everything else is as in all calls
         out: Array | None,
     ) -> Attention | None:
         """Run the call; return None if an array is unaligned or ``out`` cannot be written."""
@@ -167,13 +179,23 @@ class PlainForward:
         inputs = address_of(q), address_of(k), address_of(v)
         if out is not None and not self._may_write(out, inputs):
             return None
-        found = self.at(inputs, rows)
+        descales = []
+        for name, word in self._descales:
+            x = options.get(name)
+            if isinstance(x, np.ndarray) and x.shape:
+                descales.append((word, address_of(x)))
+        if any(address & _UNALIGNED for _, address in descales):
+            return None
+        found = self.at(inputs, (rows, options), descales)
         return None if found is None else placed(found, out)
 
-    def at(self, addresses: Sequence[int], owners: Any) -> Attention | None:
+    def at(
+        self, addresses: Sequence[int], owners: Any, descales: Sequence[tuple[int, int]] = ()
+    ) -> Attention | None:
         """Run the call on q, k and v at these addresses; return None if one is unaligned.
 
-        ``owners`` keep the memory alive.
+        ``owners`` keep the memory alive. ``descales`` are words of the parameter block, and the
+        addresses of the caller's arrays.
         """
         at_q, at_k, at_v = addresses
         if (at_q | at_k | at_v) & self._beyond:
@@ -181,7 +203,7 @@ class PlainForward:
         result, lse = np.empty(*self._out), np.empty(*self._lse)
         all_addresses = [at_q, at_k, at_v, address_of(result), address_of(lse)]
         for run in self._runs:
-            run((owners, result, lse, self), all_addresses)
+            run((owners, result, lse, self), all_addresses, descales)
         return Attention(result, lse)
 
     def _may_write(self, out: Array, inputs: Sequence[int]) -> bool:

@@ -28,6 +28,7 @@ from tileattn.kernels.llvm.attention.scores import (
     Pairs,
     apply_score_mods,
     load_bias,
+    load_descales,
     mask_bits,
     mask_tile,
     masks_given,
@@ -37,10 +38,11 @@ from tileattn.kernels.llvm.attention.softmax import CompensatedState, RowState
 from tileattn.kernels.llvm.instructions.code import I64, Code, i64
 from tileattn.kernels.llvm.instructions.kernel import Kernel, Params
 from tileattn.kernels.llvm.params import Layout
-from tileattn.kernels.llvm.sizes import DECODE_KEYS, DECODE_ROWS
+from tileattn.kernels.llvm.sizes import DECODE_KEYS, DECODE_ROWS, LISTED_AHEAD
 from tileattn.kernels.llvm.target import Target
 from tileattn.kernels.llvm.tiles.bits import Bits
 from tileattn.kernels.llvm.tiles.gemv import dots_of_rows, sums_of_rows
+from tileattn.kernels.llvm.tiles.listed_gemv import dots_of_listed_rows, sums_of_listed_rows
 from tileattn.kernels.llvm.tiles.scratch import Scratch
 from tileattn.kernels.llvm.tiles.tile import (
     Tile,
@@ -93,7 +95,11 @@ class _Split:
         self.state_step = b.add(dv_step, i64(2 * self.s.step))
         columns = b.sdiv(self.state_step, i64(c.size))
         self.states = memory.rows(DECODE_ROWS, columns)
-        self.k_rows, self.v_rows = (memory.rows(DECODE_KEYS, x) for x in (p.D, p.Dv))
+        if p.quantised:
+            keys = DECODE_KEYS + LISTED_AHEAD
+            self.k_list, self.v_list = (memory.rows(keys, i64(8 // c.size)) for _ in range(2))
+        else:
+            self.k_rows, self.v_rows = (memory.rows(DECODE_KEYS, x) for x in (p.D, p.Dv))
 
     def emit(self) -> None:
         c, b, p = self.c, self.c.b, self.p
@@ -163,7 +169,7 @@ class _Split:
         def tile(k0: Any, _: Any) -> None:
             k0, k1 = c.larger(k0, low), c.smaller(b.add(k0, i64(DECODE_KEYS)), high)
             some, full = kind_if_given(c, p, partial(self.block_kind, k0, k1))
-            c.when(some, lambda: self.add_tile(k0, b.sub(k1, k0), full))
+            c.when(some, lambda: self.add_tile(k0, b.sub(k1, k0), high, full))
 
         c.each(self.rows, row)
         c.loop(c.rounded_down(low, DECODE_KEYS), high, tile, step=DECODE_KEYS)
@@ -207,13 +213,23 @@ class _Split:
 
     # -- tiles -----------------------------------------------------------------------------------
 
-    def add_tile(self, k0: Any, n: Any, full: Any) -> None:
-        """Merge the state over n keys, starting at k0, into the state of the split."""
+    def add_tile(self, k0: Any, n: Any, end: Any, full: Any) -> None:
+        """Merge the state over n keys, starting at k0, into the state of the split.
+
+        ``end`` is the end of its keys.
+        """
         c, b, p = self.c, self.c.b, self.p
-        k, v = self.rows_of("k", p.D, k0, n), self.rows_of("v", p.Dv, k0, n)
         s = self.s.start, i64(self.vectors * self.s.step)
-        dots_of_rows(self.kernel, c, self.rows, n, p.D, (self.q, self.d_step), k, s)
+        q, sizes = (self.q, self.d_step), (self.kernel, c, self.rows, n)
+        if p.quantised:
+            v = self.v_list
+            self.list_rows(k0, n, end)
+            dots_of_listed_rows(*sizes, p.D, q, self.k_list, s, (v, p.Dv))
+        else:
+            k, v = self.rows_of("k", p.D, k0, n), self.rows_of("v", p.Dv, k0, n)
+            dots_of_rows(*sizes, p.D, q, k, s)
         self.s.multiply(self.score_vectors, p.scale_rest)
+        self.dequantise("k_descale", k0, n)
         masked = self.modify(k0, n, full)
 
         def softmax(r: Any) -> None:
@@ -226,12 +242,25 @@ class _Split:
 
         c.each(self.rows, softmax)
         c.when(p.given("threshold"), lambda: self.drop(k0, n))
+        self.dequantise("v_descale", k0, n)
         acc = self.state_of_tile(i64(0)).acc.start, self.state_step
-        operands = self.kernel, c, self.rows, n, p.Dv, s, v, acc
-        sums_of_rows(*operands)
+        operands = *sizes, p.Dv, s, v, acc
+        multiply = sums_of_listed_rows if p.quantised else sums_of_rows
+        multiply(*operands)
         unusual = b.not_(all_finite(c, *acc, self.rows, p.Dv))
-        c.when(b.and_(masked, unusual), lambda: sums_of_rows(*operands, self.visible))
+        c.when(b.and_(masked, unusual), lambda: multiply(*operands, self.visible))
         c.each(self.rows, merge)
+
+    def list_rows(self, k0: Any, n: Any, end: Any) -> None:
+        """List the rows of n keys and values, starting at k0, and more keys up to ``end``.
+
+        Prefetch their descales, which are not read before all products with these keys.
+        """
+        b, place = self.c.b, (self.batch, self.head, k0)
+        more = self.c.smaller(b.add(n, i64(LISTED_AHEAD)), b.sub(end, k0))
+        self.p.list_rows("k", *place, more, self.k_list)
+        self.p.list_rows("v", *place, n, self.v_list)
+        self.p.prefetch_descales(*place, n)
 
     def rows_of(self, name: str, columns: Any, k0: Any, n: Any) -> tuple[Any, Any]:
         """Return the address of the first row of some keys or values, and the row stride."""
@@ -240,6 +269,19 @@ class _Split:
         copies = getattr(self, f"{name}_rows"), step
         copy = partial(copy_bytes, c, count=step)
         return self.p.key_rows(name, self.batch, self.head, k0, n, copies, copy)
+
+    def dequantise(self, descale: str, k0: Any, n: Any) -> None:
+        """Multiply scores or probabilities by the descales of their keys, if these have any."""
+        c, b, descales = self.c, self.c.b, self.bias  # its memory is not in use at this time
+        if not self.p.quantised:
+            return
+        load_descales(self.kernel, c, self.p, descale, self.batch, self.head, k0, n, descales.start)
+
+        def vector(m: Any) -> None:
+            found = descales.row(b.srem(m, i64(self.vectors)))
+            self.s.put(m, list(map(b.fmul, self.s.row(m), found)))
+
+        c.each(self.score_vectors, vector)
 
     def modify(self, k0: Any, n: Any, full: Any) -> Any:
         """Turn scaled products into scores; return True if some pairs are masked out."""

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tileattn.call.options import OPTIONS, options_with
+from tileattn.call.options import DESCALES, OPTIONS, options_with
 
 _OPTIONS = options_with(value="array", lowered=False)
 _INTEGERS = options_with(value="integers", lowered=False)
@@ -16,7 +16,7 @@ ARRAYS = {
     "dout": "bhi", "log_l": "bhi", "delta": "bhi", "dq_accum": "bhi",
     "dq": "bhi", "dk": "bhj", "dv": "bhj", "dlse": "bhi",
     **dict.fromkeys(_INTEGERS, ""), "block_table": "bj",
-    **{name: OPTIONS[name].axes for name in _OPTIONS},
+    **{name: OPTIONS[name].axes for name in _OPTIONS}, **dict.fromkeys(DESCALES, "bhj"),
     "dbias": "bhij", "row_max": "bhi", "partials": "nsr", "ended": "", "aux": "",
     "block_kinds": "bhij", "block_bits": "nij", "semaphore": "", "unusual": "bh",
     "q_t": "", "v_t": "", "dout_t": "",
@@ -43,6 +43,8 @@ class Layout(NamedTuple):
     packed: bool = False  # sequences are concatenated, not padded to batch entries
     paged: bool = False  # keys and values are in pages
     optional: bool = True  # False: without code for `OPTIONAL`, a third of all
+    kv_dtype: str | None = None  # of quantised keys and values, which have descales
+    paged_descales: tuple[str, ...] = ()  # descales that are in pages, as keys are
 
 
 BATCHED = Layout()
@@ -90,7 +92,7 @@ Block = ctypes.c_int64 * (COUNTER // 8 + 1)
 """The words of a block, its task counter included. A new one has null addresses and zeros."""
 
 _NUMBERS = struct.Struct(f"<{len(SIZES + _RANDOM)}q{len(FLOATS)}d{len(OF_PASS)}q")
-_ROWS = {name for name, axes in ARRAYS.items() if axes in ("bhi", "bhj")}
+_ROWS = {name for name, axes in ARRAYS.items() if axes in ("bhi", "bhj")}.difference(DESCALES)
 _STEPS = {
     name: (FIELDS[fields[0]], len(fields), struct.Struct(f"<{len(fields)}q").pack_into)
     for name, fields in _STRIDES.items()

@@ -18,6 +18,9 @@ TERMS, PAIR = 32, 4
 DECODE_ROWS, DECODE_KEYS = 16, 128
 """Rows and keys of a tile of the decoding kernel."""
 
+LISTED_AHEAD = 32
+"""Distance, in rows of quantised keys, from a row that is read to the row that is prefetched."""
+
 KEEP_SPARE = 32
 """Extra rows of bits beside a tile: dropout generates whole squares of 16 x 16 pairs."""
 
@@ -52,20 +55,21 @@ def state_bytes(target: Target, size: int, Dv: int) -> int:
 
 def scratch_bytes(
     name: str, target: Target, dtype: np.dtype[Any], accum_dtype: np.dtype[Any], D: int, Dv: int,
-    *, learned: int = 0, paged: bool = False,
+    *, learned: int = 0, paged: bool = False, quantised: bool = False,
 ) -> int:  # fmt: skip
     """Return the bytes of scratch memory of a worker, as the kernels hand it out.
 
-    ``learned`` counts the differentiable elements of ``aux`` that a pair reads; ``paged`` is True
-    for keys in pages.
+    ``learned`` counts the differentiable elements of ``aux`` that a pair reads; ``paged`` and
+    ``quantised`` are True for such keys and values.
     """
     size, width = accum_dtype.itemsize, target.width(accum_dtype.itemsize)
     if name == "decode":
         vectors = DECODE_KEYS * size // target.vector_bytes
         sums, words = 2 * DECODE_KEYS + padded(target, size, D), 8 * 2 * vectors
-        rows = DECODE_KEYS * (D + Dv) if paged else 0
+        rows = size * DECODE_KEYS * (D + Dv) if paged else 0
+        rows = 2 * 8 * (DECODE_KEYS + LISTED_AHEAD) if quantised else rows
         states = state_bytes(target, size, Dv)
-        return DECODE_ROWS * (size * sums + words + states) + size * rows
+        return DECODE_ROWS * (size * sums + words + states) + rows
     if name == "forward":
         words = 8 * (2 * target.keys + KEEP_SPARE)
         common = 4 + ROW_FACTS + 3 * target.keys + 8 // size + 4 + 2 * Dv
@@ -75,8 +79,8 @@ def scratch_bytes(
     if target.bf16:
         return words + size * common * width + _bf16_bytes(name, target, D, Dv)
     if name == "forward":
-        tiles, copied = D + Dv, paged or dtype != accum_dtype
-        rows = target.keys * (D + Dv) if copied else 0
+        tiles = D + Dv
+        rows = target.keys * tiles if paged or quantised or dtype != accum_dtype else 0
     else:
         tiles, rows = 2 * (D + Dv), ROWS * (D + Dv) + width * padded(target, size, D)
     return words + size * ((common + tiles) * width + rows)

@@ -66,18 +66,25 @@ class ForwardBroadcast:
         )
 
     def _load(self, name: str, rows: Any, k0: Any, n: Any, columns: Any) -> tuple[Any, Any]:
-        """Return K or V in the accumulation dtype and the row stride: in place, or converted."""
+        """Return K or V in the accumulation dtype and the row stride: in place, or converted.
+
+        Quantised rows are multiplied by their descales.
+        """
         c, p = self.c, self.p
-        to_step, dtype = c.bytes_of(columns), self.kernel.dtype
-
-        def copy(row: Any, to: Any) -> None:
-            convert_rows(c, dtype, row, i64(0), i64(1), columns, to, i64(0))
-
+        to_step, dtype = c.bytes_of(columns), self.kernel.kv_dtype
         place = name, self.batch, self.head
+
+        def copy(row: Any, to: Any, factor: Any = None) -> None:
+            convert_rows(c, dtype, row, i64(0), i64(1), columns, to, i64(0), factor)
+
+        def key(n: Any) -> None:
+            j = c.b.add(k0, n)
+            copy(p.key_row(*place, j), c.row(rows, to_step, n), p.factor(*place, j))
+
         if dtype == c.dtype:
             return p.key_rows(*place, k0, n, (rows, to_step), copy)
-        if p.paged:
-            c.each(n, lambda j: copy(p.key_row(*place, c.b.add(k0, j)), c.row(rows, to_step, j)))
+        if p.paged or p.quantised:
+            c.each(n, key)
         else:
             source, step = p.row(*place, k0), getattr(p, f"{name}_j")
             convert_rows(c, dtype, source, step, n, columns, rows, to_step)

@@ -161,7 +161,7 @@ def load_bias(
     def body(c: Code, given: Any, *run: Any) -> None:
         for number, dtype in enumerate(BIAS_DTYPES):
             if dtype != "float16" or c.target.half:
-                load = partial(_bias_run, c, dtype, *run)
+                load = partial(_run, c, dtype, *run)
                 c.when(c.b.icmp_signed("==", given, i64(number)), load)
 
     function = kernel.function("load_bias", [I64, POINTER, I64, I64, I64, POINTER], body)
@@ -170,14 +170,35 @@ def load_bias(
     c.b.call(function, [p.bias_dtype, source, p.bias_j, distance, count, to])
 
 
+def load_descales(
+    kernel: Kernel, c: Code, p: Params, name: str, batch: Any, head: Any, k0: Any, n: Any, to: Any
+) -> None:
+    """Load the descales of n keys or values, starting at k0, as whole vectors."""
+
+    def body(c: Code, source: Any, step: Any, count: Any, to: Any) -> None:
+        _run(c, "float32", source, step, i64(0), count, to)
+
+    function = kernel.function("load_descales", [POINTER, I64, I64, POINTER], body)
+    step = getattr(p, f"{name}_j")
+
+    def part(page: Any, row: Any, j: Any, count: Any) -> None:
+        source = p.row(name, page, head, row)
+        c.b.call(function, [source, step, count, c.at(to, c.bytes_of(j))])
+
+    if p.has_paged(name):
+        p.each_page(batch, k0, n, part)
+    else:
+        c.b.call(function, [p.row(name, batch, head, k0), step, n, to])
+
+
 def _ahead(c: Code, p: Params, name: str, ahead: tuple[int, int]) -> Any:
     """Return the bytes to the next tile."""
     steps = (getattr(p, f"{name}_{axis}") for axis in "ij")
     return c.b.add(*(c.b.mul(x, i64(n)) for x, n in zip(steps, ahead, strict=True)))
 
 
-def _bias_run(c: Code, dtype: str, source: Any, step: Any, ahead: Any, count: Any, to: Any) -> None:
-    """Load the bias of ``count`` keys that are ``step`` bytes apart."""
+def _run(c: Code, dtype: str, source: Any, step: Any, ahead: Any, count: Any, to: Any) -> None:
+    """Load the numbers of ``count`` keys that are ``step`` bytes apart."""
 
     def strided(j: Any) -> None:
         c.store(c.load_as(dtype, c.row(source, step, j)), c.at(to, c.bytes_of(j)))

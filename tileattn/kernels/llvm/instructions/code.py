@@ -100,6 +100,9 @@ class Code:
     def load_as(self, dtype: str, pointer: Any, count: int = 1, lanes: Any = None) -> Any:
         """Load ``count`` elements of an input dtype, converted to sums; a scalar for 1."""
         wide = ir.VectorType(self.scalar, count) if count > 1 else self.scalar
+        if dtype in _BYTES:
+            kind = ir.VectorType(I8, count) if count > 1 else I8
+            return _BYTES[dtype](self, self.load(pointer, kind, lanes), wide)
         if dtype == "bfloat16":
             narrow, word = (ir.VectorType(t, count) if count > 1 else t for t in (I16, I32))
             bits = self.b.zext(self.load(pointer, narrow, lanes), word)
@@ -356,6 +359,33 @@ class Code:
 
         self.when(condition, store)
         return [self.b.load(at, typ=x.type) for at, x in zip(places, others, strict=True)]
+
+
+def _of_int8(c: Code, x: Any, wide: Any) -> Any:
+    """Convert elements of int8."""
+    return c.b.sitofp(x, wide)
+
+
+def _of_e4m3(c: Code, x: Any, wide: Any) -> Any:
+    """Convert elements of float8_e4m3fn, moved to their places in float16.
+
+    There the exponent is 8 too small. The only NaN has all bits 1 but the sign; in float16 it has
+    the largest exponent. Denormal numbers move like others: in float32 they would be slow.
+    """
+    b = c.b
+    word, half, scale = I16, _FLOATS["float16"], ir.Constant(c.scalar, 256.0)
+    if isinstance(wide, ir.VectorType):
+        word, half = (ir.VectorType(t, wide.count) for t in (word, half))
+        scale = ir.Constant(wide, [scale] * wide.count)
+    x = b.shl(b.sext(x, word), same(word, 7))
+    moved = b.and_(x, same(word, 0xBF80 - (1 << 16)))
+    carry = b.add(b.and_(x, same(word, 0x3F80)), same(word, 0x80))  # reaches bit 14 of NaN only
+    found = b.bitcast(b.or_(moved, b.and_(carry, same(word, 0x4000))), half)
+    return b.fmul(b.fpext(found, wide), scale)
+
+
+_BYTES: dict[str, Callable[[Code, Any, Any], Any]] = {"int8": _of_int8, "float8_e4m3fn": _of_e4m3}
+"""Conversions of elements of 8 bits to sums of float32."""
 
 
 def _bytes(kind: Any) -> int:

@@ -27,7 +27,7 @@ class Params:
 
     def __init__(self, c: Code, block: Any, layout: Layout) -> None:
         self._c, self._block, self._layout = c, block, layout
-        self.paged = layout.paged
+        self.paged, self.quantised = layout.paged, layout.kv_dtype is not None
 
     def __getattr__(self, name: str) -> Any:
         c = self._c
@@ -64,7 +64,9 @@ class Params:
         return at
 
     def key_row(self, name: str, batch: Any, head: Any, j: Any) -> Any:
-        """Return the address of the row of key j, if keys are in pages."""
+        """Return the address of the row of key j."""
+        if not self.paged:
+            return self.row(name, batch, head, j)
         c, b = self._c, self._c.b
         at = self.row("block_table", batch, b.sdiv(j, self.page))
         at = self.row(name, c.load(at, I64), head)
@@ -98,6 +100,62 @@ class Params:
 
         c.when_else(one, whole, lambda: c.each(n, take))
         return b.load(first, typ=POINTER), b.select(one, step, to_step)
+
+    def each_page(
+        self, batch: Any, k0: Any, n: Any, body: Callable[[Any, Any, Any, Any], None]
+    ) -> None:
+        """Run ``body(page, row, j, count)`` for the parts of n keys that lie in one page.
+
+        A part is ``count`` rows of a page, starting at ``row``; the first is key ``k0 + j``.
+        """
+        c, b, page, end = self._c, self._c.b, self.page, self._c.b.add(k0, n)
+        first = b.sdiv(k0, page)
+
+        def part(t: Any) -> None:
+            t = b.add(first, t)
+            start, stop = b.mul(t, page), b.mul(b.add(t, i64(1)), page)
+            low, high = c.larger(start, k0), c.smaller(stop, end)
+            number = c.load(self.row("block_table", batch, t), I64)
+            body(number, b.sub(low, start), b.sub(low, k0), b.sub(high, low))
+
+        last = b.sdiv(b.sub(end, i64(1)), page)
+        c.each(b.add(b.sub(last, first), i64(1)), part)
+
+    def list_rows(self, name: str, batch: Any, head: Any, k0: Any, n: Any, to: Any) -> None:
+        """Store the addresses of n key rows, starting at k0."""
+        c, step = self._c, getattr(self, f"{name}_j")
+
+        def put(start: Any, j: Any, count: Any) -> None:
+            place = c.row(to, i64(8), j)
+            c.each(count, lambda r: c.store(c.row(start, step, r), c.row(place, i64(8), r)))
+
+        if self.paged:
+            self.each_page(
+                batch, k0, n, lambda page, row, *part: put(self.row(name, page, head, row), *part)
+            )
+        else:
+            put(self.row(name, batch, head, k0), i64(0), n)
+
+    def prefetch_descales(self, batch: Any, head: Any, k0: Any, n: Any) -> None:
+        """Prefetch the descales of n keys that are in pages, which may lie far apart."""
+        for name in self._layout.paged_descales:
+
+            def part(page: Any, row: Any, *_: Any, name: str = name) -> None:
+                self._c.prefetch(self.row(name, page, head, row))
+
+            self.each_page(batch, k0, n, part)
+
+    def factor(self, name: str, batch: Any, head: Any, j: Any) -> Any:
+        """Return the factor of row j of keys or values; None if they have no descales."""
+        if not self.quantised:
+            return None
+        descale = f"{name}_descale"
+        row = self.key_row if self.has_paged(descale) else self.row
+        return self._c.load(row(descale, batch, head, j), self._c.scalar)
+
+    def has_paged(self, descale: str) -> bool:
+        """Return True if a descale is in pages, as keys are."""
+        return descale in self._layout.paged_descales
 
     def computes(self, batch: Any, head: Any) -> Any:
         """Return True if this target computes a key head: bfloat16 matmuls need usual numbers."""
@@ -142,6 +200,7 @@ class Kernel:
     ) -> None:
         self.module, self.functions, self.layout = ir.Module(name), functions, layout
         self.target, self.dtype, self.accum_dtype = target, dtype, accum_dtype
+        self.kv_dtype = layout.kv_dtype or dtype
         self._functions: dict[str, ir.Function] = {}
 
     def entry(self, name: str, task: Callable[..., None]) -> None:

@@ -34,7 +34,7 @@ def dots_of_rows(
         c: Code, a: Any, a_i: Any, b: Any, b_j: Any, to: Any, c_i: Any, rows: Any, n: Any,
         columns: Any,
     ) -> None:  # fmt: skip
-        whole, rest = _cut(c, columns)
+        whole, rest = cut(c, columns)
         ahead = c.b.mul(b_j, i64(_AHEAD))
 
         def term(left: list[Any], start: Any, lanes: Any, d: Any, sums: list[Any]) -> list[Any]:
@@ -66,7 +66,7 @@ def dots_of_rows(
                 after = c.smaller(n, c.b.add(j, i64(c.lanes)))
                 c.loop(j, after, partial(square, i, count, end), (), c.lanes // count)
 
-            _each_rows(c, rows, _ROWS, some)
+            each_rows(c, rows, _ROWS, some)
 
         full = c.rounded_down(n, c.lanes)
         c.loop(i64(0), full, partial(vector, False), step=c.lanes)
@@ -89,7 +89,7 @@ def sums_of_rows(
         c: Code, a: Any, a_i: Any, b: Any, b_j: Any, to: Any, c_i: Any, rows: Any, n: Any,
         columns: Any, *visible: Any,
     ) -> None:  # fmt: skip
-        whole, rest = _cut(c, columns)
+        whole, rest = cut(c, columns)
         ahead, size = c.b.mul(b_j, i64(_AHEAD)), i64(size_of(kernel.dtype))
         pairs = [Bits(c, words, 1) for words in visible]
 
@@ -134,7 +134,7 @@ def sums_of_rows(
                 vectors //= 2
             c.loop(whole, columns, partial(strip, i, count, 1, rest), (), c.lanes)
 
-        _each_rows(c, rows, 1 if visible else _ROWS, some)
+        each_rows(c, rows, 1 if visible else _ROWS, some)
 
     name, more = "sums_of_rows", []
     if visible is not None:
@@ -143,7 +143,7 @@ def sums_of_rows(
     c.b.call(function, [*a, *b, *to, rows, n, columns, *more])
 
 
-def _each_rows(c: Code, rows: Any, most: int, body: Callable[[Any, int], None]) -> None:
+def each_rows(c: Code, rows: Any, most: int, body: Callable[[Any, int], None]) -> None:
     """Run ``body(first, count)`` until all rows are covered, with large counts first."""
     start, count = i64(0), min(most, c.lanes)
     while count:
@@ -156,7 +156,7 @@ def _each_rows(c: Code, rows: Any, most: int, body: Callable[[Any, int], None]) 
         start, count = end, count // 2
 
 
-def _cut(c: Code, columns: Any) -> tuple[Any, Any]:
+def cut(c: Code, columns: Any) -> tuple[Any, Any]:
     """Return the columns in whole vectors, and the mask of the lanes of the last, partial one."""
     whole = c.rounded_down(columns, c.lanes)
     lane = ir.Constant(c.integers, list(range(c.lanes)))

@@ -203,4 +203,4 @@ def all_finite(c: Code, source: Any, step: Any, rows: Any, columns: Any) -> Any:
 
 def size_of(dtype: str) -> int:
     """Return the bytes of an element."""
-    return {"float64": 8, "float32": 4}.get(dtype, 2)
+    return {"float64": 8, "float32": 4, "int8": 1, "float8_e4m3fn": 1}.get(dtype, 2)
