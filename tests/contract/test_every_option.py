@@ -58,10 +58,7 @@ def test_the_value_of_an_option_changes_the_result(option: str) -> None:
 SLOW = ("llvm", "torch.compile", "jax.vmap")  # a second for each pair, which is compiled
 
 # What an entry refuses: `holds` compares the sentence.
-REFUSED = {
-    "vjp": {"block_table", "k_descale", "v_descale"},
-    "llvm": {"k_descale", "v_descale"},
-}
+REFUSED = {"vjp": {"block_table", "k_descale", "v_descale"}}
 
 
 @pytest.mark.parametrize("option", VALUES)

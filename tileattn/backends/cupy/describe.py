@@ -44,9 +44,7 @@ def inputs_of(operands: Operands) -> dict[str, Any]:
             arrays[name] = on_device(array)
         elif type(array) is not np.ndarray:
             arrays[name] = array
-    if x.k_descale is not None:
-        arrays |= {"k_descale": x.k_descale, "v_descale": x.v_descale}
-    arrays |= x.option_arrays
+    arrays |= x.descales | x.option_arrays
     return arrays | {aux_name(n): a for n, a in enumerate(x.aux) if type(a) is not np.ndarray}
 
 
