@@ -32,25 +32,25 @@ struct KeyLoads {
 template <>
 struct KeyLoads<true> {
     struct Place {
-        u32 page;
+        u32 entry;
         int row;
     };
     const Params& p;
-    i64 first;        // of the sequence's entries in the block table
+    PageTable table;
     u32 entry;        // of the next tile to look up
     int row;          // the first row of that tile in its page
     Place places[3];  // of the tile of values, the tile of keys after it, and the next one
 
     __device__ KeyLoads(const Params& p, const WorkSequence<PACKED>& sequence, int k0)
         : p(p),
-          first(sequence.b * p.table_width),
+          table(p, sequence.b),
           entry(u32(k0) / u32(p.page)),
           row(u32(k0) % u32(p.page)) {
         look_up();
     }
     __device__ void look_up() {
         places[0] = places[1], places[1] = places[2];
-        places[2] = {table_entry(p, first, entry), row};
+        places[2] = {table.entry(p, entry), row};
         row += BLOCK_K;
         if (row == int(p.page)) row = 0, ++entry;
     }
@@ -58,7 +58,7 @@ struct KeyLoads<true> {
     __device__ void load(const Tile& tile, const TensorMap& map, int, int ahead, int kv,
                          const Barrier& full) const {
         const Place& place = places[ahead];
-        tile.template load<LOAD_UNROLL>(map, place.row, kv, existing_page(p, place.page), full);
+        tile.template load<LOAD_UNROLL>(map, place.row, kv, PageTable::page(p, place.entry), full);
     }
 };
 
