@@ -95,9 +95,6 @@ def test_every_clause_of_the_rule_is_tried() -> None:
     tried = tuple(reason for reason, *_ in REFUSED)
     assert [why for why, _ in hopper._UNSUPPORTED_BACKWARD if not why.startswith(tried)] == []
     assert set(hopper._UNSUPPORTED) < set(hopper._UNSUPPORTED_BACKWARD)
-    forward_alone = set(hopper._UNSUPPORTED_FORWARD) - set(hopper._UNSUPPORTED)
-    # test_pages.py
-    assert [why for why, _ in forward_alone] == ["the page size is not a multiple of 8 keys"]
     assert hopper.why_not_backward(replace(SUPPORTED, Nk=MANY - 1), ON_HOPPER) is None
 
 

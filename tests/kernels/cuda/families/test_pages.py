@@ -29,17 +29,30 @@ def plan(page: int, options: Any = (), device: Device = H200, **changed: Any) ->
     return forward(P, device, contiguous_inputs(P).with_arrays(block_table=table, **arrays))
 
 
-@pytest.mark.parametrize(("page", "box"), [(8, 8), (16, 16), (24, 8), (64, 64), (256, 128)])
-def test_the_hopper_kernel_loads_boxes_that_divide_pages_and_tiles(page: int, box: int) -> None:
+@pytest.mark.parametrize("page", [1, 3, 8, 24, 64, 128, 192, 256])
+def test_the_hopper_kernel_gathers_keys_unless_each_tile_lies_in_one_page(page: int) -> None:
     made = plan(page, window=(None, 0))
     assert kernels(made) == [HOPPER]
-    assert made.launches[0].key.paged
-    assert made.launches[0].key.block_k == 128
-    ((_, k, v),) = made.tensor_maps.values()
-    assert k.box == v.box == (64, box, 1, 1)
-    assert k.sizes == (128, page, 2, PAGES)
+    key = made.launches[0].key
+    assert key.paged
+    assert key.gathered == (page % key.block_k > 0)
+    ((q, *kv),) = made.tensor_maps.values()
+    assert q.box == (64, 64, 1, 1)
+    assert len(kv) == (0 if key.gathered else 2)
+    for each in kv:
+        assert each.box == (64, key.block_k, 1, 1)
+        assert each.sizes == (128, page, 2, PAGES)
     assert made.fields["page"] == page
     assert made.fields["table_width"] == WIDTH
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_a_group_of_warps_has_a_warp_that_gathers_keys(page: int) -> None:
+    """Two groups at most: with more, a group has only the warp that finds work tiles."""
+    made = plan(page, B=64, Nq=64, Nk=64, D=64, Dv=64)
+    assert kernels(made) == [HOPPER]
+    (key,) = {launch.key for launch in made.launches}
+    assert key.groups == (2 if key.gathered else 4)
 
 
 def test_packed_sequences_of_few_queries_have_kernels_of_their_own() -> None:
@@ -51,10 +64,10 @@ def test_packed_sequences_of_few_queries_have_kernels_of_their_own() -> None:
     assert made.fields["max_split_rows"] == FEW_ROWS
     assert made.fields["splits"] == 1
     longer = plan(100, {"cu_seqlens_q"}, B=1, sequences=7)
-    assert kernels(longer) == [SPLIT, COMBINE, SPLIT]
+    assert kernels(longer) == [ORDERS_QUERIES, HOPPER, SPLIT, COMBINE, SPLIT]
     assert longer.fields["splits"] == 5
     assert longer.fields["partial_rows"] == 7 * PACKED_ROWS
-    few, join, many = longer.launches
+    few, join, many = longer.launches[2:]
     assert few.grid == 5 * 7 * 2
     assert join.grid * join.key.warps_m == 7 * 2 * PACKED_ROWS
     assert many.traits.split_keys == WHOLE
@@ -74,7 +87,6 @@ def test_tiles_of_packed_sequences_do_not_depend_on_how_many_there_are(page: int
 @pytest.mark.parametrize(
     ("page", "changed", "why"),
     [
-        (50, {}, "the page size is not a multiple of 8 keys"),
         (16, {"Dv": 20}, "the head dimension of v is not a multiple of 8"),
         (16, {"device": A100}, "the GPU does not have compute capability 9.0"),
     ],

@@ -77,6 +77,7 @@ _BACKWARD_BUCKETS = {
 }
 _PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
 _MANY_GROUPS = 4  # of warps: too few registers for score modifiers, a mask or dropout
+_GATHERING_GROUPS = 2  # at most: a group has one producer warp, and others that gather rows
 SUPPORTED = "wgmma and tensor maps"
 _CONVERTED_SUMS = 4096  # sums of dq that `ROW_WARPS` warps load at once
 _DQ_CONVERT = "one thread block for each tile of dq"
@@ -100,11 +101,6 @@ _UNSUPPORTED: tuple[Clause, ...] = (
         lambda P, context: _bias_size(context) > 0 and not _forward_tiles(P, context),
     ),
 )
-_UNSUPPORTED_FORWARD: tuple[Clause, ...] = (
-    *_UNSUPPORTED,
-    # A swizzle atom has eight rows.
-    ("the page size is not a multiple of 8 keys", lambda P, _: (P.page or 0) % 8 > 0),
-)
 _UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
     *_UNSUPPORTED,
     ("the head dimension of q and k is not a multiple of 8", lambda P, _: P.D % 8 > 0),
@@ -121,7 +117,7 @@ _SMALL: Clause = (
 
 def why_not_forward(problem: Problem, context: LaunchContext) -> str | None:
     """Return why the forward kernel does not support a call; None if it does."""
-    return first_reason(_UNSUPPORTED_FORWARD, problem, context)
+    return first_reason(_UNSUPPORTED, problem, context)
 
 
 def why_not_backward(problem: Problem, context: LaunchContext) -> str | None:
@@ -142,14 +138,21 @@ def forward_launch(
     key = key_of(HOPPER, P, context, dim, value, tile, shared)
     # The kernel is persistent: a thread block takes one query block after another.
     grid = Grid("queries", key.block_q, most=context.sm_count)
-    # A box lies in one page: its keys are the largest power of two that divides page and tile.
-    either = key.block_k | (P.page or 0)
-    box = key.block_k if P.page is None else either & -either
-    maps = (("q", HOPPER_GROUP_ROWS), ("k", box), ("v", box))
+    key = replace(key, gathered=_is_gathered(P, tile))
+    boxes = () if key.gathered else (("k", key.block_k), ("v", key.block_k))
+    maps = (("q", HOPPER_GROUP_ROWS), *boxes)
     # Long blocks wait for memory, short ones for the tensor cores: small head groups mix them.
     share = tuning.short_l2_share if has_dynamic_keys(P, tuning) else _FORWARD.l2_share
     why, traits = f"{SUPPORTED}, {tile.why}", replace(_FORWARD, l2_share=share)
     return KernelLaunch(key, grid, key.smem_bytes, why, maps, traits=traits)
+
+
+def _is_gathered(problem: Problem, tile: TileSize) -> bool:
+    """Return True if a key tile may lie in several pages.
+
+    TMA would need a box for each page. Boxes of fewer than 64 keys take longer than the GEMMs.
+    """
+    return problem.page is not None and problem.page % tile.block_k > 0
 
 
 def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSize]:
@@ -158,7 +161,8 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     * Short tiles are for few queries and keys, which others would pad more.
     * Two groups of warps fill the time between work tiles, but read the keys more often: they are
       for queries that attend to few keys. With score modifiers and dropout their registers spill.
-      With four groups a mask makes registers spill, too.
+      With four groups a mask makes registers spill, too. With more than two groups no warps are
+      left to gather keys in pages.
     * The smallest tiles are for such calls with few keys and a causal mask: they compute fewer
       masked-out pairs.
     * Tiles of 192 queries read the keys less often. Above 64 columns they must pad queries little,
@@ -180,6 +184,8 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     bias_size = _bias_size(context)
 
     def suits(tile: TileSize) -> bool:
+        if tile.groups > _GATHERING_GROUPS and _is_gathered(P, tile):
+            return False
         if tile.short:
             return tile.block_q in short and (plain or tile.groups < _MANY_GROUPS)
         if tile.is_tall and tile.block_k > most_keys:

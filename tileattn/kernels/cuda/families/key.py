@@ -32,6 +32,7 @@ class KernelKey:
     origin: bool = False  # dropout counts positions from an origin
     packed: bool = False  # packed sequences: one after another in one batch entry
     paged: bool = False  # keys are in the pages of a block table
+    gathered: bool = False  # the Hopper forward kernel copies their rows one by one, without TMA
     split_kv: bool = False  # the Hopper forward kernel takes splits of the keys
     fold_scale: bool = False  # the exponential applies the scale: nothing modifies scores
     add_dq: bool = False  # the kernel over key blocks also adds to dq

@@ -69,6 +69,7 @@ constexpr bool HAS_DROPOUT = KEY_DROPOUT;
 constexpr bool HAS_ORIGIN = KEY_ORIGIN;  // dropout counts indices from p.origin
 constexpr bool PACKED = KEY_PACKED;      // variable-length sequences, packed into one batch entry
 constexpr bool PAGED = KEY_PAGED;        // keys and values are in pages of a block table
+constexpr bool GATHERED = KEY_GATHERED;  // Hopper forward: threads copy their rows, since a tile may end in a page
 constexpr bool SPLIT_KV = KEY_SPLIT_KV;  // split-KV; a tile has the rows of all query heads of a key head
 constexpr bool FOLD = KEY_FOLD_SCALE;    // no score modifiers: the scale is part of the exponent
 constexpr bool ADD_DQ = KEY_ADD_DQ;      // the dK and dV kernel adds dQ in memory, too

@@ -371,11 +371,29 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     read = {q_pipe, work_pipe, k_pipe, v_pipe};
 }
 
+// If keys are gathered, only q has a tensor map.
+struct QueryMap {
+    TensorMap q;
+};
+template <bool>
+struct LoadedMaps {
+    using Type = ForwardMaps;
+};
+template <>
+struct LoadedMaps<true> {
+    using Type = QueryMap;
+};
+using Maps = LoadedMaps<GATHERED>::Type;
+__device__ inline void set_up(const Smem& smem, const ForwardMaps& maps) {
+    set_up(smem, maps.k, maps.q, maps.v);
+}
+__device__ inline void set_up(const Smem& smem, const QueryMap& maps) { set_up(smem, maps.q); }
+
 // Producers need more registers to find splits, packed sequences and pages.
 using Share = Registers<SPLIT_KV ? 40 : PACKED || PAGED ? 32 : 24>;
 
 extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, MIN_BLOCKS_PER_SM)
-    forward_sm90(const __grid_constant__ Params p, const __grid_constant__ ForwardMaps maps) {
+    forward_sm90(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage[GROUPS];
     // The producer warpgroup is divided among the groups of the CTA, by whole warps.
@@ -384,7 +402,7 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, MIN_B
     const bool produces = index == WARPGROUPS;
     const int group = GROUPS == 1 ? 0 : produces ? unit % GROUPS : index / CONSUMERS;
     const Smem smem(tensors, storage, group);
-    set_up(smem, maps.k, maps.q, maps.v);
+    set_up(smem, maps);
     wait_for_prerequisites();
     if constexpr (SPLIT_KV) launch_dependents();
     __syncthreads();
@@ -393,9 +411,14 @@ extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, MIN_B
         const WorkOrder<> order(p, group);
         const int warp = uniform(threadIdx.x % UNIT / WARP);
         if (warp == 0) {
-            if (is_first_lane()) produce(p, maps, smem, order);
+            if (is_first_lane()) {
+                produce(p, maps, smem, order);
+                smem.send({0, -1});
+            }
         } else if (HAS_SCHEDULER && warp == 1) {
             if (is_first_lane()) schedule(p, smem, order);
+        } else if (GATHERED && warp > HAS_SCHEDULER) {
+            gather(p, smem, warp - 1 - HAS_SCHEDULER);
         }
     } else {
         reg_alloc<Share::CONSUMER>();

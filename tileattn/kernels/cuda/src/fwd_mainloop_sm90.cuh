@@ -2,9 +2,8 @@
 // tiles pass by pass, and the epilogue.
 #pragma once
 
-#include "fwd_smem_sm90.cuh"
+#include "gather_sm90.cuh"
 #include "nonfinite.cuh"
-#include "lockstep.cuh"
 #include "splits.cuh"
 #include "softmax.cuh"
 
@@ -15,75 +14,51 @@ constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 // unless a probability below 2**-118 shows in them, whose quotient is subnormal.
 constexpr Accum P_DIVISOR = HAS_FINITE_SUMS<Element> ? Accum(1) : Accum(1 << RESCALE_THRESHOLD);
 
-// The TMA loads of the key tiles of a work tile.
+// The TMA loads of the key tiles of a work tile. Keys are a tile ahead of values: `ahead` is 1 for keys, else 0.
 template <bool>
 struct KeyLoads {
     const WorkSequence<PACKED>& sequence;
 
-    __device__ KeyLoads(const Params&, const Smem&, const WorkSequence<PACKED>& sequence, int)
-        : sequence(sequence) {}
+    __device__ KeyLoads(const Params&, const WorkSequence<PACKED>& sequence, int) : sequence(sequence) {}
     __device__ void look_up() {}
     // Start the loads of a tile of keys or values of a key head, from key k0 on.
     template <class Tile>
-    __device__ void load(const Tile& tile, const TensorMap& map, int k0, int kv,
+    __device__ void load(const Tile& tile, const TensorMap& map, int k0, int, int kv,
                          const Barrier& full) const {
         tile.template load<LOAD_UNROLL>(map, sequence.k_start + k0, kv, sequence.entry(), full);
     }
 };
-// With paged keys each TMA box lies in one page: its rows divide both a page and a tile. Tiles are looked up
-// in order, one ahead of the loads of keys. Block-table entries are copied to shared memory asynchronously: if
-// the producer waited for each lookup, it would take longer than the consumers.
+// With paged keys each tile lies in one page, which is looked up a tile ahead.
 template <>
 struct KeyLoads<true> {
+    struct Place {
+        u32 entry;
+        int row;
+    };
     const Params& p;
-    const Smem& smem;
-    const char* table;  // of the sequence
-    int box;            // rows
-    int k0, row;        // the first key of the next tile to look up, and its row in its page
-    u32 entry;          // of that page
+    PageTable table;
+    u32 entry;        // of the next tile to look up
+    int row;          // the first row of that tile in its page
+    Place places[3];  // of the tile of values, the tile of keys after it, and the next one
 
-    __device__ KeyLoads(const Params& p, const Smem& smem, const WorkSequence<PACKED>& sequence, int k0)
+    __device__ KeyLoads(const Params& p, const WorkSequence<PACKED>& sequence, int k0)
         : p(p),
-          smem(smem),
-          table(static_cast<const char*>(p.block_table) +
-                sequence.b * p.table_width * p.block_table_bytes),
-          box((int(p.page) | BLOCK_K) & -(int(p.page) | BLOCK_K)),
-          k0(k0),
-          row(u32(k0) % u32(p.page)),
-          entry(u32(k0) / u32(p.page)) {
+          table(p, sequence.b),
+          entry(u32(k0) / u32(p.page)),
+          row(u32(k0) % u32(p.page)) {
         look_up();
     }
-    // Wait for the entries of the previous tile, and start to copy those of the next one. The lower 32 bits of
-    // a 64-bit entry are enough.
     __device__ void look_up() {
-        copy_wait<0>();
-        BoxPlace* place = smem.places(k0);
-        const u32 last = u32(p.table_width) - 1, stride = u32(p.block_table_bytes);
-#pragma unroll 2
-        for (int at = 0; at < BLOCK_K; at += box, ++place) {
-            copy_async<4>(shared_address(&place->page), table + u64(min(entry, last)) * stride);
-            store_shared(shared_address(&place->row), row);
-            row += box;
-            if (row == int(p.page)) row = 0, ++entry;
-        }
-        copy_commit();
-        k0 += BLOCK_K;
+        places[0] = places[1], places[1] = places[2];
+        places[2] = {table.entry(p, entry), row};
+        row += BLOCK_K;
+        if (row == int(p.page)) row = 0, ++entry;
     }
-    // The host has not checked the entries of the block table. They are clamped, so that each is an existing
-    // page. Each place is read before the loads of the previous box start, which hides the latency.
     template <class Tile>
-    __device__ void load(const Tile& tile, const TensorMap& map, int k0, int kv,
+    __device__ void load(const Tile& tile, const TensorMap& map, int, int ahead, int kv,
                          const Barrier& full) const {
-        full.arrive_and_expect_tx(Tile::BYTES);
-        const BoxPlace* const places = smem.places(k0);
-        const u32 last = u32(p.pages_total) - 1;
-        BoxPlace next = places[0];
-#pragma unroll 2
-        for (int at = 0, n = 0; at < BLOCK_K; at += box) {
-            const BoxPlace place{min(next.page, last), next.row};
-            next = places[++n];
-            tile.load_box(map, at, place.row, kv, int(place.page), full);
-        }
+        const Place& place = places[ahead];
+        tile.template load<LOAD_UNROLL>(map, place.row, kv, PageTable::page(p, place.entry), full);
     }
 };
 
@@ -111,9 +86,10 @@ __device__ inline void schedule(const Params& p, const Smem& smem, WorkOrder<> o
     }
 }
 
-// The producer thread: publish work tiles, and load what they need in the order of use.
-template <class Order>
-__device__ inline void produce(const Params& p, const ForwardMaps& maps, const Smem& smem, Order order) {
+// The producer thread: publish work tiles, and load what they need in the order of use. If keys are gathered, it
+// loads only q.
+template <class Order, class Maps>
+__device__ inline void produce(const Params& p, const Maps& maps, const Smem& smem, Order order) {
     PipelineState<Q_STAGES> q_pipe;
     PipelineState<2> work_pipe;
     PipelineState<STAGES> k_pipe, v_pipe;
@@ -176,39 +152,50 @@ __device__ inline void produce(const Params& p, const ForwardMaps& maps, const S
             const WorkSequence<PACKED> sequence = work;
             const KeyTileList list(p, work);
             const int begin = work.begin, end = max(begin, work.end), kv = work.h / int(p.group);
-            KeyLoads<PAGED> loads(p, smem, sequence, begin * BLOCK_K);
             // Find the next work tile once the first tiles of this one are loading. The dynamic scheduler
             // claims as late as the loads allow: then blocks of a head that are claimed one after the
             // other also begin together, and share keys in the L2 cache. Packed sequences are found
             // early, if the producer looks them up, since that takes long.
             const bool late = HAS_SCHEDULER || (!PACKED && p.next_tiles);
             const int find_at = late ? max(begin - 1, end - 2) : min(begin, end - 1);
-            // Keys are a tile ahead of values. Each load appears once in the code: a work tile executes
-            // about as many instructions as the instruction caches of an SM hold.
-#pragma unroll 1
-            for (int tile = begin - 1; tile < end; ++tile) {
-                loads.look_up();
-                if (tile + 1 < end) {
-                    const Barrier full = smem.k_full(k_pipe.stage);
-                    smem.k_empty(k_pipe.stage).wait(k_pipe.phase ^ 1);
-                    loads.load(smem.k(k_pipe.stage), maps.k, list.tile(tile + 1) * BLOCK_K, kv, full);
-                    k_pipe.advance();
-                }
-                if (tile >= begin) {
-                    const Barrier full = smem.v_full(v_pipe.stage);
-                    smem.v_empty(v_pipe.stage).wait(v_pipe.phase ^ 1);
-                    loads.load(smem.v(v_pipe.stage), maps.v, list.tile(tile) * BLOCK_K, kv, full);
-                    v_pipe.advance();
-                    lockstep.advance(p);
-                } else {
-                    if (!published) publish_work();
-                    if (HAS_SCHEDULER && pass == 0) smem.found_empty().arrive();
-                }
-                if (tile != find_at) continue;
+            if constexpr (GATHERED) {
+                // The gather warps do not wait for q, so it need not be prefetched.
+                smem.send({sequence.b, kv, begin, end, find_at});
+                publish_work();
+                if (HAS_SCHEDULER && pass == 0) smem.found_empty().arrive();
+                // All gather warps have copied the request, with plain loads, as the stores of send() are. There is
+                // a request for each published work tile, but none for the end of the first pass.
+                smem.mailbox_empty().wait(work_pipe.stage ^ (pass == 0));
                 found = find();
-                const bool early = PREFETCHES_Q && (late || is_short(end - begin));
-                published = early && found && !gives_up();
-                if (published) publish_work();
+            } else {
+                // Keys are a tile ahead of values. Each load appears once in the code: a work tile executes
+                // about as many instructions as the instruction caches of an SM hold.
+                KeyLoads<PAGED && !GATHERED> loads(p, sequence, begin * BLOCK_K);
+#pragma unroll 1
+                for (int tile = begin - 1; tile < end; ++tile) {
+                    loads.look_up();
+                    if (tile + 1 < end) {
+                        const Barrier full = smem.k_full(k_pipe.stage);
+                        smem.k_empty(k_pipe.stage).wait(k_pipe.phase ^ 1);
+                        loads.load(smem.k(k_pipe.stage), maps.k, list.tile(tile + 1) * BLOCK_K, 1, kv, full);
+                        k_pipe.advance();
+                    }
+                    if (tile >= begin) {
+                        const Barrier full = smem.v_full(v_pipe.stage);
+                        smem.v_empty(v_pipe.stage).wait(v_pipe.phase ^ 1);
+                        loads.load(smem.v(v_pipe.stage), maps.v, list.tile(tile) * BLOCK_K, 0, kv, full);
+                        v_pipe.advance();
+                        lockstep.advance(p);
+                    } else {
+                        if (!published) publish_work();
+                        if (HAS_SCHEDULER && pass == 0) smem.found_empty().arrive();
+                    }
+                    if (tile != find_at) continue;
+                    found = find();
+                    const bool early = PREFETCHES_Q && (late || is_short(end - begin));
+                    published = early && found && !gives_up();
+                    if (published) publish_work();
+                }
             }
         }
     };

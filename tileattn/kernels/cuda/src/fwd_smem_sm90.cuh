@@ -48,14 +48,22 @@ static_assert(GROUPS == 1 || GROUP_BYTES % 1024 == 0, "where swizzled tiles may 
 // loads, for which the producer would keep the consumers waiting. With two groups the other group computes.
 constexpr bool HAS_SCHEDULER = PACKED && GROUPS == 1;
 
-// The page of a TMA box of paged keys, and its first row there.
-struct BoxPlace {
-    u32 page;
-    int row;
+// The warps of the producer warpgroup that copy the rows of paged keys (gather_sm90.cuh). The first warp of a
+// group finds work tiles and loads q, and the scheduler thread has a warp of its own.
+constexpr int GATHER_WARPS = GATHERED ? PRODUCER_WARPS / GROUPS - 1 - HAS_SCHEDULER : 0;
+static_assert(!GATHERED || GATHER_WARPS > 0, "a warp for each group");
+
+// The keys of a work tile, as the producer thread hands them to the gather warps.
+struct KeyRequest {
+    int b;           // the sequence
+    int kv;          // the key head; negative: all passes have ended
+    int begin, end;  // key tiles
+    int ask_at;      // the tile at which the gather warps ask for the next request
 };
-// Places are kept for the tile of values, the tile of keys after it, and the next one. Boxes have 8 or more rows.
-// Loads read one place past the last box.
-constexpr int PLACE_TILES = 4, TILE_PLACES = BLOCK_K / 8 + 1;
+struct Mailbox {
+    u64 full, empty;
+    KeyRequest request;
+};
 
 // Static shared memory.
 struct SharedStorage {
@@ -70,11 +78,21 @@ struct SharedStorage {
     struct {
         u32 count, iterations[TRACKED / 32];
     } redo[2];  // after the first pass, after the second
-    BoxPlace places[PAGED ? PLACE_TILES : 1][PAGED ? TILE_PLACES : 1];
+    alignas(Mailbox) char mailbox[GATHERED ? sizeof(Mailbox) : 1];
 };
 // Dynamic shared memory begins at a multiple of 1024. The system takes 1024 bytes for each CTA.
 constexpr int STATIC_BYTES = (GROUPS * int(sizeof(SharedStorage)) + 1023) / 1024 * 1024;
 static_assert(MIN_BLOCKS_PER_SM * (SHARED_BYTES + STATIC_BYTES + 1024) <= 228 * 1024, "what an SM has");
+
+// A full barrier of keys or values. The gather warps' cp.async writes through the generic proxy, but wgmma reads
+// through the async proxy. The barrier orders the copies before the wait (Barrier::arrive_after_copies), and the
+// fence after the wait orders them before wgmma.
+struct KeyBarrier : Barrier {
+    __device__ void wait(u32 parity) const {
+        Barrier::wait(parity);
+        if constexpr (GATHERED) fence_async_shared();
+    }
+};
 
 struct Smem {
     char* memory;
@@ -97,11 +115,6 @@ struct Smem {
     }
     __device__ ValueTile v(int stage) const { return {k(stage).address + KeyTile::BYTES}; }
 
-    // The places of the boxes of the tile from key k0 on.
-    __device__ BoxPlace* places(int k0) const {
-        return storage.places[u32(k0) / BLOCK_K % PLACE_TILES];
-    }
-
     __device__ u32 staging(int warp) const {
         return tensors + int(sizeof(Tensors)) + warp * STAGING_BYTES;
     }
@@ -113,11 +126,11 @@ struct Smem {
     __device__ Barrier q_empty(int stage) const {
         return {shared_address(storage.q_empty + stage)};
     }
-    __device__ Barrier k_full(int stage) const { return {shared_address(storage.k_full + stage)}; }
+    __device__ KeyBarrier k_full(int stage) const { return {shared_address(storage.k_full + stage)}; }
     __device__ Barrier k_empty(int stage) const {
         return {shared_address(storage.k_empty + stage)};
     }
-    __device__ Barrier v_full(int stage) const { return {shared_address(storage.v_full + stage)}; }
+    __device__ KeyBarrier v_full(int stage) const { return {shared_address(storage.v_full + stage)}; }
     __device__ Barrier v_empty(int stage) const {
         return {shared_address(storage.v_empty + stage)};
     }
@@ -125,6 +138,14 @@ struct Smem {
     __device__ WorkTile& found() const { return storage.work_tiles[Q_STAGES + HAS_SCHEDULER - 1]; }
     __device__ Barrier found_full() const { return {shared_address(&storage.found_full)}; }
     __device__ Barrier found_empty() const { return {shared_address(&storage.found_empty)}; }
+
+    // The producer thread hands a request to the gather warps, whose last request has been copied.
+    __device__ void send(const KeyRequest& request) const {
+        if constexpr (GATHERED) mailbox().request = request, mailbox_full().arrive();
+    }
+    __device__ Mailbox& mailbox() const { return reinterpret_cast<Mailbox&>(storage.mailbox); }
+    __device__ Barrier mailbox_full() const { return {shared_address(&mailbox().full)}; }
+    __device__ Barrier mailbox_empty() const { return {shared_address(&mailbox().empty)}; }
 
     // The named barriers of one warpgroup, and of all consumers of the group.
     __device__ int warpgroup_barrier(int warpgroup) const {
@@ -156,10 +177,12 @@ struct Smem {
     __device__ void init_group() const {
         for (int g = 0; g < CONSUMERS; ++g) q_full(g, 0).init(1), q_full(g, 1).init(1);
         for (int s = 0; s < Q_STAGES; ++s) q_empty(s).init(WARPGROUP);
+        constexpr int LOADERS = GATHERED ? GATHER_WARPS * WARP : 1;
         for (int s = 0; s < STAGES; ++s) {
-            k_full(s).init(1), k_empty(s).init(CONSUMERS);
-            v_full(s).init(1), v_empty(s).init(CONSUMERS);
+            k_full(s).init(LOADERS), k_empty(s).init(CONSUMERS);
+            v_full(s).init(LOADERS), v_empty(s).init(CONSUMERS);
         }
+        if (GATHERED) mailbox_full().init(1), mailbox_empty().init(GATHER_WARPS);
         pass_done().init(CONSUMERS);
         found_full().init(1), found_empty().init(1);
         storage.stops = false;
