@@ -56,7 +56,7 @@ def test_drafts_that_are_right(engine: ModuleType) -> None:
     server = engine.Engine(model, 8, 1)
     request = engine.Request(*asked[0])
     server.serve([request])
-    assert request.tokens == engine.alone(model, *asked[0])
+    assert request.tokens == engine.alone(model, *asked[0])[0]
     assert server.drafted > 0
     assert server.steps == 40 - server.drafted
 
@@ -65,6 +65,101 @@ def test_a_request_that_is_too_long(engine: ModuleType) -> None:
     server = engine.Engine(engine.model_of(), pages=2, slots=2)
     with pytest.raises(ValueError, match="pages must be 3 for a request of 40 tokens"):
         server.serve([engine.Request([1, 2], 38)])
+
+
+LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448}
+
+
+def rounded(x: Any, dtype: Any) -> Any:
+    """Quantise each token of each head, so that its largest element is the largest of ``dtype``."""
+    descale = x.abs().amax(-1, keepdim=True) / LARGEST[dtype]
+    stored = x / descale
+    if dtype == torch.int8:
+        stored = stored.round()
+    return stored.to(dtype).double() * descale.double()
+
+
+def reference_logits(
+    model: Any, tokens: list[int], dtype: Any, nudge: float, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """Read a whole text by the plain formula in float64 over rounded keys and values.
+
+    Before they are rounded, keys and values change by a random factor from 1 - nudge to 1 + nudge.
+    """
+
+    def plain(_module: Any, q: Any, k: Any, v: Any, *_: Any, scaling: float, **__: Any) -> Any:
+        k, v = (x * (1 + nudge * (2 * torch.rand(x.shape, generator=random) - 1)) for x in (k, v))
+        k, v = (rounded(x, dtype).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = q.double() @ k.mT * scaling
+        future = torch.ones(scores.shape[-2:]).triu(1).bool()
+        probabilities = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return (probabilities @ v).to(q.dtype).transpose(1, 2), None
+
+    random = torch.Generator().manual_seed(0)
+    llama = "transformers.models.llama.modeling_llama"
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(f"{llama}.eager_attention_forward", plain)
+        model.set_attn_implementation("eager")
+        return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_caches_of_8_bits(engine: ModuleType, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are those of a request alone, and those of the plain formula on a rounded cache.
+
+    Rounding errors of float32, here of about 2e-6, may change which number of 8 bits is the
+    nearest. The best token must lead by more than such changes can take from it.
+    """
+    model = engine.model_of(seed=27)  # with clear leads
+    requests = [engine.Request(*each) for each in ASKED]
+    server = engine.Engine(model, 12, 3, dtype)
+    server.serve(requests)
+    assert server.shared > 0
+    assert server.drafted > 0
+    assert max(len(prompt) for prompt, _ in ASKED) > engine.CHUNK
+    for (prompt, count), served in zip(ASKED, requests, strict=True):
+        alone = engine.Request(prompt, count)
+        engine.Engine(model, 4, 1, dtype).serve([alone])
+        assert served.tokens == alone.tokens
+
+        nudges = 0, 1e-5, -1e-5
+        exact, *nudged = (
+            reference_logits(model, served.tokens[:-1], dtype, nudge, monkeypatch)[-count:]
+            for nudge in nudges
+        )
+        best = exact.topk(2)
+        assert served.tokens[-count:] == best.indices[:, 0].tolist()
+        moved = max((x - exact).abs().max() for x in nudged)
+        assert (best.values[:, 0] - best.values[:, 1]).min() > 2 * moved
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_the_memory_of_caches_of_8_bits(engine: ModuleType, dtype: Any) -> None:
+    """Pages have half the bytes of bfloat16; each token and head has 8 bytes of descales."""
+
+    def memory(cache_dtype: Any) -> tuple[int, int]:
+        caches = engine.Engine(model, 10, 2, cache_dtype).caches
+        pages = sum(x.nbytes for cache, _ in caches for x in cache)
+        return pages, sum(x.nbytes for _, descales in caches for x in descales.values())
+
+    model = engine.model_of().bfloat16()
+    (pages, none), (halved, descales) = memory(None), memory(dtype)
+    assert none == 0
+    assert halved * 2 == pages
+    assert descales * model.config.head_dim == halved * 4
+
+
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_a_wrong_descale_is_noticed(
+    engine: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = engine.attention
+
+    def wrong(*given: Any, **options: Any) -> Any:
+        return true(*given, **options | {name: options[name] * 0.9})
+
+    monkeypatch.setattr(engine, "attention", wrong)
+    assert not engine.compare(engine.model_of(), ASKED, 2, torch.int8)
 
 
 @pytest.mark.parametrize("name", ["append_kv", "rope"])
