@@ -29,24 +29,32 @@ def plan(page: int, options: Any = (), device: Device = H200, **changed: Any) ->
     return forward(P, device, contiguous_inputs(P).with_arrays(block_table=table, **arrays))
 
 
-@pytest.mark.parametrize("page", [1, 3, 8, 24, 64, 128, 192, 256])
-def test_the_hopper_kernel_gathers_keys_unless_each_tile_lies_in_one_page(page: int) -> None:
+@pytest.mark.parametrize(("page", "box"), [(16, 16), (48, 16), (64, 64), (192, 64), (256, 128)])
+def test_boxes_of_the_hopper_kernel_divide_pages_and_tiles(page: int, box: int) -> None:
+    made = plan(page, window=(None, 0))
+    assert kernels(made) == [HOPPER]
+    assert made.launches[0].key.paged
+    assert not made.launches[0].key.gathered
+    assert made.launches[0].key.block_k == 128
+    ((_, k, v),) = made.tensor_maps.values()
+    assert k.box == v.box == (64, box, 1, 1)
+    assert k.sizes == (128, page, 2, PAGES)
+
+
+@pytest.mark.parametrize("page", [1, 3, 8, 24, 40])
+def test_the_hopper_kernel_gathers_keys_if_boxes_would_be_small(page: int) -> None:
     made = plan(page, window=(None, 0))
     assert kernels(made) == [HOPPER]
     key = made.launches[0].key
     assert key.paged
-    assert key.gathered == (page % key.block_k > 0)
-    ((q, *kv),) = made.tensor_maps.values()
+    assert key.gathered
+    ((q,),) = made.tensor_maps.values()
     assert q.box == (64, 64, 1, 1)
-    assert len(kv) == (0 if key.gathered else 2)
-    for each in kv:
-        assert each.box == (64, key.block_k, 1, 1)
-        assert each.sizes == (128, page, 2, PAGES)
     assert made.fields["page"] == page
     assert made.fields["table_width"] == WIDTH
 
 
-@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("page", [8, 16, 64])
 def test_a_group_of_warps_has_a_warp_that_gathers_keys(page: int) -> None:
     """Two groups at most: with more, a group has only the warp that finds work tiles."""
     made = plan(page, B=64, Nq=64, Nk=64, D=64, Dv=64)

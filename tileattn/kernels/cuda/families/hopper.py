@@ -77,6 +77,7 @@ _BACKWARD_BUCKETS = {
 }
 _PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
 _MANY_GROUPS = 4  # of warps: too few registers for score modifiers, a mask or dropout
+_BOX_KEYS = 16  # of a TMA box; with fewer, copies of rows are faster; all key tiles are multiples
 _GATHERING_GROUPS = 2  # at most: a group has one producer warp, and others that gather rows
 SUPPORTED = "wgmma and tensor maps"
 _CONVERTED_SUMS = 4096  # sums of dq that `ROW_WARPS` warps load at once
@@ -138,8 +139,11 @@ def forward_launch(
     key = key_of(HOPPER, P, context, dim, value, tile, shared)
     # The kernel is persistent: a thread block takes one query block after another.
     grid = Grid("queries", key.block_q, most=context.sm_count)
-    key = replace(key, gathered=_is_gathered(P, tile))
-    boxes = () if key.gathered else (("k", key.block_k), ("v", key.block_k))
+    key = replace(key, gathered=_is_gathered(P))
+    # A box lies in one page: its keys are the largest power of two that divides page and tile.
+    either = key.block_k | (P.page or 0)
+    box = key.block_k if P.page is None else either & -either
+    boxes = () if key.gathered else (("k", box), ("v", box))
     maps = (("q", HOPPER_GROUP_ROWS), *boxes)
     # Long blocks wait for memory, short ones for the tensor cores: small head groups mix them.
     share = tuning.short_l2_share if has_dynamic_keys(P, tuning) else _FORWARD.l2_share
@@ -147,12 +151,9 @@ def forward_launch(
     return KernelLaunch(key, grid, key.smem_bytes, why, maps, traits=traits)
 
 
-def _is_gathered(problem: Problem, tile: TileSize) -> bool:
-    """Return True if a key tile may lie in several pages.
-
-    TMA would need a box for each page. Boxes of fewer than 64 keys take longer than the GEMMs.
-    """
-    return problem.page is not None and problem.page % tile.block_k > 0
+def _is_gathered(problem: Problem) -> bool:
+    """Return True if TMA boxes, which lie in one page each, would be smaller than `_BOX_KEYS`."""
+    return problem.page is not None and problem.page % _BOX_KEYS > 0
 
 
 def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSize]:
@@ -184,7 +185,7 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     bias_size = _bias_size(context)
 
     def suits(tile: TileSize) -> bool:
-        if tile.groups > _GATHERING_GROUPS and _is_gathered(P, tile):
+        if tile.groups > _GATHERING_GROUPS and _is_gathered(P):
             return False
         if tile.short:
             return tile.block_q in short and (plain or tile.groups < _MANY_GROUPS)

@@ -14,51 +14,71 @@ constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 // unless a probability below 2**-118 shows in them, whose quotient is subnormal.
 constexpr Accum P_DIVISOR = HAS_FINITE_SUMS<Element> ? Accum(1) : Accum(1 << RESCALE_THRESHOLD);
 
-// The TMA loads of the key tiles of a work tile. Keys are a tile ahead of values: `ahead` is 1 for keys, else 0.
+// The TMA loads of the key tiles of a work tile.
 template <bool>
 struct KeyLoads {
     const WorkSequence<PACKED>& sequence;
 
-    __device__ KeyLoads(const Params&, const WorkSequence<PACKED>& sequence, int) : sequence(sequence) {}
+    __device__ KeyLoads(const Params&, const Smem&, const WorkSequence<PACKED>& sequence, int)
+        : sequence(sequence) {}
     __device__ void look_up() {}
     // Start the loads of a tile of keys or values of a key head, from key k0 on.
     template <class Tile>
-    __device__ void load(const Tile& tile, const TensorMap& map, int k0, int, int kv,
+    __device__ void load(const Tile& tile, const TensorMap& map, int k0, int kv,
                          const Barrier& full) const {
         tile.template load<LOAD_UNROLL>(map, sequence.k_start + k0, kv, sequence.entry(), full);
     }
 };
-// With paged keys each tile lies in one page, which is looked up a tile ahead.
+// With paged keys each TMA box lies in one page: its rows divide both a page and a tile. Tiles are looked up
+// in order, one ahead of the loads of keys. Block-table entries are copied to shared memory asynchronously: if
+// the producer waited for each lookup, it would take longer than the consumers.
 template <>
 struct KeyLoads<true> {
-    struct Place {
-        u32 entry;
-        int row;
-    };
     const Params& p;
+    const Smem& smem;
     PageTable table;
-    u32 entry;        // of the next tile to look up
-    int row;          // the first row of that tile in its page
-    Place places[3];  // of the tile of values, the tile of keys after it, and the next one
+    int box;      // rows
+    int k0, row;  // the first key of the next tile to look up, and its row in its page
+    u32 entry;    // of that page
 
-    __device__ KeyLoads(const Params& p, const WorkSequence<PACKED>& sequence, int k0)
+    __device__ KeyLoads(const Params& p, const Smem& smem, const WorkSequence<PACKED>& sequence, int k0)
         : p(p),
+          smem(smem),
           table(p, sequence.b),
-          entry(u32(k0) / u32(p.page)),
-          row(u32(k0) % u32(p.page)) {
+          box((int(p.page) | BLOCK_K) & -(int(p.page) | BLOCK_K)),
+          k0(k0),
+          row(u32(k0) % u32(p.page)),
+          entry(u32(k0) / u32(p.page)) {
         look_up();
     }
+    // Wait for the entries of the previous tile, and start to copy those of the next one.
     __device__ void look_up() {
-        places[0] = places[1], places[1] = places[2];
-        places[2] = {table.entry(p, entry), row};
-        row += BLOCK_K;
-        if (row == int(p.page)) row = 0, ++entry;
+        copy_wait<0>();
+        BoxPlace* place = smem.places(k0);
+#pragma unroll 2
+        for (int at = 0; at < BLOCK_K; at += box, ++place) {
+            copy_async<4>(shared_address(&place->entry),
+                          reinterpret_cast<const char*>(table.entry(p, entry)));
+            store_shared(shared_address(&place->row), row);
+            row += box;
+            if (row == int(p.page)) row = 0, ++entry;
+        }
+        copy_commit();
+        k0 += BLOCK_K;
     }
+    // Each place is read before the loads of the previous box start, which hides the latency.
     template <class Tile>
-    __device__ void load(const Tile& tile, const TensorMap& map, int, int ahead, int kv,
+    __device__ void load(const Tile& tile, const TensorMap& map, int k0, int kv,
                          const Barrier& full) const {
-        const Place& place = places[ahead];
-        tile.template load<LOAD_UNROLL>(map, place.row, kv, PageTable::page(p, place.entry), full);
+        full.arrive_and_expect_tx(Tile::BYTES);
+        const BoxPlace* const places = smem.places(k0);
+        BoxPlace next = places[0];
+#pragma unroll 2
+        for (int at = 0, n = 0; at < BLOCK_K; at += box) {
+            const BoxPlace place = next;
+            next = places[++n];
+            tile.load_box(map, at, place.row, kv, int(PageTable::page(p, place.entry)), full);
+        }
     }
 };
 
@@ -170,20 +190,20 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             } else {
                 // Keys are a tile ahead of values. Each load appears once in the code: a work tile executes
                 // about as many instructions as the instruction caches of an SM hold.
-                KeyLoads<PAGED && !GATHERED> loads(p, sequence, begin * BLOCK_K);
+                KeyLoads<PAGED && !GATHERED> loads(p, smem, sequence, begin * BLOCK_K);
 #pragma unroll 1
                 for (int tile = begin - 1; tile < end; ++tile) {
                     loads.look_up();
                     if (tile + 1 < end) {
                         const Barrier full = smem.k_full(k_pipe.stage);
                         smem.k_empty(k_pipe.stage).wait(k_pipe.phase ^ 1);
-                        loads.load(smem.k(k_pipe.stage), maps.k, list.tile(tile + 1) * BLOCK_K, 1, kv, full);
+                        loads.load(smem.k(k_pipe.stage), maps.k, list.tile(tile + 1) * BLOCK_K, kv, full);
                         k_pipe.advance();
                     }
                     if (tile >= begin) {
                         const Barrier full = smem.v_full(v_pipe.stage);
                         smem.v_empty(v_pipe.stage).wait(v_pipe.phase ^ 1);
-                        loads.load(smem.v(v_pipe.stage), maps.v, list.tile(tile) * BLOCK_K, 0, kv, full);
+                        loads.load(smem.v(v_pipe.stage), maps.v, list.tile(tile) * BLOCK_K, kv, full);
                         v_pipe.advance();
                         lockstep.advance(p);
                     } else {

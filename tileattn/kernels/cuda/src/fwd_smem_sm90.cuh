@@ -53,6 +53,15 @@ constexpr bool HAS_SCHEDULER = PACKED && GROUPS == 1;
 constexpr int GATHER_WARPS = GATHERED ? PRODUCER_WARPS / GROUPS - 1 - HAS_SCHEDULER : 0;
 static_assert(!GATHERED || GATHER_WARPS > 0, "a warp for each group");
 
+// The block-table entry of a TMA box of paged keys, and the first row of the box in its page.
+struct BoxPlace {
+    u32 entry;
+    int row;
+};
+// Places are kept for the tile of values, the tile of keys after it, and the next one. Boxes have BOX_KEYS or more
+// rows. Loads read one place past the last box.
+constexpr int BOX_KEYS = 16, PLACE_TILES = 4, TILE_PLACES = BLOCK_K / BOX_KEYS + 1;
+
 // The keys of a work tile, as the producer thread hands them to the gather warps.
 struct KeyRequest {
     int b;           // the sequence
@@ -79,6 +88,7 @@ struct SharedStorage {
         u32 count, iterations[TRACKED / 32];
     } redo[2];  // after the first pass, after the second
     alignas(Mailbox) char mailbox[GATHERED ? sizeof(Mailbox) : 1];
+    BoxPlace places[PAGED && !GATHERED ? PLACE_TILES : 1][PAGED && !GATHERED ? TILE_PLACES : 1];
 };
 // Dynamic shared memory begins at a multiple of 1024. The system takes 1024 bytes for each CTA.
 constexpr int STATIC_BYTES = (GROUPS * int(sizeof(SharedStorage)) + 1023) / 1024 * 1024;
@@ -114,6 +124,11 @@ struct Smem {
         return {tensors + KV + stage * int(sizeof(KeyValueStage))};
     }
     __device__ ValueTile v(int stage) const { return {k(stage).address + KeyTile::BYTES}; }
+
+    // The places of the boxes of the tile from key k0 on.
+    __device__ BoxPlace* places(int k0) const {
+        return storage.places[u32(k0) / BLOCK_K % PLACE_TILES];
+    }
 
     __device__ u32 staging(int warp) const {
         return tensors + int(sizeof(Tensors)) + warp * STAGING_BYTES;

@@ -1,5 +1,5 @@
-// Layer 3. The gather warps of Hopper's forward kernel: they copy the rows of paged keys and values, if a tile may
-// lie in several pages. A TMA box would lie in one page, and small boxes take longer than the GEMMs of a tile.
+// Layer 3. The gather warps of Hopper's forward kernel: they copy the rows of paged keys and values, if TMA boxes that
+// each lie in one page would have fewer than BOX_KEYS rows. Such boxes take longer than copies of rows.
 #pragma once
 
 #include "fwd_smem_sm90.cuh"
@@ -12,10 +12,10 @@ struct PageTable {
     __device__ PageTable(const Params& p, int b)
         : entries(static_cast<const char*>(p.block_table) + b * p.table_width * p.block_table_bytes) {}
 
-    // Entry n, or the last entry. The lower 32 bits are enough.
-    __device__ u32 entry(const Params& p, u32 n) const {
+    // The address of entry n, or of the last entry. The lower 32 bits are enough.
+    __device__ const u32* entry(const Params& p, u32 n) const {
         const u32 last = u32(p.table_width) - 1, bytes = u32(p.block_table_bytes);
-        return *reinterpret_cast<const u32*>(entries + u64(min(n, last)) * bytes);
+        return reinterpret_cast<const u32*>(entries + u64(min(n, last)) * bytes);
     }
     // The host has not checked the entries. They are clamped, so that each is an existing page.
     __device__ static u32 page(const Params& p, u32 entry) { return min(entry, u32(p.pages_total) - 1); }
@@ -42,7 +42,7 @@ struct RowGather {
     // Start to look up the rows of a batch. Rows past the end of the tile or the sequence have pages, too.
     __device__ void look_up(int tile, int batch) {
         const u32 key = tile * BLOCK_K + row_of(batch * BATCH + lane / ROWS) + lane % ROWS, page = u32(p.page);
-        entry = table.entry(p, key / page), row = key % page;
+        entry = *table.entry(p, key / page), row = key % page;
     }
     // Start to copy a tile of keys or values of a key head, whose first batch has been looked up, and to look up
     // the first batch of the tile of index `next`. Columns from `columns` on become zero. A stage is empty once the
