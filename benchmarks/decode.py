@@ -118,8 +118,12 @@ class Dequantised(Arrays):
     def passes(self, step: Step) -> list[Call]:
         q, *caches = step.rows
         options, rows = dict(step.options), [q]
+        # CuPy converts no float8: look up each byte.
+        numbers = np.arange(256, dtype=np.uint8).view(caches[0].dtype).astype(np.float32)
+        table = np.asarray(numbers, like=q)
         for x, name in zip(caches, ("k_descale", "v_descale"), strict=True):
-            rows.append((x.astype(np.float32) * options.pop(name)[..., np.newaxis]).astype(q.dtype))
+            factors = options.pop(name)[..., np.newaxis]
+            rows.append((table[x.view(np.uint8)] * factors).astype(q.dtype))
         return super().passes(Step(tuple(rows), options))
 
 

@@ -79,7 +79,7 @@ class Gpu:
 
         def replay() -> Any:
             graph.launch(self.xp.cuda.get_current_stream())
-            return out, pool  # which live as long as the graph
+            return out, pool, call  # which live as long as the graph, with the call's arrays
 
         return replay
 

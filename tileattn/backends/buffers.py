@@ -25,8 +25,16 @@ def ensure_writable(name: str, x: Any, inputs: Mapping[str, Any]) -> None:
         raise ValueError(f"{called(name)} must be writable; got a read-only array")
     if _overlaps_itself(x):
         raise ValueError(f"{called(name)} must not overlap itself; some elements share memory")
+    at = _address(x)
+    lo, hi = byte_bounds(x) if at else (0, 0)
     for other, y in inputs.items():
-        if _share(x, y):
+        # Host and devices share one address space.
+        there = _address(y) if at else 0
+        if not there:
+            continue
+        first, past = byte_bounds(y)
+        apart = at + hi <= there + first or there + past <= at + lo
+        if not apart and _overlap(_placed(x, at), _placed(y, there)):
             raise ValueError(f"{called(name)} must not overlap {called(other)}")
 
 
@@ -66,16 +74,6 @@ def _address(x: Any) -> int:
     if isinstance(x, np.ndarray):
         return address_of(x)
     return int(getattr(getattr(x, "data", None), "ptr", 0))
-
-
-def _share(x: Any, y: Any) -> bool:
-    """Return True if two arguments overlap; host and devices share one address space."""
-    at, there = _address(x), _address(y)
-    if not at or not there:
-        return False
-    (lo, hi), (first, past) = byte_bounds(x), byte_bounds(y)
-    apart = at + hi <= there + first or there + past <= at + lo
-    return not apart and _overlap(_placed(x, at), _placed(y, there))
 
 
 def _placed(x: Any, address: int) -> Any:

@@ -27,7 +27,8 @@ def _timed(names: Sequence[str], more: Sequence[str], rows: list[Row]) -> Iterat
         fastest = min(row["speedup_over"].values(), default=None)
         rates = row.get("gbytes_per_second", {})
         flat.append(row | us | {"fastest": fastest, "gbytes_per_second": rates.get("tileattn")})
-    head = [*names, *(f"{NAMES.get(x, x)}, us" for x in times), *more, "fastest"]
+    found = [x for x in more if any(row.get(x) is not None for row in flat)]
+    head = [*names, *(f"{NAMES.get(x, x)}, us" for x in times), *found, "fastest"]
     yield from columns(head, flat)
     yield from exclusions(rows)
 
