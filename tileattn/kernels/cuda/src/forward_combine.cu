@@ -42,13 +42,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     overlap_launches();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, share = warp % WARPS_N;
     const int number = int(blockIdx.x) * WARPS_M + warp / WARPS_N;
-    const int rows = PACKED ? FEW_ROWS : int(p.group * p.Nq), r = number % rows;
+    const int rows = PACKED ? PACKED_ROWS : int(p.group * p.Nq), r = number % rows;
     const int kv = number / rows % int(p.Hkv), b = number / rows / int(p.Hkv);
     if (b >= p.entries) return;
     const SharedRow row(p, kv, r);
     const Sequence sequence(p, b);
     const int own_rows = int(p.group * sequence.Nq);
-    if (PACKED && (r >= own_rows || own_rows > FEW_ROWS)) return;
+    if (PACKED && (r >= own_rows || own_rows > PACKED_ROWS)) return;
     const Range keys = SlidingWindow(p, sequence).key_range(row.i, row.i + 1);
     const int begin = keys.lo / int(p.split_keys), end = (keys.hi + int(p.split_keys) - 1) / int(p.split_keys);
     const i64 first = partial_index(p, sequence, kv, r, 0);

@@ -54,7 +54,7 @@ __device__ inline void zero_non_finite(const ValueTile& v, const TileScales& sca
 
 // Of packed sequences: true if this kernel takes those with few rows, and splits them. Another kernel takes
 // the others, whole.
-constexpr bool FEW = PACKED && BLOCK_Q == FEW_ROWS, WHOLE = PACKED && !FEW;
+constexpr bool FEW = PACKED && BLOCK_Q == PACKED_ROWS, WHOLE = PACKED && !FEW;
 
 // The rows and the split of a CTA.
 struct WorkTile {
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const Sequence sequence(p, work.b);
     const int rows = int(p.group * sequence.Nq), row_end = min(work.row0 + BLOCK_Q, rows);
     // There is no such block, or another kernel computes this sequence.
-    if (PACKED && (work.row0 >= rows || FEW != (rows <= FEW_ROWS) || rows > int(p.max_split_rows)))
+    if (PACKED && (work.row0 >= rows || FEW != (rows <= PACKED_ROWS) || rows > int(p.max_split_rows)))
         return;
     const int splits = WHOLE ? 1 : int(p.splits);
     const SlidingWindow window(p, sequence);

@@ -15,16 +15,16 @@ struct SharedRow {
 
 // Packed sequences with up to this many rows are split. They have kernels of their own, since the host does
 // not know the rows of a sequence.
-constexpr int FEW_ROWS = 16;
+constexpr int PACKED_ROWS = 16;
 
-// The index of a row and a split in partial_out and partial_sums. Packed sequences have FEW_ROWS rows each, or
+// The index of a row and a split in partial_out and partial_sums. Packed sequences have PACKED_ROWS rows each, or
 // those of their tokens if these are fewer.
 __device__ inline i64 partial_index(const Params& p, const Sequence& sequence, i64 kv, int row, int split) {
     i64 place = (sequence.b * p.Hkv + kv) * p.group * p.Nq + row;
     if constexpr (PACKED) {
         const bool by_token = p.partial_rows == p.group * p.Nq;
         place = kv * p.partial_rows +
-                (by_token ? p.group * sequence.q_start : sequence.b * FEW_ROWS) + row;
+                (by_token ? p.group * sequence.q_start : sequence.b * PACKED_ROWS) + row;
     }
     return place * p.splits + split;
 }
