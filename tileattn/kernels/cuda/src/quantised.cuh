@@ -1,5 +1,6 @@
 // Layer 2. GEMMs of q and P with tiles of 8-bit keys and values, which become operands as they are loaded.
-// Each 8-bit number is exact in float16, and so are 16-bit q after a power of two for each row.
+// Each 8-bit number is exact in float16. So is q of bfloat16 after a power of two for each row, but for elements
+// below 2**-31 of the largest, which lose digits: far fewer than the sums of their products round off.
 #pragma once
 
 #include "fragment.cuh"
