@@ -313,15 +313,22 @@ def test_caches_of_16_bits_have_no_descales() -> None:
         tileattn.append_kv(k_cache, v_cache, k, v, kv_lengths=0, v_descale=TOKENS)
 
 
-def test_a_backend_with_a_kernel_of_its_own_refuses_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the built-in backends that is CuPy's, whose kernel does not quantise."""
+def test_a_backend_with_a_kernel_of_its_own_gets_the_descales(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They have three axes; the kernel writes those of tokens."""
     owned(monkeypatch)
-    monkeypatch.setattr(DeviceBackend, "append_kv", lambda *_, **__: None, raising=False)
+    got: list[dict[str, Any]] = []
+    monkeypatch.setattr(DeviceBackend, "append_kv", lambda *_, **x: got.append(x), raising=False)
     k_cache, v_cache, k, v = (DeviceArray(x) for x in caches(INT8))
-    cases: list[tuple[Any, dict[str, Any]]] = [
-        ((k, v), {"k_descale": 1.0, "v_descale": DeviceArray(TOKENS.copy())}),
-        ((k.astype(np.int8), v.astype(np.int8)), {}),
-    ]
-    for new, more in cases:
-        with pytest.raises(tileattn.UnsupportedError, match="append_kv does not write caches of i"):
-            tileattn.append_kv(k_cache, v_cache, *new, kv_lengths=0, **more)
+    tokens = DeviceArray(TOKENS.copy())
+    tileattn.append_kv(k_cache, v_cache, k, v, kv_lengths=0, k_descale=2.5, v_descale=tokens)
+    new = k.astype(np.int8), v.astype(np.int8)
+    tileattn.append_kv(k_cache, v_cache, *new, kv_lengths=0)
+    quantising, plain = got
+    assert quantising["of_tokens"] == {"v_descale"}
+    assert quantising["descales"]["v_descale"] is tokens
+    factors = quantising["descales"]["k_descale"]
+    assert factors.shape == (len(k_cache), k_cache.shape[1], 1)
+    assert (factors.host == 2.5).all()
+    assert plain["descales"] == {}
