@@ -89,7 +89,7 @@ def sums_of_rows(
         c: Code, a: Any, a_i: Any, b: Any, b_j: Any, to: Any, c_i: Any, rows: Any, n: Any,
         columns: Any, *visible: Any,
     ) -> None:  # fmt: skip
-        whole, rest = cut(c, columns)
+        strips = partial(each_strip, c, columns, cut(c, columns))
         ahead, size = c.b.mul(b_j, i64(_AHEAD)), i64(size_of(kernel.dtype))
         pairs = [Bits(c, words, 1) for words in visible]
 
@@ -124,17 +124,7 @@ def sums_of_rows(
                     place = c.at(c.row(to, c_i, r), c.bytes_of(c.b.add(d, i64(v * c.lanes))))
                     c.store(next(sums), place)
 
-        def some(i: Any, count: int) -> None:
-            start, vectors = i64(0), _VECTORS
-            while vectors:
-                if vectors * count <= c.target.rows * c.target.vectors:
-                    end, step = c.rounded_down(columns, vectors * c.lanes), vectors * c.lanes
-                    c.loop(start, end, partial(strip, i, count, vectors, None), (), step)
-                    start = end
-                vectors //= 2
-            c.loop(whole, columns, partial(strip, i, count, 1, rest), (), c.lanes)
-
-        each_rows(c, rows, 1 if visible else _ROWS, some)
+        each_rows(c, rows, 1 if visible else _ROWS, partial(strips, strip))
 
     name, more = "sums_of_rows", []
     if visible is not None:
@@ -154,6 +144,30 @@ def each_rows(c: Code, rows: Any, most: int, body: Callable[[Any, int], None]) -
         end = c.rounded_down(rows, count)
         c.loop(start, end, some, step=count)
         start, count = end, count // 2
+
+
+def each_strip(
+    c: Code,
+    columns: Any,
+    parts: tuple[Any, Any],
+    strip: Callable[..., None],
+    first: Any,
+    count: int,
+) -> None:
+    """Run ``strip(first, count, vectors, lanes, d)`` until all columns are covered.
+
+    ``parts`` is what `cut` returned. Wide strips come first. The last one has one vector, of which
+    some ``lanes`` are columns.
+    """
+    whole, rest = parts
+    start, vectors = i64(0), _VECTORS
+    while vectors:
+        if vectors * count <= c.target.rows * c.target.vectors:
+            end, step = c.rounded_down(columns, vectors * c.lanes), vectors * c.lanes
+            c.loop(start, end, partial(strip, first, count, vectors, None), (), step)
+            start = end
+        vectors //= 2
+    c.loop(whole, columns, partial(strip, first, count, 1, rest), (), c.lanes)
 
 
 def cut(c: Code, columns: Any) -> tuple[Any, Any]:

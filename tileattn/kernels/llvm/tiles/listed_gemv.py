@@ -13,12 +13,11 @@ from tileattn.kernels.llvm.instructions.code import I64, POINTER, Code, i64
 from tileattn.kernels.llvm.instructions.kernel import Kernel
 from tileattn.kernels.llvm.sizes import DECODE_KEYS, LISTED_AHEAD
 from tileattn.kernels.llvm.tiles.bits import Bits
-from tileattn.kernels.llvm.tiles.gemv import cut, each_rows
+from tileattn.kernels.llvm.tiles.gemv import cut, each_rows, each_strip
 
 _LINE = 64  # bytes of a cache line
 _ROWS = 4  # rows of A that share a load of B
 _ADDRESS = i64(8)  # bytes of an address
-_VECTORS = 8  # sum vectors of one row
 
 
 def dots_of_listed_rows(
@@ -104,7 +103,7 @@ def sums_of_listed_rows(
     def body(
         c: Code, a: Any, b: Any, to: Any, c_i: Any, rows: Any, n: Any, columns: Any, *visible: Any
     ) -> None:
-        whole, rest = cut(c, columns)
+        strips = partial(each_strip, c, columns, cut(c, columns))
         pairs = [Bits(c, words, 1) for words in visible]
 
         def strip(i: Any, count: int, vectors: int, lanes: Any, d: Any, _: Any) -> None:
@@ -131,17 +130,7 @@ def sums_of_listed_rows(
                 for v in range(vectors):
                     c.store(next(sums), c.at(start, v * c.lanes * c.size))
 
-        def some(i: Any, count: int) -> None:
-            start, vectors = i64(0), _VECTORS
-            while vectors:
-                if vectors * count <= c.target.rows * c.target.vectors:
-                    end, step = c.rounded_down(columns, vectors * c.lanes), vectors * c.lanes
-                    c.loop(start, end, partial(strip, i, count, vectors, None), (), step)
-                    start = end
-                vectors //= 2
-            c.loop(whole, columns, partial(strip, i, count, 1, rest), (), c.lanes)
-
-        each_rows(c, rows, 1 if visible else _ROWS, some)
+        each_rows(c, rows, 1 if visible else _ROWS, partial(strips, strip))
 
     name, more = "sums_of_listed_rows", []
     if visible is not None:
