@@ -225,11 +225,11 @@ def _row_keys(combination: int) -> Iterator[KernelKey]:
     arrays = {"k": x, "v": x, "k_cache": x, "v_cache": x, "cos": table, "sin": table}
     layouts = tuple(arrays.items())
     yield plan_append(layouts, 2, None, interleaved=False).key
-    if NAMED[dtype] in QUERY_DTYPES:
-        cache, factors = contiguous((2, 2, 9, columns), "int8"), contiguous((2, 2, 9), "float32")
-        quantised = {"k_cache": cache, "v_cache": cache, "k_descale": factors, "v_descale": factors}
-        layouts = tuple((arrays | quantised).items())
-        yield plan_append(layouts, 2, None, interleaved=False).key
+    new = contiguous(x.shape, dtype if NAMED[dtype] in QUERY_DTYPES else "float32")
+    cache, factors = contiguous((2, 2, 9, columns), "int8"), contiguous((2, 2, 9), "float32")
+    quantised = {"k_cache": cache, "v_cache": cache, "k_descale": factors, "v_descale": factors}
+    quantised_layouts = tuple((arrays | {"k": new, "v": new} | quantised).items())
+    yield plan_append(quantised_layouts, 2, None, interleaved=False).key
     yield plan_rope(layouts, interleaved=True, inverse=False).key
 
 

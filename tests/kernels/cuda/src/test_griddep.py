@@ -19,7 +19,15 @@ from tools.check_sass import ARCH
 from tools.sass import Instruction, Section, disassembled, parsed
 
 # Not part of a plan, so launched without programmatic dependent launch.
-ALONE = {"append_kv", "rope", "join_rows", "add_halves", "add_rows", "store_values"}
+ALONE = {
+    "append_kv",
+    "append_quantised",
+    "rope",
+    "join_rows",
+    "add_halves",
+    "add_rows",
+    "store_values",
+}
 
 OF_PLANS = {kernel: key for kernel, key in FIRST.items() if kernel not in ALONE}
 OF_FLAGGED = {key.kernel: key for arch, key in reversed(CASES) if arch == ARCH and key.head_flags}

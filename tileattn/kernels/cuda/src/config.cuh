@@ -1,7 +1,7 @@
 // Layer 3. The key of a kernel: each KEY_* macro that the host defines, as a typed constant.
 #pragma once
 
-#include "quantised.cuh"
+#include "fragment.cuh"
 #include "griddep.cuh"
 #include "ptxas.cuh"
 

@@ -2,6 +2,7 @@
 // multiplied by the factor of the key, P by that of the value, as in spec.py.
 #pragma once
 
+#include "quantised.cuh"
 #include "splits.cuh"
 
 // The factors of the keys, or values, of a head.
