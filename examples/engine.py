@@ -33,7 +33,9 @@ from tileattn.torch import append_kv, attention, rope
 PAGE = 16  # tokens whose keys and values one page has
 CHUNK = 32  # tokens of a prompt in a step, at most
 DRAFTS = 3  # tokens in a step of a request besides the last one, at most
-TIES = {torch.int8: 0.1, torch.float8_e4m3fn: 0.1}  # of logits; other caches have no tolerance
+# Differences of logits that count as ties: the last bit of a float32 key may change which number of
+# 8 bits is the nearest, a step of 1 % of its row. Other caches have no tolerance.
+TIES = {torch.int8: 0.1, torch.float8_e4m3fn: 0.1}
 
 Cache = tuple[tuple[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]
 

@@ -316,7 +316,7 @@ def test_caches_of_16_bits_have_no_descales() -> None:
 def test_a_backend_with_a_kernel_of_its_own_gets_the_descales(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They have three axes; the kernel writes those of tokens."""
+    """The descales have three axes; the kernel writes the descales of tokens."""
     owned(monkeypatch)
     got: list[dict[str, Any]] = []
     monkeypatch.setattr(DeviceBackend, "append_kv", lambda *_, **x: got.append(x), raising=False)

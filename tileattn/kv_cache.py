@@ -193,7 +193,7 @@ def _given_descales(k_cache: Any, k: Any, k_descale: Any, v_descale: Any) -> dic
 def _descales(
     caches: Mapping[str, Any], given: Mapping[str, Any], B: int, *, paged: bool
 ) -> tuple[dict[str, Any], frozenset[str]]:
-    """Validate the descales; view them with three axes, and name those of tokens.
+    """Validate the descales; view them with three axes, and name the descales of tokens.
 
     Descales of tokens are written.
     """
@@ -281,7 +281,7 @@ def _check_arrays(k_cache: Any, v_cache: Any, k: Any, v: Any, *, packed: bool) -
 
 
 def _check_dtypes(arrays: Mapping[str, Any]) -> None:
-    """Check that all dtypes are those of the cache of keys; 16 and 32 bits go into 8."""
+    """Check that all arrays have the dtype of the cache of keys; 16 and 32 bits go into 8."""
     k_cache, like = arrays["k_cache"], "k_cache"
     check_dtype("k_cache", k_cache, (*DTYPES, *CACHE_DTYPES))
     for name, x in arrays.items():

@@ -105,7 +105,7 @@ def reference_logits(
 
 @pytest.mark.parametrize("dtype", LARGEST, ids=str)
 def test_caches_of_8_bits(engine: ModuleType, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are those of a request alone, and those of the plain formula on a rounded cache.
+    """A request gets the tokens that it gets alone, and that the formula gives on a rounded cache.
 
     Rounding errors of float32, here of about 2e-6, may change which number of 8 bits is the
     nearest. The best token must lead by more than such changes can take from it.

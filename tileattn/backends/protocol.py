@@ -109,8 +109,8 @@ class Backend(Protocol):
 
     Methods ``append_kv`` and ``rope`` are optional. They get validated arguments; without them
     array expressions run. ``append_kv`` gets ``descales`` by name, with three axes as in
-    `tileattn.call.problem.Operands`, if the cache has 8 bits and new keys have more; those
-    ``of_tokens`` are written. For an example see ``tileattn.backends.cupy.token_rows``.
+    `tileattn.call.problem.Operands`, if the cache has 8 bits and new keys have more; it
+    writes the descales ``of_tokens``. For an example see ``tileattn.backends.cupy.token_rows``.
 
     An optional method ``asarray`` copies a NumPy array to one of the backend, if it does not own
     NumPy arrays: ``tileattn.testing`` checks such a backend by it.

@@ -63,7 +63,7 @@ def descale_arrays(options: Mapping[str, Any]) -> dict[str, Any]:
 def token_descales(
     k: Any, v: Any, options: Mapping[str, Any], entries: int, *, paged: bool
 ) -> frozenset[str]:
-    """Validate the descales of a call; return the names of those with a number for each token."""
+    """Validate the descales of a call; return the names that have a number for each token."""
     of_tokens = []
     for name, own, rows in zip(DESCALES, "kv", (k, v), strict=True):
         layout = "(pages, Hkv, page)" if paged else f"{called(own)}.shape[:-1]"

@@ -91,7 +91,7 @@ class PreparedCall:
     # The integer arrays of the signature; None for arrays on a device, which each call passes.
     places = Places(None, None, None, None)
     on_device: tuple[str, ...] = ()
-    descales: tuple[str, ...] = ()  # names of those that are arrays, not numbers
+    descales: tuple[str, ...] = ()  # names of the descales that are arrays, not numbers
 
     def __init__(self, backend: Any, problem: Problem) -> None:
         self.backend = backend

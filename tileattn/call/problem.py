@@ -333,7 +333,7 @@ class Operands(NamedTuple):
         Indices (b, h, i, j) from which dropout counts, for each sequence.
     k_descale, v_descale : array of float32, three axes, or None
         Factors of quantised k and v: for each head (entries, Hkv, 1), or for each token
-        (B, Hkv, Nk), where B and Nk are those of k. Views of the caller's arrays, with strides of 0
+        (B, Hkv, Nk), with the B and Nk of k. Views of the caller's arrays, with strides of 0
         where they broadcast.
     """
 

@@ -95,7 +95,7 @@ def problems(
         queries and keys each. ``cu_seqlens_q`` and ``cu_seqlens_k`` are always given, and options
         in `UNPACKED` never. The arrays have four axes, the first of length 1, or three or two.
     quantised : bool
-        If True, k and v have 8 bits, with descales of any shape. dtypes are those of q; float64 is
+        If True, k and v have 8 bits, with descales of any shape. ``dtypes`` are for q; float64 is
         not drawn. Such calls have no gradients.
 
     Returns

@@ -58,8 +58,8 @@ def plan_append(
     """Plan ``append_kv``; arrays have their names in the parameter block.
 
     New tokens are packed if ``k`` has three axes. ``table_width`` is the largest number of pages of
-    a sequence, None without pages. With descales, of three axes, the cache has 8 bits; those
-    ``of_tokens`` are written.
+    a sequence, None without pages. With descales, of three axes, the cache has 8 bits; the
+    descales ``of_tokens`` are written.
     """
     x = dict(layouts)
     k, cache = x["k"], x["k_cache"]

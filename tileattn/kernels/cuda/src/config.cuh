@@ -8,15 +8,15 @@
 using Element = KEY_DTYPE;
 using Accum = AccumOf<Element>::type;
 
-// `void` stands for an absent array. Code for it still compiles, with float elements, but never runs.
-template <class T>
+// `void` stands for an absent type. Code for it still compiles, with another type in its place.
+template <class T, class Absent = float>
 struct Present {
     using type = T;
     static constexpr bool value = true;
 };
-template <>
-struct Present<void> {
-    using type = float;
+template <class Absent>
+struct Present<void, Absent> {
+    using type = Absent;
     static constexpr bool value = false;
 };
 using BiasElement = Present<KEY_BIAS>::type;
@@ -25,14 +25,6 @@ constexpr bool IS_16_BIT = sizeof(Element) == 2;
 
 // The types of keys and values, and of operands of GEMMs with them. Both are Element unless keys and
 // values have 8 bits.
-template <class T>
-struct KvTypeOf {
-    using type = T;
-};
-template <>
-struct KvTypeOf<void> {
-    using type = Element;
-};
 template <bool TO_HALVES>
 struct OperandOf {
     using type = Element;
@@ -42,7 +34,7 @@ struct OperandOf<true> {
     using type = float16;
 };
 constexpr bool QUANTISED = Present<KEY_KV_DTYPE>::value;
-using KvElement = KvTypeOf<KEY_KV_DTYPE>::type;
+using KvElement = Present<KEY_KV_DTYPE, Element>::type;
 using Operand = OperandOf<QUANTISED && IS_16_BIT>::type;
 
 constexpr int HEAD_DIM = KEY_HEAD_DIM;

@@ -52,8 +52,8 @@ __device__ inline void zero_non_finite(const ValueTile& v, const TileScales& sca
     }
 }
 
-// Of packed sequences: true if this kernel takes those with few rows, and splits them. Another kernel takes
-// the others, whole.
+// FEW: this kernel takes the packed sequences with few rows, and splits them. WHOLE: it takes the other packed
+// sequences, and splits none.
 constexpr bool FEW = PACKED && BLOCK_Q == PACKED_ROWS, WHOLE = PACKED && !FEW;
 
 // The rows and the split of a CTA.

@@ -51,7 +51,7 @@ struct KeyLoads<true> {
           entry(u32(k0) / u32(p.page)) {
         look_up();
     }
-    // Wait for the entries of the previous tile, and start to copy those of the next one.
+    // Wait for the entries of the previous tile, and start to copy the entries of the next tile.
     __device__ void look_up() {
         copy_wait<0>();
         BoxPlace* place = smem.places(k0);

@@ -49,7 +49,7 @@ __device__ inline void to_halves(u32 (&two)[2], u32 four, float8_e4m3fn) {
 #endif
 }
 
-// Operands B[k, n] of four atoms: two of 16 columns k for the keys from n0 on, two for those from n0 + 8 on.
+// Operands B[k, n] of four atoms: two of 16 columns k for the keys from n0 on, two for the keys from n0 + 8 on.
 template <class T, int R, int C>
 __device__ inline void load_keys(Atom<float16>::B (&b)[2][2], const Tile<T, R, C>& y, int n0, int k0) {
     const int lane = threadIdx.x % WARP;

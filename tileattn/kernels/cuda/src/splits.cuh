@@ -18,7 +18,7 @@ struct SharedRow {
 constexpr int PACKED_ROWS = 16;
 
 // The index of a row and a split in partial_out and partial_sums. Packed sequences have PACKED_ROWS rows each, or
-// those of their tokens if these are fewer.
+// the rows of their tokens if tokens have fewer in all.
 __device__ inline i64 partial_index(const Params& p, const Sequence& sequence, i64 kv, int row, int split) {
     i64 place = (sequence.b * p.Hkv + kv) * p.group * p.Nq + row;
     if constexpr (PACKED) {
