@@ -54,7 +54,7 @@ def test_both_passes_of_every_column(D: int, Dv: int, tmp_path: Path) -> None:
     padded[0, ..., :Nq] = wanted.lse / np.log(2)
     padded[1, ..., :Nq] = (dout * wanted.out).sum(-1)
     more = {"dout": dout, "lse_log2": padded[0], "delta": padded[1]}
-    more["head_flags"] = np.zeros(1 + B * Hkv, np.uint32)
+    more["head_flags"] = np.zeros(2 + B * Hkv, np.uint32)  # two words for all heads first
     grads = {f"d{name}": np.full_like(x, np.nan) for name, x in given.items()}
     for kernel in ("naive_dq", "naive_dkdv"):
         run(tmp_path, plan, kernel, given | more | grads)
