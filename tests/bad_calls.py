@@ -93,6 +93,7 @@ def dense() -> dict[str, Any]:
         "score_mod": scored,
         "mask_mod": visible,
         "aux": (np.ones((HQ, NQ), np.float32),),
+        "invariant": True,
     }
 
 
@@ -116,6 +117,7 @@ OPTIONS: dict[str, dict[str, Break]] = {
     "score_mod": FUNCTIONS,
     "mask_mod": FUNCTIONS,
     "aux": AUX,
+    "invariant": FLAGS,
 }
 GIVEN = dict.fromkeys("qkv", ROWS)
 GIVEN["v"] = without(ROWS, "a long axis")  # of Dv

@@ -98,8 +98,12 @@ VALUES: dict[str, Value] = {
     "score_mod": Value({"score_mod": _biased}, {}),
     "mask_mod": Value({"mask_mod": _near}, {}),
     "aux": Value(_TABLE, _TABLE | {"aux": (np.zeros((HQ, 32), DTYPE),)}),
+    "invariant": Value({"invariant": True}, {}),
 }
 """By name of the option."""
+
+EXACT = frozenset({"invariant"})
+"""Options that change no exact result, only its rounding."""
 
 
 class Call(NamedTuple):

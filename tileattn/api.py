@@ -119,6 +119,11 @@ def forward(
     mask_mod : callable or None
         ``mask_mod(b, h, i, j, *aux)`` returns True if query i attends to key j. Tiles without
         visible pairs are not computed.
+    invariant : bool
+        Compute a row with the same bits in prefill, in chunks of it, in decoding and in speculative
+        steps: whatever the number of queries, the batch, packing, pages and the keys after its
+        last one. Some calls take longer: see "Deterministic and batch-invariant results" in the
+        documentation. ``backward`` accepts it, and has no such promise.
     aux : tuple of array
         Arrays that the functions index. Negative indices count from the end, as in NumPy; others
         outside an axis are clamped. Floating arrays that ``score_mod`` reads have gradients. Arrays

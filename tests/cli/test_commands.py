@@ -211,6 +211,7 @@ LINES = {
     "alibi_slopes": "--alibi-slopes",
     "bias": "--bias 128,1",
     "causal": "--causal",
+    "invariant": "--invariant",
     "window": "--window 5 None",
     "mask": "--mask",
     "block_mask": f"--block-mask {__name__}:BLOCKS",

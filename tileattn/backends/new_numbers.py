@@ -21,6 +21,7 @@ MAX_PATHS = 32  # compiled for one direction of a kind
 # Options that bring numbers only: a function whose kind is known brings those it captures.
 _OTHERS = frozenset(
     {"causal", "window", "scale", "softcap", "dropout_p", "seed", "score_mod", "mask_mod"}
+    | {"invariant"}
 )
 _PACKED = frozenset({"cu_seqlens_q", "cu_seqlens_k"})
 _PLACES = _PACKED | {"kv_lengths", "q_offset"}

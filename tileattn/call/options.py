@@ -26,6 +26,7 @@ Role = Literal[
     "origin",  # shifts the indices of dropout and functions
     "function input",
     "cache",  # how keys and values are stored
+    "sums",  # fixes the order of sums
 ]
 
 
@@ -94,6 +95,7 @@ OPTIONS: dict[str, Option] = {
     "score_mod": Option("function", "score", by_index=True),
     "mask_mod": Option("function", "mask", by_index=True),
     "aux": Option("arrays", "function input", gradient=True),
+    "invariant": Option("flag", "sums", shared=False),
 }
 """Records by name. A new option also needs a type in `Options`."""
 
@@ -125,6 +127,7 @@ class Options(TypedDict, total=False):
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
     aux: Sequence[Any]
+    invariant: bool
 
 
 def options_with(**facts: Any) -> tuple[str, ...]:

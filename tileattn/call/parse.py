@@ -34,7 +34,7 @@ from tileattn.expressions.functions import check_indices, expression_of
 from tileattn.expressions.nodes import Node, elements
 from tileattn.expressions.parameters import Expression, renumbered
 from tileattn.messages import called, must_be
-from tileattn.validation import require_array, scalar
+from tileattn.validation import check_flags, require_array, scalar
 
 _BOOLEAN = (np.dtype(np.bool_),)
 _PLACES = options_with(role="place")
@@ -99,6 +99,8 @@ class Scalars(NamedTuple):
     def of(cls, options: Mapping[str, Any]) -> "Scalars":
         """Validate the numbers of a call."""
         get = options.get
+        if type(get("invariant", False)) is not bool:
+            check_flags(invariant=options["invariant"])
         return cls(
             None if get("scale") is None else scale_of(options["scale"], 1),
             softcap_of(get("softcap")),

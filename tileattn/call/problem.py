@@ -209,6 +209,7 @@ class Problem:
     has_sinks = _Enabled("sinks")
     has_lengths = _Enabled("kv_lengths")
     has_offset = _Enabled("q_offset")
+    is_invariant = _Enabled("invariant")
 
     @property
     def has_softcap(self) -> bool:

@@ -61,6 +61,7 @@ OPTION_HELP = {
     "score_mod": "function of the scores",
     "mask_mod": "function that masks pairs",
     "aux": "tuple of the arrays that the functions read",
+    "invariant": "the same bits for a row in prefill, chunks and decoding",
 }
 """What each option of a call is.
 

@@ -51,6 +51,7 @@ class Options:
     origin: Any = None
     k_descale: Any = None
     v_descale: Any = None
+    invariant: bool = False  # chooses the order of sums; exact results have none
 
 
 @dataclass(frozen=True)

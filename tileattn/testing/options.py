@@ -169,6 +169,7 @@ DRAW: dict[str, Draw] = {
     "tree_mask": _tree_mask,
     "prefix": _prefix,
     "origin": _origin,
+    "invariant": _one_of(True, False),
 }
 """The function that draws each option."""
 

@@ -18,7 +18,7 @@ from tileattn.messages import called, must_be
 from tileattn.torch.block_mask_names import name_of
 from tileattn.torch.operators import INPUTS, TENSORS
 from tileattn.torch.tensors import check_integers, check_tensor
-from tileattn.validation import refuse_masked
+from tileattn.validation import check_flags, refuse_masked
 
 _NEVER_NONE = {*options_with(value="flag"), *options_with(role="dropout")}
 _REMEDIES = {  # for tensors that require a gradient that attention does not compute
@@ -55,6 +55,8 @@ def _input(name: str, x: Any, q: Any) -> Any:
             return integer_tensor(name, x)
         case "number":
             return number(name, x)
+        case "flag":
+            check_flags(**{name: x})
         case "descale":
             return descale_tensor(name, x, q)
         case "block mask":

@@ -33,6 +33,7 @@ _TYPES: dict[str, _Type] = {  # by the value of an option; the window has two ar
     "function": _Type("str?", Expression.from_text),
     "block mask": _Type("str?", block_mask_of),
     "arrays": _Type("Tensor[]", lambda tensors: tuple(map(array_of, tensors))),
+    "flag": _Type("bool", lambda x: x),
 }
 _OPTIONS = {name: _TYPES[x.value] for name, x in OPTIONS.items() if x.value in _TYPES}
 

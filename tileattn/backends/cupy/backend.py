@@ -43,6 +43,7 @@ _REMEDY = (
 # Options that programs read.
 _READ = {
     *("causal", "window", "scale", "softcap", "dropout_p", "seed", "score_mod", "mask_mod", "aux"),
+    "invariant",
     *("kv_lengths", "q_offset", "cu_seqlens_q", "cu_seqlens_k"),
     *("alibi_slopes", "sinks", "bias", "mask"),
 }
