@@ -14,7 +14,11 @@ from tileattn.expressions.nodes import Node
 
 _OF_ROWS = ("lse", "dlse")
 _PLACES = options_with(role="place")
-_OPTION_OF = {"has_alibi": "alibi_slopes", "has_dropout": "dropout_p"}
+_OPTION_OF = {
+    "has_alibi": "alibi_slopes",
+    "has_dropout": "dropout_p",
+    "is_invariant": "invariant",
+}
 ARRAY_OPTIONS = options_with(value="array", lowered=False)
 """Options whose arrays are fields of `Operands` of the same names."""
 

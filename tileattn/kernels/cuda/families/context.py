@@ -73,6 +73,8 @@ class KernelTraits:
         ``persistent`` is "queries", the query tiles of a key tile if it is "keys".
     split_keys : int
         Keys of a split if it splits the keys; else 0.
+    part_keys : int
+        Keys of a part if it adds up the sums over parts of the keys, as splits are joined; else 0.
     loads_v_with_k : bool
         True if values are columns of the keys that it loads.
     pair_by_pair : bool
@@ -92,6 +94,7 @@ class KernelTraits:
     persistent: Literal["", "queries", "keys"] = ""
     tile_lists: bool = False
     split_keys: int = 0
+    part_keys: int = 0
     loads_v_with_k: bool = False
     pair_by_pair: bool = False
     beside_rows: bool = False

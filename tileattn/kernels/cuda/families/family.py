@@ -70,6 +70,9 @@ class Family:
         explanation does not mention it.
     reads_8_bits : bool
         True if it reads quantised keys and values. Other families are passed over for them.
+    invariant : bool
+        True if a row has the same bits in all calls that such families take. Others are passed over
+        with ``invariant``.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Family:
     why_not: Callable[[Problem, LaunchContext], str | None]
     concerns: Callable[[Problem, LaunchContext], bool] = _has_no_pages
     reads_8_bits: bool = False
+    invariant: bool = False
 
 
 def launches_of(
@@ -93,9 +97,14 @@ def launches_of(
     """
     refusals: dict[str, None] = {}
     reasons = ""
-    quantised = reads_quantised(problem)
-    for family in families:
-        if family.reads_8_bits >= quantised and family.concerns(problem, context):
+    P, quantised = problem, reads_quantised(problem)
+    able = (
+        family
+        for family in families
+        if family.reads_8_bits >= quantised and family.invariant >= P.is_invariant
+    )
+    for family in able:
+        if family.concerns(problem, context):
             why = family.why_not(problem, context)
             if why is None:
                 launches = family.launches(problem, context)
@@ -103,7 +112,9 @@ def launches_of(
                 return *first, *launches[1:]
             refusals[why] = None
             reasons += f"not {family.name}, because {why}; "
-    what = "block_table" if problem.is_paged else problem.dtype.name
-    if problem.is_quantised:
+    what = "block_table" if P.is_paged else P.dtype.name
+    if P.is_quantised:
         what = "k_descale and v_descale"
+    if P.is_invariant:
+        what += " with invariant"
     raise UnsupportedError(f"backend 'cupy' does not support {what} here: {'; '.join(refusals)}")

@@ -288,6 +288,9 @@ def _divides(kernel: str, tile: TileSize, dim: int, value: int) -> bool:
 
 
 GENERIC_FORWARD = Family(
-    "the generic kernel", lambda P, context: (forward_launch(P, context),), _why_not
+    "the generic kernel",
+    lambda P, context: (forward_launch(P, context),),
+    _why_not,
+    invariant=True,
 )
 GENERIC_BACKWARD = Family("the generic kernel", _backward, _why_not)

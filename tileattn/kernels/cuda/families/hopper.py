@@ -1,7 +1,7 @@
 """The Hopper kernels (wgmma, TMA): which calls they support, and what they launch."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from tileattn.call.problem import Problem
@@ -49,12 +49,19 @@ from tileattn.kernels.cuda.families.size_class import (
     is_head_major,
     is_window,
     short_rows,
+    split_keys,
     splits_queries,
     suits_small_ds_tiles,
     suits_tall_rows,
     tall_keys,
 )
-from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket, small_first, tuned_tiles
+from tileattn.kernels.cuda.families.tiles import (
+    MAX_HEAD_DIM,
+    bucket,
+    invariant_keys,
+    small_first,
+    tuned_tiles,
+)
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
 HOPPER = "forward_sm90"
@@ -76,6 +83,8 @@ _BACKWARD_BUCKETS = {
     HOPPER_WIDE: ((128, 192, 256), (128, 192, 256)),
 }
 _PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
+_INVARIANT_TILE = TileSize(128, 64, 8, 1, 3)  # where no tuned tile has `invariant_keys`
+_SUMS_OF_TOTAL = 8  # numbers of a row beside its output
 _MANY_GROUPS = 4  # of warps: too few registers for score modifiers, a mask or dropout
 _BOX_KEYS = 16  # of a TMA box; with fewer, copies of rows are faster; all key tiles are multiples
 _GATHERING_GROUPS = 2  # at most: a group has one producer warp, and others that gather rows
@@ -139,7 +148,7 @@ def forward_launch(
     key = key_of(HOPPER, P, context, dim, value, tile, shared)
     # The kernel is persistent: a thread block takes one query block after another.
     grid = Grid("queries", key.block_q, most=context.sm_count)
-    key = replace(key, gathered=_is_gathered(P))
+    key = replace(key, gathered=_is_gathered(P), invariant=P.is_invariant)
     # A box lies in one page: its keys are the largest power of two that divides page and tile.
     either = key.block_k | (P.page or 0)
     box = key.block_k if P.page is None else either & -either
@@ -148,6 +157,10 @@ def forward_launch(
     # Long blocks wait for memory, short ones for the tensor cores: small head groups mix them.
     share = tuning.short_l2_share if has_dynamic_keys(P, tuning) else _FORWARD.l2_share
     why, traits = f"{SUPPORTED}, {tile.why}", replace(_FORWARD, l2_share=share)
+    if P.is_invariant:
+        keys = split_keys(P, tuning)
+        totals = _Totals(context.sm_count, keys)
+        traits = replace(traits, part_keys=keys, workspace=totals)
     return KernelLaunch(key, grid, key.smem_bytes, why, maps, traits=traits)
 
 
@@ -166,6 +179,7 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
       left to gather keys in pages.
     * The smallest tiles are for such calls with few keys and a causal mask: they compute fewer
       masked-out pairs.
+    * With ``invariant`` all tiles have the same number of keys.
     * Tiles of 192 queries read the keys less often. Above 64 columns they must pad queries little,
       and have 64 keys if 96 would pad the keys. Tiles of 128 queries and as many keys take their
       place if SMs would have too few tall ones, if a bias leaves no room for them, and with a mask:
@@ -185,6 +199,8 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     bias_size = _bias_size(context)
 
     def suits(tile: TileSize) -> bool:
+        if P.is_invariant:
+            return tile.groups == 1 and tile.block_k == invariant_keys(widest)
         if tile.groups > _GATHERING_GROUPS and _is_gathered(P):
             return False
         if tile.short:
@@ -198,7 +214,8 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
         return shared + HOPPER_STATIC <= HOPPER_LIMIT
 
     tiles = []
-    for tile in filter(suits, tuned_tiles(HOPPER, P.dtype.itemsize, widest)):
+    more = (_INVARIANT_TILE,) if P.is_invariant else ()
+    for tile in filter(suits, (*tuned_tiles(HOPPER, P.dtype.itemsize, widest), *more)):
         forms = (tile, tile.lowered()) if fills else (tile.lowered(),)
         tiles += list(filter(fits, forms))[:1]
     has_groups = any(tile.groups > 1 for tile in tiles)
@@ -365,6 +382,20 @@ def _forward_workspace(P: Problem, key: KernelKey) -> Parts:
     return Parts({"tile_counter": COUNT, "next_tiles": blocks * COUNT}, {})
 
 
+@dataclass(frozen=True)
+class _Totals:
+    """The part of the workspace for totals over parts of the keys: as in src/running_total.cuh."""
+
+    workers: int
+    part_keys: int
+
+    def __call__(self, P: Problem, key: KernelKey) -> Parts:
+        """Count the bytes, with those of `_forward_workspace`; one part needs no total."""
+        found, numbers = _forward_workspace(P, key), key.block_q * (key.value_dim + _SUMS_OF_TOTAL)
+        size = self.workers * P.accum_dtype.itemsize if P.Nk > self.part_keys else 0
+        return found._replace(scratch=found.scratch | {"partial_out": numbers * size})
+
+
 def _backward_workspace(P: Problem, key: KernelKey) -> Parts:
     """Return the sums of dq, and the counters of work tiles, dq tiles and key heads."""
     heads = {} if P.is_packed else {"row_counter": P.B * P.Hkv}
@@ -400,7 +431,10 @@ _CONVERT = KernelTraits(beside_rows=True)
 
 
 HOPPER_FORWARD_FAMILY = Family(
-    "the Hopper kernel", lambda P, context: (forward_launch(P, context),), why_not_forward
+    "the Hopper kernel",
+    lambda P, context: (forward_launch(P, context),),
+    why_not_forward,
+    invariant=True,
 )
 HOPPER_BACKWARD_FAMILY = Family(
     "the Hopper kernel", _backward, partial(first_reason, (*_UNSUPPORTED_BACKWARD, _SMALL))

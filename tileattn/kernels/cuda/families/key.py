@@ -34,6 +34,7 @@ class KernelKey:
     paged: bool = False  # keys are in the pages of a block table
     gathered: bool = False  # the Hopper forward kernel copies their rows one by one, without TMA
     split_kv: bool = False  # the Hopper forward kernel takes splits of the keys
+    invariant: bool = False  # sums over splits of the keys are added in the order of the keys
     fold_scale: bool = False  # the exponential applies the scale: nothing modifies scores
     add_dq: bool = False  # the kernel over key blocks also adds to dq
     write_dq: bool = False  # with add_dq: it writes dq itself, since one block has all keys

@@ -11,8 +11,18 @@ from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
 
 
 def _concerns(problem: Problem, _: LaunchContext) -> bool:
-    narrow = max(problem.D, problem.Dv) <= MAX_HEAD_DIM
-    return reads_pages(problem) and narrow and shared_rows(problem) > FEW_ROWS
+    P, narrow = problem, max(problem.D, problem.Dv) <= MAX_HEAD_DIM
+    return reads_pages(P) and narrow and (shared_rows(P) > FEW_ROWS or P.is_invariant)
+
+
+def _why_not_hopper(problem: Problem, context: LaunchContext) -> str | None:
+    option = refused(problem, "mask_mod")
+    return hopper.why_not_forward(problem, context) if option is None else f"{option} is in use"
+
+
+def _why_not(problem: Problem, context: LaunchContext) -> str | None:
+    why = split.why_not(problem, context)
+    return why or (_why_not_hopper(problem, context) if problem.is_invariant else None)
 
 
 def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
@@ -20,9 +30,10 @@ def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
 
     Which of both takes a sequence depends only on its own queries, and so do its bits.
     """
-    P, few = problem, split.launches_over_splits(problem, context)
-    option = refused(P, "mask_mod")
-    refusal = hopper.why_not_forward(P, context) if option is None else f"{option} is in use"
+    P = problem
+    if P.is_invariant:
+        return (hopper.forward_launch(P, context),)
+    few, refusal = split.launches_over_splits(P, context), _why_not_hopper(P, context)
     if refusal is not None:
         why = f"not the Hopper kernel, because {refusal}; {few[0].why}"
         return few[0]._replace(why=why), *few[1:]
@@ -31,7 +42,9 @@ def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
     return (many, *others) if P.is_packed else (many,)
 
 
-PAGES_FAMILY = Family("the Hopper kernel over pages", _launches, split.why_not, _concerns)
+PAGES_FAMILY = Family(
+    "the Hopper kernel over pages", _launches, _why_not, _concerns, invariant=True
+)
 
 
 def why_not_cache(problem: Problem) -> str | None:
@@ -44,6 +57,8 @@ def why_not_cache(problem: Problem) -> str | None:
         why = "k and v have 8 bits" if P.is_quantised else latent.why_not_problem(P)
         return why and f"{what}: with a head dimension above {MAX_HEAD_DIM}, and {why}"
     option = refused(P, "has_block_mask", "has_dropout")
+    if option is None and P.is_quantised:
+        option = refused(P, "is_invariant")
     if option is not None:
         return f"{what}: with {option}"
     if shared_rows(P) > MOST_ROWS:

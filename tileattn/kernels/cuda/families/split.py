@@ -39,7 +39,7 @@ from tileattn.kernels.cuda.families.size_class import (
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
-SPLIT, COMBINE = "forward_split", "forward_combine"
+SPLIT, COMBINE, FOLD = "forward_split", "forward_combine", "forward_fold"
 
 _GROUPS = 8  # groups of the splits of a row: one warp joins each group, or one warp all
 _WARP_BYTES = 512  # largest row of sums whose groups fit in the registers of one warp
@@ -148,11 +148,11 @@ def joined(
         return (split,)
     split = split._replace(why=f"{split.why}, {_CUT.format(keys)}")
     row_bytes = key.value_dim * P.accum_dtype.itemsize
-    by_warp = count <= FEW_SPLITS and row_bytes <= _WARP_BYTES
+    by_warp = P.is_invariant or (count <= FEW_SPLITS and row_bytes <= _WARP_BYTES)
     rows, warps = (_GROUPS, 1) if by_warp else (1, _GROUPS)
     why = _JOIN.format("warp" if by_warp else "thread block")
     join = KernelKey(
-        *(COMBINE, key.dtype),
+        *(FOLD if P.is_invariant else COMBINE, key.dtype),
         value_dim=key.value_dim,
         kv_dtype=key.kv_dtype,
         packed=key.packed,
@@ -160,6 +160,7 @@ def joined(
         warps_m=rows,
         warps_n=warps,
         min_blocks_per_sm=2 if P.accum_dtype.itemsize == 4 else 1,  # 128 registers of a thread
+        invariant=key.invariant,
         bias=key.bias,
         score_mod=key.score_mod,
         fold_scale=key.fold_scale,

@@ -29,9 +29,22 @@ _TILES = {
 }
 
 
+# With ``invariant``, by the larger head-dimension bucket: for up to 64 rows, and for more. Their keys
+# are `invariant_keys`.
+_INVARIANT_TILES = {
+    64: (TileSize(64, 128, 4, 1, 3, 2), TileSize(128, 128, 8, 1, 4)),
+    128: (_SMALL_TILE, TileSize(128, 64, 8, 1, 4)),
+    192: (TileSize(128, 64, 8, 1, 3),) * 2,
+    256: (TileSize(128, 64, 8, 1, 2),) * 2,
+}
+
+
 def tile_of(problem: Problem, tuning: Tuning) -> TileSize:
     """Return the tile; like the splits, it depends only on head dimensions and rows."""
     dim = bucket(max(problem.D, problem.Dv))
+    if problem.is_invariant:
+        few, many = next(tiles for limit, tiles in _INVARIANT_TILES.items() if dim <= limit)
+        return few if shared_rows(problem) <= few.block_q else many
     if _is_small(problem, tuning):
         return _SMALL_TILE
     return next(tile for limit, tile in _TILES.items() if dim <= limit)
@@ -50,7 +63,7 @@ def _concerns(problem: Problem, context: LaunchContext) -> bool:
     on the sum, so the generic kernel takes packed calls.
     """
     P, tuning = problem, context.tuning
-    many = shared_rows(P) > tuning.split_wgmma_rows or _is_small(P, tuning)
+    many = shared_rows(P) > tuning.split_wgmma_rows or _is_small(P, tuning) or P.is_invariant
     if not many or max(P.D, P.Dv) > MAX_HEAD_DIM or P.is_packed:
         return False
     return packs_heads(P, tuning) or split.concerns(P, context)
@@ -72,9 +85,11 @@ def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
         key=replace(launch.key, split_kv=True),
         blocks=Grid("splits", launch.key.block_q, split_keys=keys, most=workers),
         why=_WHY,
-        traits=replace(launch.traits, split_keys=keys),
+        traits=replace(launch.traits, split_keys=keys, part_keys=0),
     )
     return split.joined(P, context, launch)
 
 
-SPLIT_HOPPER_FAMILY = Family("the Hopper kernel over splits", _launches, _why_not, _concerns)
+SPLIT_HOPPER_FAMILY = Family(
+    "the Hopper kernel over splits", _launches, _why_not, _concerns, invariant=True
+)

@@ -23,6 +23,14 @@ def small_first(tiles: Sequence[TileSize]) -> tuple[TileSize, ...]:
     return tuple(sorted(tiles, key=lambda tile: tile[:2] != (SMALL_TILE, SMALL_TILE)))
 
 
+def invariant_keys(dim: int) -> int:
+    """Return the keys of all Hopper forward tiles of ``invariant``, for the larger head dimension.
+
+    They divide the keys of a split.
+    """
+    return 128 if dim <= SMALL_TILE else SMALL_TILE
+
+
 @cache
 def tuned_tiles(kernel: str, itemsize: int, dim: int) -> tuple[TileSize, ...]:
     """Return the tile sizes of a kernel for a head dimension, the fastest first; maybe none."""

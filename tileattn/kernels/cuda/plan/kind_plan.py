@@ -147,11 +147,12 @@ def _kind_plan(
             if name == "block_table" and P.page is not None:
                 fields["page"] = P.page
     fields |= {f"{name}_rows": 1 for name in P.token_descales}
-    if P.is_paged or split_keys:
+    part_keys = 0 if main is None else main.traits.part_keys
+    if P.is_paged or split_keys or part_keys:
         # Packed sequences with many rows are split as well, unless another kernel takes those.
         few = any(launch.traits.persistent for launch in launches)
-        fields["split_keys"] = split_keys or WHOLE
-        fields["max_split_rows"] = FEW_ROWS if few else MOST_ROWS
+        fields["split_keys"] = split_keys or part_keys or WHOLE
+        fields["max_split_rows"] = 0 if part_keys else FEW_ROWS if few else MOST_ROWS
     own = tuple(launches)
     return KindPlan(P.kind, context, device, direction, own, classifying, fields, functions, tile)
 

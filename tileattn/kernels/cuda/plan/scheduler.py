@@ -137,7 +137,8 @@ def _static_or_claimed(
     # A late thread block has one group, and no block waits for it in lockstep.
     is_tall = key.block_q >= tuning.late_rows and key.groups == 1
     is_narrow = max(P.D, P.Dv) <= tuning.late_dim
-    late_share = tuning.late_share if is_tall and is_narrow and not steps else 0
+    has_late = is_tall and is_narrow and not steps and not launch.traits.part_keys
+    late_share = tuning.late_share if has_late else 0
     # One block a head, as in decoding, is little work, and lengths may differ in each call.
     few = blocks == 1 or work_tiles <= launch.workers
     many = work_tiles > tuning.max_waves * launch.workers

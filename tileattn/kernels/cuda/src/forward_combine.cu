@@ -1,58 +1,20 @@
 // Combine the sums of forward_split over the splits of each row. Share s adds up splits s, s + 8, s + 16
 // and so on, so the order of the sums depends only on the indices of the splits. A row has WARPS_N warps:
 // one for all shares, or one for each share.
-#include "splits.cuh"
+#include "partial_sums.cuh"
 
 constexpr int SHARES = 8, OWN = SHARES / WARPS_N;  // OWN: shares of a warp
-constexpr int COLUMNS = VALUE_DIM / WARP;          // columns of a lane, in vectors of VECTOR
-constexpr int VECTOR = COLUMNS % 4 == 0 && sizeof(Accum) == 4 ? 4 : COLUMNS % 2 == 0 ? 2 : 1;
 static_assert(WARPS_N == 1 || (WARPS_N == SHARES && WARPS_M == 1), "__syncthreads joins the warps of a row");
-
-struct alignas(VECTOR * sizeof(Accum)) Neighbours {
-    Accum values[VECTOR];
-};
-
-__device__ inline RowSum sum_of(const Params& p, i64 index) {
-    struct alignas(2 * sizeof(Accum)) Pair {
-        Accum values[2];
-    };
-    const Pair pair = static_cast<const Pair*>(p.partial_sums)[index];
-    return RowSum::load(pair.values);
-}
-__device__ inline int column_of(int n, int lane) {
-    return (n / VECTOR * WARP + lane) * VECTOR + n % VECTOR;
-}
-
-// The statistics of a row over one split, and this lane's columns of its output.
-struct Part {
-    RowSum sum;
-    Neighbours columns[COLUMNS / VECTOR];
-
-    __device__ void load(const Params& p, i64 index, int lane) {
-        sum = sum_of(p, index);
-        const auto from = reinterpret_cast<const Neighbours*>(
-            static_cast<const Accum*>(p.partial_out) + index * VALUE_DIM);
-#pragma unroll
-        for (int n = 0; n < COLUMNS / VECTOR; ++n) columns[n] = from[n * WARP + lane];
-    }
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward_combine(const __grid_constant__ Params p) {
     overlap_launches();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, share = warp % WARPS_N;
-    const int number = int(blockIdx.x) * WARPS_M + warp / WARPS_N;
-    const int rows = PACKED ? PACKED_ROWS : int(p.group * p.Nq), r = number % rows;
-    const int kv = number / rows % int(p.Hkv), b = number / rows / int(p.Hkv);
-    if (b >= p.entries) return;
-    const SharedRow row(p, kv, r);
-    const Sequence sequence(p, b);
-    const int own_rows = int(p.group * sequence.Nq);
-    if (PACKED && (r >= own_rows || own_rows > PACKED_ROWS)) return;
-    const Range keys = SlidingWindow(p, sequence).key_range(row.i, row.i + 1);
-    const int begin = keys.lo / int(p.split_keys), end = (keys.hi + int(p.split_keys) - 1) / int(p.split_keys);
-    const i64 first = partial_index(p, sequence, kv, r, 0);
-    const Accum softmax_scale_log2 = ScoreMod(p, b, row.h).softmax_scale_log2();
+    const SplitRow row(p, int(blockIdx.x) * WARPS_M + warp / WARPS_N);
+    if (!row.is_there) return;
+    const int begin = row.begin, end = row.end;
+    const i64 first = row.first;
+    const Accum softmax_scale_log2 = row.softmax_scale_log2;
 
     // Issue the loads of all shares before the first wait.
     Part parts[OWN];
@@ -98,10 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     }
 
     total.l = 0;
-    Element* const out = out_row(p, sequence, row);
-    auto finish = [&](bool writes) {
-        return total.finish(p, lse_index(p, sequence, row), row.h, writes);
-    };
+    Element* const out = row.out;
+    auto finish = [&](bool writes) { return total.finish(p, row.lse_index, row.h, writes); };
     if constexpr (WARPS_N == 1) {
 #pragma unroll
         for (int s = 0; s < SHARES; ++s) total.l += l[s];

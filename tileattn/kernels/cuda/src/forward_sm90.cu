@@ -163,12 +163,23 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if constexpr (HAS_MASK) dense.load(AttentionMask(p, work.sequence(p), work.h), row, column);
         if constexpr (HAS_BIAS) bias.load(ScoreMod(p, work.b, work.h), row, column);
     };
+    // With TOTALS the consumers go through a work tile part by part, as if each were a work tile. The q stage is
+    // released with the last part.
+    auto is_last_part = [&] { return !TOTALS || !work.continues; };
     auto fetch_work = [&] {
-        smem.q_full(warpgroup, work_pipe.stage).wait(work_pipe.phase);
-        work_pipe.advance();
+        const bool is_new = is_last_part();
+        if (is_new) {
+            smem.q_full(warpgroup, work_pipe.stage).wait(work_pipe.phase);
+            work_pipe.advance();
+        }
         next = smem.storage.work_tiles[q_pipe.stage];
+        if (!is_new) next.begin = next.tiles.begin = work.tiles.end;
         if (next.tiles.begin >= next.tiles.end || next.is_end)
             next.tiles.begin = next.tiles.end = next.end;
+        if constexpr (TOTALS) {
+            next.has_total = !is_new, next.continues = false;
+            if (next.tiles.begin < next.tiles.end) cut_to_part(p, next);
+        }
     };
     auto start_work = [&] {
         work = next;
@@ -224,7 +235,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     // Called once, but inlining it by hand makes other machine code with NVRTC 13.5.
     auto softmax = [&](auto columns, bool partial) {
         release_k();
-        if (RELEASES_Q_EARLY && tile + 1 == work.tiles.end) release_q();
+        if (RELEASES_Q_EARLY && tile + 1 == work.tiles.end && is_last_part()) release_q();
         modify_and_mask(columns, partial);
         online_softmax(columns);
     };
@@ -342,8 +353,10 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             for (auto& a : probs)
                 for (u32& r : a.r) r = 0, hide(r);
         }
-        if (NAN_SAFE || !RELEASES_Q_EARLY || empty) release_q();
-        q_pipe.advance(CONSUMERS);
+        if (is_last_part()) {
+            if (NAN_SAFE || !RELEASES_Q_EARLY || empty) release_q();
+            q_pipe.advance(CONSUMERS);
+        }
         if constexpr (!NAN_SAFE) {
             if (HAS_HALVES && work.tiles.ends_in_half)
                 gemm_async<Element>(acc, probs, smem.v(v_pipe.stage), 0, BLOCK_K / 32);

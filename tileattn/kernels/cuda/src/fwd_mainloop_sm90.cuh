@@ -4,8 +4,8 @@
 
 #include "gather_sm90.cuh"
 #include "nonfinite.cuh"
+#include "running_total.cuh"
 #include "splits.cuh"
-#include "softmax.cuh"
 
 constexpr int NT = BLOCK_K / 8, VT = VALUE_DIM / 8;
 
@@ -279,6 +279,10 @@ __device__ inline void store_split(const Params& p, const WorkTile& work, int ro
         sum.m = state.m[0][half], sum.l = state.l[0][half];
         sum.max_first = state.needs_max_first(0, half);
         if (p.splits == 1) {
+            if constexpr (INVARIANT) {  // as if added to a total of 0: -0 becomes 0
+#pragma unroll
+                for (auto& atom : acc.x[0]) atom[2 * half] += 0, atom[2 * half + 1] += 0;
+            }
             const SharedRow shared(p, kv, row);
             const Accum inverse =
                 sum.finish(p, lse_index(p, sequence, shared), shared.h, wanted && lane.t == 0);
@@ -309,11 +313,11 @@ __device__ inline void store_normalised(const Params& p, const Smem& smem, const
                                         Fragment<Accum, 1, VT>& acc) {
     const Lane lane;
     const bool second = lane.t & 1;
-    RowState<1> own = state.own_row(second);
+    RowState<1> own = state.template own_row<!TOTALS>(second);
     const Accum dropout_scale = HAS_DROPOUT ? Accum(p.dropout_scale) : Accum(1);
     Accum lse;
     const Accum weight = own.template finalize<true>(
-        0, 0, sink_of(p, work.h), dropout_scale * (NAN_SAFE ? P_DIVISOR : Accum(1)),
+        0, 0, sink_of(p, work.h), dropout_scale * (NAN_SAFE && !TOTALS ? P_DIVISOR : Accum(1)),
         Accum(p.softmax_scale), lse);
     const Accum other = __shfl_xor_sync(~0u, weight, 1);
     acc.scale_rows(0, {second ? other : weight, second ? weight : other});
@@ -342,22 +346,22 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
                                 RowState<1>& state, Fragment<Accum, 1, VT>& acc) {
     u32 halves = 3;
     bool good = true;
-    if constexpr (NAN_SAFE) {
-        if (work.all_max_first)
-            halves = state.below(-LARGE_ROW_MAX - SHIFT_MARGIN,
-                                 ScoreMod(p, work.b, work.h).softmax_scale_log2());
-    } else {
+    const Accum softmax_scale_log2 = ScoreMod(p, work.b, work.h).softmax_scale_log2();
+    if constexpr (!NAN_SAFE) {
         // A value that is not finite spoils its column in all rows, so half of the rows are enough. A sum
         // that overflows spoils only its own row.
         good = all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>(acc) & state.all_bounded();
     }
-    if constexpr (SPLIT_KV) {
+    if constexpr (SPLIT_KV || TOTALS) {
         state.reduce_sums(RowGroup(16));
         if constexpr (NAN_SAFE) acc.scale(P_DIVISOR);
-        store_split(p, work, row0, halves, state, acc);
-    } else {
-        store_normalised<NAN_SAFE>(p, smem, work, row0, halves, state, acc);
     }
+    if constexpr (TOTALS) RunningTotal(p).add_to(work, softmax_scale_log2, state, acc);
+    if (NAN_SAFE && work.all_max_first) halves = state.below(-LARGE_ROW_MAX - SHIFT_MARGIN, softmax_scale_log2);
+    if constexpr (SPLIT_KV)
+        store_split(p, work, row0, halves, state, acc);
+    else if (!TOTALS || !work.continues)
+        store_normalised<NAN_SAFE>(p, smem, work, row0, halves, state, acc);
     // This comes last, so that no store waits for the check.
     if (!NAN_SAFE && !__all_sync(~0u, good)) smem.mark_redo(0, work.iteration);
 }

@@ -406,14 +406,19 @@ struct RowState {
         group.all_reduce(l, [](Accum x, Accum y) { return x + y; });
     }
 
-    // One of a lane's two rows, with its whole sum. Neighbouring lanes ask for different rows.
+    // One of a lane's two rows, with its whole sum: REDUCE the sums of the lanes, or each lane has it. Neighbouring
+    // lanes ask for different rows.
+    template <bool REDUCE = true>
     __device__ RowState own_row(bool second) const {
         static_assert(MT == 1);
         RowState own = *this;
         const Accum other = second ? l[0][0] : l[0][1];
         Accum& sum = own.l[0][0];
-        sum = second ? l[0][1] : l[0][0], sum += __shfl_xor_sync(~0u, other, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
+        sum = second ? l[0][1] : l[0][0];
+        if constexpr (REDUCE) {
+            sum += __shfl_xor_sync(~0u, other, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+        }
         if (second) own.m[0][0] = m[0][1], own.max_first >>= 1;
         return own;
     }

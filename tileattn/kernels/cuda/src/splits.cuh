@@ -89,6 +89,24 @@ struct RowSum {
         return is_empty() ? Accum(0) : exp2_of(above(largest, softmax_scale_log2));
     }
 
+    // What a total, and the sums over the next keys, are multiplied by before they are added.
+    struct Factors {
+        Accum total, next;
+
+        __device__ Accum sum(Accum total, Accum next) const {
+            return fma(next, this->next, rounded_product(total, this->total));
+        }
+    };
+    // Add the sums over the next keys to these.
+    __device__ Factors add(const RowSum& next, Accum softmax_scale_log2) {
+        const RowSum before = *this;
+        raise(next, softmax_scale_log2);
+        const Factors factors{before.factor(*this, softmax_scale_log2),
+                              next.factor(*this, softmax_scale_log2)};
+        l = factors.sum(before.l, next.l);
+        return factors;
+    }
+
     // Stored as two numbers; the sign of the second marks a large row.
     __device__ void store(Accum* to) const { to[0] = m, to[1] = max_first ? -l : l; }
     __device__ static RowSum load(const Accum* from) {
@@ -104,7 +122,7 @@ struct RowSum {
         state.m[0][0] = m, state.l[0][0] = l, state.max_first = max_first;
         Accum lse;
         const Accum inverse =
-            state.finalize(0, 0, sink_of(p, h), Accum(1), Accum(p.softmax_scale), lse);
+            state.finalize<INVARIANT>(0, 0, sink_of(p, h), Accum(1), Accum(p.softmax_scale), lse);
         if (writes) static_cast<Accum*>(p.lse)[lse_index] = lse;
         return inverse;
     }

@@ -1,5 +1,4 @@
-// Layer 3. Work tiles of Hopper's persistent kernels, and their schedulers. The forward scheduler is static
-// or dynamic, the backward one dynamic.
+// Layer 3. Work tiles of Hopper's persistent kernels, and their schedulers, which are static or dynamic.
 #pragma once
 
 #include "query_split.cuh"
@@ -116,6 +115,7 @@ struct FwdWorkTile : WorkSequence<PACKED> {
     bool nan_safe;   // in a NaN-safe pass
     bool all_max_first;  // in the third pass, where all rows count as large
     bool is_end;     // no work tile: the first pass has ended, or all passes have
+    bool has_total : 1, continues : 1;  // TOTALS: there are sums over earlier keys; later keys follow
     int begin, end;  // of the whole block
     TileRange tiles;
 
