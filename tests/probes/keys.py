@@ -3,7 +3,10 @@
 from dataclasses import replace
 
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.families.shared_memory import hopper_backward_bytes, hopper_forward_bytes
+from tileattn.kernels.cuda.families.shared_memory import (
+    hopper_backward_bytes,
+    hopper_forward_memory,
+)
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -102,9 +105,11 @@ TYPES = tuple(KernelKey("types", dtype) for dtype in DTYPES)
 
 def _laid_out(kernel: str, tile: TileSize, dim: int, value: int = 0) -> KernelKey:
     """Make a key with the shared memory that the Hopper kernels have with such tiles."""
-    count = hopper_forward_bytes if kernel == "fwd_smem" else hopper_backward_bytes
     sizes = dim, value or dim
-    shared = count(tile, *sizes)
+    if kernel == "fwd_smem":
+        shared = hopper_forward_memory(tile, *sizes).nbytes
+    else:
+        shared = hopper_backward_bytes(tile, *sizes)
     return KernelKey(kernel, "float16", *sizes, *tile[:7], producer_warps=4, smem_bytes=shared)
 
 

@@ -13,6 +13,7 @@ from tileattn.kernels.cuda.families.context import (
     LARGE_SCORES,
     NON_FINITE,
     ROW_WARPS,
+    WARP,
     KernelLaunch,
     KernelTraits,
     LaunchContext,
@@ -36,7 +37,7 @@ from tileattn.kernels.cuda.families.shared_memory import (
     HOPPER_STATIC,
     hopper_backward_bytes,
     hopper_ds_bytes,
-    hopper_forward_bytes,
+    hopper_forward_memory,
     hopper_wide_dq_bytes,
 )
 from tileattn.kernels.cuda.families.size_class import (
@@ -84,7 +85,7 @@ _BACKWARD_BUCKETS = {
 }
 _PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
 _INVARIANT_TILE = TileSize(128, 64, 8, 1, 3)  # where no tuned tile has `invariant_keys`
-_SUMS_OF_TOTAL = 8  # numbers of a row beside its output
+_PIECE_BYTES = 16  # of a running total, a thread
 _MANY_GROUPS = 4  # of warps: too few registers for score modifiers, a mask or dropout
 _BOX_KEYS = 16  # of a TMA box; with fewer, copies of rows are faster; all key tiles are multiples
 _GATHERING_GROUPS = 2  # at most: a group has one producer warp, and others that gather rows
@@ -144,8 +145,9 @@ def forward_launch(
     """
     P, tuning, tile = problem, context.tuning, (tiles or _forward_tiles(problem, context))[0]
     dim, value = (bucket(n) if tiles else _forward_bucket(n) for n in (P.D, P.Dv))
-    shared = hopper_forward_bytes(tile, dim, value, _bias_size(context))
-    key = key_of(HOPPER, P, context, dim, value, tile, shared)
+    has_totals = P.is_invariant and not tiles
+    memory = hopper_forward_memory(tile, dim, value, _bias_size(context), totals=has_totals)
+    key = key_of(HOPPER, P, context, dim, value, tile, memory.nbytes)
     # The kernel is persistent: a thread block takes one query block after another.
     grid = Grid("queries", key.block_q, most=context.sm_count)
     key = replace(key, gathered=_is_gathered(P), invariant=P.is_invariant)
@@ -157,9 +159,9 @@ def forward_launch(
     # Long blocks wait for memory, short ones for the tensor cores: small head groups mix them.
     share = tuning.short_l2_share if has_dynamic_keys(P, tuning) else _FORWARD.l2_share
     why, traits = f"{SUPPORTED}, {tile.why}", replace(_FORWARD, l2_share=share)
-    if P.is_invariant:
+    if has_totals:
         keys = split_keys(P, tuning)
-        totals = _Totals(context.sm_count, keys)
+        totals = _Totals(context.sm_count, keys, memory.total_pieces)
         traits = replace(traits, part_keys=keys, workspace=totals)
     return KernelLaunch(key, grid, key.smem_bytes, why, maps, traits=traits)
 
@@ -210,8 +212,8 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
         return tile.groups == 1 or (plain and few)
 
     def fits(tile: TileSize) -> bool:
-        shared = hopper_forward_bytes(tile, dim, value, bias_size)
-        return shared + HOPPER_STATIC <= HOPPER_LIMIT
+        memory = hopper_forward_memory(tile, dim, value, bias_size, totals=P.is_invariant)
+        return memory.nbytes + HOPPER_STATIC <= HOPPER_LIMIT
 
     tiles = []
     more = (_INVARIANT_TILE,) if P.is_invariant else ()
@@ -388,12 +390,14 @@ class _Totals:
 
     workers: int
     part_keys: int
+    pieces: int  # of 16 bytes a thread
 
     def __call__(self, P: Problem, key: KernelKey) -> Parts:
         """Count the bytes, with those of `_forward_workspace`; one part needs no total."""
-        found, numbers = _forward_workspace(P, key), key.block_q * (key.value_dim + _SUMS_OF_TOTAL)
-        size = self.workers * P.accum_dtype.itemsize if P.Nk > self.part_keys else 0
-        return found._replace(scratch=found.scratch | {"partial_out": numbers * size})
+        found = _forward_workspace(P, key)
+        count = self.workers if P.Nk > self.part_keys else 0
+        nbytes = count * self.pieces * _PIECE_BYTES * WARP * key.warps_m
+        return found._replace(scratch=found.scratch | {"partial_out": nbytes})
 
 
 def _backward_workspace(P: Problem, key: KernelKey) -> Parts:

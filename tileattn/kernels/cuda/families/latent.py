@@ -73,8 +73,8 @@ _UNSUPPORTED_ARRAYS: tuple[Clause, ...] = (
 def why_not_problem(problem: Problem) -> str | None:
     """Return why the kernel does not support a call with any arrays on any GPU; None if it may."""
     option = refused(
-        *(problem, "has_bias", "has_block_mask", "has_dropout", "has_mask", "mask_mod", "score_mod"),
-        "is_invariant",
+        *(problem, "is_invariant", "has_bias", "has_block_mask", "has_dropout", "has_mask"),
+        *("mask_mod", "score_mod"),
     )
     if option is not None:
         return f"{option} is in use"

@@ -1,6 +1,7 @@
 """Shared memory of every kernel, as its CUDA source lays it out."""
 
 from functools import cache
+from typing import NamedTuple
 
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
@@ -9,6 +10,7 @@ HOPPER_LIMIT = 227 * 1024  # bytes per thread block on compute capability 9.0
 HOPPER_STATIC = 2048  # upper bound of the static shared memory of a Hopper kernel, in bytes
 HOPPER_GROUP_ROWS = 64  # rows of a warpgroup's wgmma
 _DQ_COPY_BYTES = 64 * 32 * 4  # float32 sums that one bulk copy adds to dQ in device memory
+_BLOCK_PIECES = 4  # of a running total, as in src/fwd_smem_sm90.cuh
 _DESCALE_BYTES = 4  # of the factor of a key, or a value, of 8 bits
 DAUX_WINDOW_BYTES = 64 * 1024  # upper bound of the private sums of all threads of a thread block
 _NARROW_DIM = 128  # largest head dimension at which dK and dV of a whole tile fit in registers
@@ -100,13 +102,30 @@ def wide_bytes(tile: TileSize, dim: int) -> int:
     return _swizzled(tile.block_q, dim) + _swizzled(tile.block_q, half) + stages
 
 
-@cache
-def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
-    """Count the dynamic shared memory of the Hopper forward kernel.
+class ForwardMemory(NamedTuple):
+    """The dynamic shared memory of the Hopper forward kernel.
 
-    Each group of warps holds the stages of keys and values, its queries and a tile of the bias.
-    If they fit, it also holds 64 columns of the output, and the next queries of some warpgroups.
-    ``bias_size`` is as in `generic_bytes`.
+    Parameters
+    ----------
+    nbytes : int
+        All of it.
+    total_pieces : int
+        Pieces of 16 bytes a thread of a running total that do not fit: they are in the workspace.
+    """
+
+    nbytes: int
+    total_pieces: int
+
+
+@cache
+def hopper_forward_memory(
+    tile: TileSize, dim: int, value: int, bias_size: int = 0, *, totals: bool = False
+) -> ForwardMemory:
+    """Divide the dynamic shared memory of the Hopper forward kernel.
+
+    Each group of warps holds the stages of keys and values, its queries and a tile of the bias. If
+    they fit, it also holds 64 columns of the output or more of a running total, if the kernel has
+    ``totals``, and the next queries of some warpgroups. ``bias_size`` is as in `generic_bytes`.
     """
     queries = _swizzled(HOPPER_GROUP_ROWS, dim)
     stages = tile.stages * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
@@ -114,11 +133,13 @@ def hopper_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 
     shares = tile.groups * tile.min_blocks_per_sm
     left = (HOPPER_LIMIT - HOPPER_STATIC) // shares - stages - bias
     warpgroups = tile.block_q // HOPPER_GROUP_ROWS
-    out = _swizzled(tile.block_q, 64)
-    if out > left - warpgroups * queries:
-        out = 0
+    pieces, block = value // 8 + 1 if totals else 0, _swizzled(tile.block_q, 64)
+    wanted = max(1, -(-pieces // _BLOCK_PIECES))
+    blocks = max(0, min((left - warpgroups * queries) // block, wanted))
+    out = blocks * block
     buffers = max(warpgroups, min(2 * warpgroups, (left - out) // queries))
-    return tile.groups * (stages + buffers * queries + out + bias)
+    nbytes = tile.groups * (stages + buffers * queries + out + bias)
+    return ForwardMemory(nbytes, max(0, pieces - blocks * _BLOCK_PIECES))
 
 
 @cache

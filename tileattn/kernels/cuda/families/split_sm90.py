@@ -29,8 +29,8 @@ _TILES = {
 }
 
 
-# With ``invariant``, by the larger head-dimension bucket: for up to 64 rows, and for more. Their keys
-# are `invariant_keys`.
+# With ``invariant``, by the larger head-dimension bucket: for up to 64 rows, and for more. Their
+# keys are `invariant_keys`.
 _INVARIANT_TILES = {
     64: (TileSize(64, 128, 4, 1, 3, 2), TileSize(128, 128, 8, 1, 4)),
     128: (_SMALL_TILE, TileSize(128, 64, 8, 1, 4)),

@@ -64,6 +64,7 @@ constexpr bool PAGED = KEY_PAGED;        // keys and values are in pages of a bl
 constexpr bool GATHERED = KEY_GATHERED;  // Hopper forward: threads copy their rows, since a tile may end in a page
 constexpr bool SPLIT_KV = KEY_SPLIT_KV;  // split-KV; a tile has the rows of all query heads of a key head
 constexpr bool INVARIANT = KEY_INVARIANT;  // sums over splits of the keys are added in the order of the keys
+constexpr bool TOTALS = INVARIANT && !SPLIT_KV;  // Hopper forward: the kernel itself adds them (running_total.cuh)
 constexpr bool FOLD = KEY_FOLD_SCALE;    // no score modifiers: the scale is part of the exponent
 constexpr bool ADD_DQ = KEY_ADD_DQ;      // the dK and dV kernel adds dQ in memory, too
 constexpr bool WRITE_DQ = KEY_WRITE_DQ;  // ADD_DQ, but one block has all keys: it writes dQ itself

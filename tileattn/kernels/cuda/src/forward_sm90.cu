@@ -165,9 +165,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     };
     // With TOTALS the consumers go through a work tile part by part, as if each were a work tile. The q stage is
     // released with the last part.
-    auto is_last_part = [&] { return !TOTALS || !work.continues; };
     auto fetch_work = [&] {
-        const bool is_new = is_last_part();
+        const bool is_new = !work.continues;
         if (is_new) {
             smem.q_full(warpgroup, work_pipe.stage).wait(work_pipe.phase);
             work_pipe.advance();
@@ -176,10 +175,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if (!is_new) next.begin = next.tiles.begin = work.tiles.end;
         if (next.tiles.begin >= next.tiles.end || next.is_end)
             next.tiles.begin = next.tiles.end = next.end;
-        if constexpr (TOTALS) {
-            next.has_total = !is_new, next.continues = false;
-            if (next.tiles.begin < next.tiles.end) cut_to_part(p, next);
-        }
+        if constexpr (TOTALS) cut_to_part(p, next, !is_new);
     };
     auto start_work = [&] {
         work = next;
@@ -235,7 +231,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     // Called once, but inlining it by hand makes other machine code with NVRTC 13.5.
     auto softmax = [&](auto columns, bool partial) {
         release_k();
-        if (RELEASES_Q_EARLY && tile + 1 == work.tiles.end && is_last_part()) release_q();
+        if (RELEASES_Q_EARLY && tile + 1 == work.tiles.end && !work.continues) release_q();
         modify_and_mask(columns, partial);
         online_softmax(columns);
     };
@@ -353,7 +349,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             for (auto& a : probs)
                 for (u32& r : a.r) r = 0, hide(r);
         }
-        if (is_last_part()) {
+        if (!work.continues) {
             if (NAN_SAFE || !RELEASES_Q_EARLY || empty) release_q();
             q_pipe.advance(CONSUMERS);
         }

@@ -356,11 +356,11 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
         state.reduce_sums(RowGroup(16));
         if constexpr (NAN_SAFE) acc.scale(P_DIVISOR);
     }
-    if constexpr (TOTALS) RunningTotal(p).add_to(work, softmax_scale_log2, state, acc);
+    if constexpr (TOTALS) RunningTotal(p, smem).add_to(work, softmax_scale_log2, state, acc);
     if (NAN_SAFE && work.all_max_first) halves = state.below(-LARGE_ROW_MAX - SHIFT_MARGIN, softmax_scale_log2);
     if constexpr (SPLIT_KV)
         store_split(p, work, row0, halves, state, acc);
-    else if (!TOTALS || !work.continues)
+    else if (!work.continues)
         store_normalised<NAN_SAFE>(p, smem, work, row0, halves, state, acc);
     // This comes last, so that no store waits for the check.
     if (!NAN_SAFE && !__all_sync(~0u, good)) smem.mark_redo(0, work.iteration);

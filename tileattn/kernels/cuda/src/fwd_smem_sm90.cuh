@@ -20,13 +20,22 @@ struct KeyValueStage {
     ValueTile::Storage v;
 };
 
+// With TOTALS each warp also has memory for the total of its rows (running_total.cuh), as far as it fits: pieces of
+// 16 bytes a thread, in blocks of four. The staging memory of the warps is the first block.
+constexpr int TOTAL_PIECES = TOTALS ? VALUE_DIM / 8 + 1 : 0, BLOCK_PIECES = 4;
+constexpr int TOTAL_BLOCK = WARPS_M * STAGING_BYTES;
+static_assert(STAGING_BYTES == BLOCK_PIECES * WARP * 16, "a block is the staging memory of all warps");
+
 // Each warp has staging memory for its output, unless a bias leaves no space. A q stage holds the queries
 // of one warpgroup. There are stages for the next work tile, too, as far as they fit.
 constexpr int BIAS_BYTES = WarpBias<false, 1, BLOCK_K / 8>::BYTES;
 constexpr int Q_SPACE =
     225 * 1024 / (GROUPS * MIN_BLOCKS_PER_SM) - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));
-constexpr bool STAGED_OUT = Q_SPACE >= CONSUMERS * QueryTile::BYTES + WARPS_M * STAGING_BYTES;
-constexpr int OUT_BYTES = STAGED_OUT ? WARPS_M * STAGING_BYTES : 0;
+constexpr int OUT_FIT = (Q_SPACE - CONSUMERS * QueryTile::BYTES) / TOTAL_BLOCK;
+constexpr int OUT_WANTED = TOTALS ? (TOTAL_PIECES + BLOCK_PIECES - 1) / BLOCK_PIECES : 1;
+constexpr int OUT_BLOCKS = OUT_FIT < OUT_WANTED ? OUT_FIT : OUT_WANTED;
+constexpr int OUT_BYTES = OUT_BLOCKS * TOTAL_BLOCK;
+constexpr bool STAGED_OUT = OUT_BLOCKS > 0;
 constexpr int Q_FIT = (Q_SPACE - OUT_BYTES) / QueryTile::BYTES;
 constexpr int Q_STAGES = Q_FIT < 2 * CONSUMERS ? Q_FIT : 2 * CONSUMERS;
 static_assert(Q_STAGES >= CONSUMERS, "a stage for every warpgroup");
@@ -133,6 +142,7 @@ struct Smem {
     __device__ u32 staging(int warp) const {
         return tensors + int(sizeof(Tensors)) + warp * STAGING_BYTES;
     }
+    __device__ char* out() const { return memory + sizeof(Tensors); }
     __device__ char* bias() const { return memory + sizeof(Tensors) + OUT_BYTES; }
 
     __device__ Barrier q_full(int warpgroup, int parity) const {

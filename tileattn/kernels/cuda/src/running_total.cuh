@@ -1,16 +1,18 @@
 // Layer 3. Hopper's forward kernel with INVARIANT: it adds up the sums over a row's keys as split-KV does. A
 // part is the keys of one split. The sums over a part start at zero, and are added to a total when the part
-// ends. A thread keeps its piece of the total in the workspace.
+// ends. Each thread has the total of its sums in shared memory, and the rest in the workspace.
 #pragma once
 
 #include "fwd_smem_sm90.cuh"
 #include "softmax.cuh"
 
-constexpr bool TOTALS = INVARIANT && !SPLIT_KV;
 static_assert(!TOTALS || GROUPS == 1, "threads are counted in a CTA");
 
-// Limit a work tile to its first part.
-__device__ inline void cut_to_part(const Params& p, WorkTile& work) {
+// Limit a work tile to the keys of one part: its first, or the next one after a total.
+template <class Work>
+__device__ inline void cut_to_part(const Params& p, Work& work, bool has_total) {
+    work.has_total = has_total, work.continues = false;
+    if (work.tiles.begin == work.tiles.end) return;
     const KeyTileList list(p, work);
     const int tiles = block_count<BLOCK_K>(p, p.Nk), part_tiles = int(p.split_keys) / BLOCK_K;
     const int next = (list.tile(work.tiles.begin) / part_tiles + 1) * part_tiles;
@@ -19,19 +21,27 @@ __device__ inline void cut_to_part(const Params& p, WorkTile& work) {
     if (work.continues) work.end = work.tiles.end = end, work.tiles.ends_in_half = false;
 }
 
-// The total of the rows of a thread: its output, and its sums after that.
+// The total of the rows of a thread, in pieces: its sums, and then its output.
 struct RunningTotal {
-    static constexpr int VT = VALUE_DIM / 8;
-    float4* memory;
+    static constexpr int VT = VALUE_DIM / 8, IN_SHARED = OUT_BLOCKS * BLOCK_PIECES;
+    static constexpr int IN_WORKSPACE = IN_SHARED < TOTAL_PIECES ? TOTAL_PIECES - IN_SHARED : 0;
+    char* shared;
+    float4* workspace;
 
-    __device__ explicit RunningTotal(const Params& p)
-        : memory(static_cast<float4*>(p.partial_out) + i64(blockIdx.x) * (VT + 1) * CONSUMER_THREADS +
-                 threadIdx.x) {}
-    __device__ float4& out(int n) const { return memory[n * CONSUMER_THREADS]; }
-    __device__ float4& sums() const { return out(VT); }
+    __device__ RunningTotal(const Params& p, const Smem& smem)
+        : shared(smem.out() + threadIdx.x / WARP * STAGING_BYTES + threadIdx.x % WARP * 16),
+          workspace(static_cast<float4*>(p.partial_out) + i64(blockIdx.x) * IN_WORKSPACE * CONSUMER_THREADS +
+                    threadIdx.x) {}
+    __device__ float4& piece(int n) const {
+        const int block = n / BLOCK_PIECES * TOTAL_BLOCK, within = n % BLOCK_PIECES * WARP * 16;
+        return n < IN_SHARED ? *reinterpret_cast<float4*>(shared + block + within)
+                             : workspace[(n - IN_SHARED) * CONSUMER_THREADS];
+    }
+    __device__ float4& sums() const { return piece(0); }
+    __device__ float4& out(int n) const { return piece(1 + n); }
 
     // Add the total over earlier keys to the sums over a part, whose `state` has the sums of whole rows. If
-    // keys follow, store the new total.
+    // keys follow, store the new total. Otherwise the memory may become staging memory, after a __syncwarp.
     __device__ void add_to(const WorkTile& work, Accum softmax_scale_log2, RowState<1>& state,
                            Fragment<Accum, 1, VT>& acc) const {
         float4 old{};

@@ -128,6 +128,17 @@ struct RowSum {
     }
 };
 
+// Whether a work tile is a part of the keys: with TOTALS, which adds up the sums over parts.
+template <bool>
+struct WorkPart {
+    static constexpr bool has_total = false;  // there are sums over earlier keys
+    static constexpr bool continues = false;  // there are later keys
+};
+template <>
+struct WorkPart<true> {
+    bool has_total, continues;
+};
+
 __device__ inline const Element* q_row(const Params& p, const Sequence& sequence,
                                        const SharedRow& row) {
     return sequence.queries<Element>(p.q, p.q_at, row.h) + row.i * p.q_at.n;

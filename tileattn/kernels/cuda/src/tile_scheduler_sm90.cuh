@@ -109,13 +109,12 @@ struct WorkSequence<true> {
 
 // A block of queries of one head, or the part of a warpgroup. With a tile list, begin and end are indices
 // into it, the same for all warpgroups.
-struct FwdWorkTile : WorkSequence<PACKED> {
+struct FwdWorkTile : WorkSequence<PACKED>, WorkPart<TOTALS> {
     int h, q0, iteration;
     int split;       // of the keys, where h is the first query head of a key head
     bool nan_safe;   // in a NaN-safe pass
     bool all_max_first;  // in the third pass, where all rows count as large
     bool is_end;     // no work tile: the first pass has ended, or all passes have
-    bool has_total : 1, continues : 1;  // TOTALS: there are sums over earlier keys; later keys follow
     int begin, end;  // of the whole block
     TileRange tiles;
 
