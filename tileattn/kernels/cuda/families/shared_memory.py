@@ -124,8 +124,8 @@ def hopper_forward_memory(
     """Divide the dynamic shared memory of the Hopper forward kernel.
 
     Each group of warps holds the stages of keys and values, its queries and a tile of the bias. If
-    they fit, it also holds 64 columns of the output or more of a running total, if the kernel has
-    ``totals``, and the next queries of some warpgroups. ``bias_size`` is as in `generic_bytes`.
+    they fit, it also holds 64 columns of the output, the next queries of some warpgroups, and more
+    of a running total, if the kernel has ``totals``. ``bias_size`` is as in `generic_bytes`.
     """
     queries = _swizzled(HOPPER_GROUP_ROWS, dim)
     stages = tile.stages * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
@@ -134,8 +134,9 @@ def hopper_forward_memory(
     left = (HOPPER_LIMIT - HOPPER_STATIC) // shares - stages - bias
     warpgroups = tile.block_q // HOPPER_GROUP_ROWS
     pieces, block = value // 8 + 1 if totals else 0, _swizzled(tile.block_q, 64)
-    wanted = max(1, -(-pieces // _BLOCK_PIECES))
-    blocks = max(0, min((left - warpgroups * queries) // block, wanted))
+    least = int(left >= warpgroups * queries + block)
+    most = -(-pieces // _BLOCK_PIECES) if totals else least
+    blocks = max(least, min((left - 2 * warpgroups * queries) // block, most))
     out = blocks * block
     buffers = max(warpgroups, min(2 * warpgroups, (left - out) // queries))
     nbytes = tile.groups * (stages + buffers * queries + out + bias)

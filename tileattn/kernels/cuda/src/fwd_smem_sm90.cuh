@@ -27,13 +27,14 @@ constexpr int TOTAL_BLOCK = WARPS_M * STAGING_BYTES;
 static_assert(STAGING_BYTES == BLOCK_PIECES * WARP * 16, "a block is the staging memory of all warps");
 
 // Each warp has staging memory for its output, unless a bias leaves no space. A q stage holds the queries
-// of one warpgroup. There are stages for the next work tile, too, as far as they fit.
+// of one warpgroup. There are stages for the next work tile, too, as far as they fit, and after them more blocks.
 constexpr int BIAS_BYTES = WarpBias<false, 1, BLOCK_K / 8>::BYTES;
 constexpr int Q_SPACE =
     225 * 1024 / (GROUPS * MIN_BLOCKS_PER_SM) - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));
-constexpr int OUT_FIT = (Q_SPACE - CONSUMERS * QueryTile::BYTES) / TOTAL_BLOCK;
-constexpr int OUT_WANTED = TOTALS ? (TOTAL_PIECES + BLOCK_PIECES - 1) / BLOCK_PIECES : 1;
-constexpr int OUT_BLOCKS = OUT_FIT < OUT_WANTED ? OUT_FIT : OUT_WANTED;
+constexpr int OUT_LEAST = Q_SPACE >= CONSUMERS * QueryTile::BYTES + TOTAL_BLOCK;
+constexpr int OUT_MOST = TOTALS ? (TOTAL_PIECES + BLOCK_PIECES - 1) / BLOCK_PIECES : OUT_LEAST;
+constexpr int OUT_FIT = (Q_SPACE - 2 * CONSUMERS * QueryTile::BYTES) / TOTAL_BLOCK;
+constexpr int OUT_BLOCKS = OUT_FIT < OUT_LEAST ? OUT_LEAST : OUT_FIT < OUT_MOST ? OUT_FIT : OUT_MOST;
 constexpr int OUT_BYTES = OUT_BLOCKS * TOTAL_BLOCK;
 constexpr bool STAGED_OUT = OUT_BLOCKS > 0;
 constexpr int Q_FIT = (Q_SPACE - OUT_BYTES) / QueryTile::BYTES;

@@ -24,18 +24,18 @@ __device__ inline void cut_to_part(const Params& p, Work& work, bool has_total) 
 // The total of the rows of a thread, in pieces: its sums, and then its output.
 struct RunningTotal {
     static constexpr int VT = VALUE_DIM / 8, IN_SHARED = OUT_BLOCKS * BLOCK_PIECES;
-    static constexpr int IN_WORKSPACE = IN_SHARED < TOTAL_PIECES ? TOTAL_PIECES - IN_SHARED : 0;
-    char* shared;
-    float4* workspace;
+    static constexpr u32 IN_WORKSPACE = IN_SHARED < TOTAL_PIECES ? TOTAL_PIECES - IN_SHARED : 0;
+    const Params& p;
+    const Smem& smem;
 
-    __device__ RunningTotal(const Params& p, const Smem& smem)
-        : shared(smem.out() + threadIdx.x / WARP * STAGING_BYTES + threadIdx.x % WARP * 16),
-          workspace(static_cast<float4*>(p.partial_out) + i64(blockIdx.x) * IN_WORKSPACE * CONSUMER_THREADS +
-                    threadIdx.x) {}
     __device__ float4& piece(int n) const {
-        const int block = n / BLOCK_PIECES * TOTAL_BLOCK, within = n % BLOCK_PIECES * WARP * 16;
-        return n < IN_SHARED ? *reinterpret_cast<float4*>(shared + block + within)
-                             : workspace[(n - IN_SHARED) * CONSUMER_THREADS];
+        if (n >= IN_SHARED) {
+            const u32 place = blockIdx.x * IN_WORKSPACE * CONSUMER_THREADS + threadIdx.x;
+            return static_cast<float4*>(p.partial_out)[place + (n - IN_SHARED) * CONSUMER_THREADS];
+        }
+        const u32 place = threadIdx.x / WARP * STAGING_BYTES + threadIdx.x % WARP * 16;
+        const int offset = n / BLOCK_PIECES * TOTAL_BLOCK + n % BLOCK_PIECES * WARP * 16;
+        return *reinterpret_cast<float4*>(smem.out() + place + offset);
     }
     __device__ float4& sums() const { return piece(0); }
     __device__ float4& out(int n) const { return piece(1 + n); }

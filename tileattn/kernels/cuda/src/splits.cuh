@@ -74,10 +74,10 @@ struct RowSum {
 
     // By how many units of log 2 this shift exceeds another.
     __device__ Accum above(const RowSum& other, Accum softmax_scale_log2) const {
-        if (max_first != other.max_first)
-            return max_first ? fma(m, softmax_scale_log2, -other.m)
-                         : -fma(other.m, softmax_scale_log2, -m);
-        return max_first ? difference(m, other.m) * softmax_scale_log2 : difference(m, other.m);
+        const Accum mixed = max_first ? fma(m, softmax_scale_log2, -other.m)
+                                      : -fma(other.m, softmax_scale_log2, -m);
+        const Accum alike = difference(m, other.m) * (max_first ? softmax_scale_log2 : Accum(1));
+        return max_first != other.max_first ? mixed : alike;
     }
     // Become the one with the larger shift.
     __device__ void raise(const RowSum& other, Accum softmax_scale_log2) {
@@ -99,11 +99,13 @@ struct RowSum {
     };
     // Add the sums over the next keys to these.
     __device__ Factors add(const RowSum& next, Accum softmax_scale_log2) {
-        const RowSum before = *this;
-        raise(next, softmax_scale_log2);
-        const Factors factors{before.factor(*this, softmax_scale_log2),
-                              next.factor(*this, softmax_scale_log2)};
-        l = factors.sum(before.l, next.l);
+        const Accum above = next.above(*this, softmax_scale_log2);
+        const bool rises = !next.is_empty() && (is_empty() || above > 0);
+        const Accum factor = exp2_of(rises ? -above : above);  // of the one with the smaller shift
+        const Factors factors{is_empty() ? 0 : rises ? factor : Accum(1),
+                              next.is_empty() ? 0 : rises ? Accum(1) : factor};
+        m = rises ? next.m : m, max_first = rises ? next.max_first : max_first;
+        l = factors.sum(l, next.l);
         return factors;
     }
 
