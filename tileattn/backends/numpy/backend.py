@@ -216,7 +216,7 @@ class NumpyBackend:
         size = problem.accum_dtype.itemsize
         return Explanation(
             backend=self.name,
-            kernel="tileattn.algorithm.spec",
+            kernel=f"tileattn.algorithm.{'invariant' if problem.is_invariant else 'spec'}",
             forward_tile=(fq, fk),
             backward_tile=(bq, bk),
             workers=threads.worker_count() if parallel else 1,
