@@ -20,6 +20,7 @@ from tileattn.backends.numpy.memory import Scratch, TileMemory
 from tileattn.call.parse import parse
 from tileattn.call.problem import Operands, Problem
 from tileattn.testing import AttentionCase, problems
+from tileattn.testing.options import DRAW
 from tileattn.traffic import Traffic, counted, modelled, recorded
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
@@ -90,8 +91,11 @@ def check(
     )
 
 
+OPTIONS = [name for name in DRAW if name != "invariant"]  # its tiles are whole
+
+
 @settings(max_examples=60)
-@given(problems(max_length=50), tiles)
+@given(problems(max_length=50, options=OPTIONS), tiles)
 def test_any_call_moves_what_is_counted(case: AttentionCase, tile: tuple[int, int]) -> None:
     """All options: lengths, offsets, biases that are summed over heads, blocks of any size."""
     problem, operands = parse(case.q, case.k, case.v, case.options)
@@ -119,6 +123,17 @@ def test_a_tall_tile_that_is_cut_in_two_moves_what_is_counted() -> None:
     with recorded() as found:
         NumpyBackend((300, 100)).forward(problem, operands, None)
     assert found.moved == counted(problem, operands, (300, 100)).moved
+
+
+@pytest.mark.parametrize("window", [(None, None), (70, 0), (30, 9)])
+def test_an_invariant_call_moves_what_rows_of_one_query_do(
+    window: tuple[int | None, int | None],
+) -> None:
+    q, k, v = made((2, 6, 90, 4), np.float32), *(made((2, 2, 110, 4), np.float32) for _ in "kv")
+    problem, operands = parse(q, k, v, {"invariant": True, "window": window})
+    with recorded() as found:
+        NumpyBackend((30, 32)).forward(problem, operands, None)
+    assert found.moved == counted(problem, operands, (1, 32), heads_per_load=3).moved
 
 
 @settings(max_examples=100)

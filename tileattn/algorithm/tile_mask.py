@@ -31,6 +31,11 @@ class TileMask:
         dense[..., self.keys] = self.pairs
         return dense.swapaxes(-1, -2) if self.is_transposed else dense
 
+    def within(self, keys: slice, N: int) -> "TileMask":
+        """Return the mask of a tile of N keys in which ``keys`` are those of this tile."""
+        first, stop = (keys.start + n for n in (self.keys.start, self.keys.stop))
+        return replace(self, keys=slice(first, stop), N=N)
+
     def transposed(self) -> "TileMask":
         """Return the same pairs, with keys before queries."""
         return replace(self, is_transposed=not self.is_transposed)

@@ -34,7 +34,7 @@ from tileattn.dtypes import DTYPES
 from tileattn.kernels import disk_cache as cache
 from tileattn.kernels.llvm import compile as compiling
 from tileattn.kernels.llvm.compile import bf16_host, host
-from tileattn.kernels.llvm.target import AVX2, GENERIC, Target
+from tileattn.kernels.llvm.target import AVX2, AVX512_BF16, GENERIC, Target
 from tileattn.testing import assert_attention_close, error_bound
 
 Array = NDArray[Any]
@@ -420,6 +420,21 @@ def test_what_is_longer_is_refused(name: str) -> None:
     reason = LlvmBackend().why_not(replace(problem, **longer))
     assert reason is not None
     assert reason.startswith(f"{name} is 2,147,483,648; the kernels take at most 2,147,483,647")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("Nq", [1, 64])
+def test_all_invariant_calls_have_one_kernel_for_one_target(
+    monkeypatch: pytest.MonkeyPatch, Nq: int, dtype: Any
+) -> None:
+    """Also on CPUs with instructions for products of bfloat16, which few queries do not use."""
+    monkeypatch.setattr(llvm, "bf16_host", lambda: AVX512_BF16)
+    q, k = np.zeros((2, 8, Nq, 32), dtype), np.zeros((2, 2, 64, 32), dtype)
+    found = tileattn.explain(q, k, k, invariant=True, backend="llvm")
+    assert found.kernel == f"tileattn.kernels.llvm.forward, {host().name}"
+    assert "forward kernel: invariant=True computes any number of queries with it" in found.reasons
+    problem = parse(q, k, k, {"invariant": True})[0]
+    assert LlvmBackend().targets_of(problem) == (host(),)
 
 
 def test_an_explanation_names_the_target_and_its_tiles() -> None:

@@ -66,9 +66,12 @@ class LlvmBackend(PreparingBackend):
         return (self.target,) if found is None else (found, self.target)
 
     def few_queries(self, P: Problem) -> int:
-        """Return the most queries per sequence that the decoding kernel takes."""
+        """Return the most queries per sequence that the decoding kernel takes.
+
+        The two kernels add up in other orders, so invariant calls run in one of them.
+        """
         if self._kernel is None:
-            return few_queries(P.group)
+            return 0 if P.is_invariant else few_queries(P.group)
         return _LONGEST if self._kernel == "decode" else 0
 
     def owns(self, x: Any) -> bool:
@@ -113,6 +116,8 @@ class LlvmBackend(PreparingBackend):
         choice = f"decode kernel: only {rows} query row{'s' * (rows > 1)} per KV head"
         if kernel != "decode":
             choice = f"forward kernel: {rows} query rows per KV head fill vector lanes"
+            if P.is_invariant and self._kernel is None:
+                choice = "forward kernel: invariant=True computes any number of queries with it"
         return Explanation(
             backend=self.name,
             kernel=f"tileattn.kernels.llvm.{kernel}, {target.name}",
@@ -135,8 +140,13 @@ class LlvmBackend(PreparingBackend):
 
 
 def _uses_bf16_matmuls(P: Problem) -> bool:
-    """Return True if a CPU with bfloat16 instructions uses them for a problem."""
-    if P.dtype != NAMED["bfloat16"] or P.is_quantised or P.group * P.Nq < _MIN_BF16_ROWS:
+    """Return True if a CPU with bfloat16 instructions uses them for a problem.
+
+    Invariant calls do not: neither pages, packed sequences nor few queries have these matmuls.
+    """
+    if P.dtype != NAMED["bfloat16"] or P.is_quantised or P.is_invariant:
+        return False
+    if P.group * P.Nq < _MIN_BF16_ROWS:
         return False
     return all(x is None for x in (P.score_mod, P.mask_mod, P.sequences, P.page))
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tileattn.algorithm import spec
+from tileattn.algorithm import invariant, spec
 from tileattn.algorithm.heads import Array
 from tileattn.algorithm.memory import Executor, Task, sum_dtype
 from tileattn.backends import threads
@@ -27,6 +27,7 @@ from tileattn.traffic import explained
 # releases the interpreter lock and waits for it again.
 _FORWARD = (1, (384, 1024))
 _FORWARD_BANDED = (4, (128, 1024))  # fewer masked-out pairs at the boundary of a window
+_FORWARD_INVARIANT = (32, (1, 256))  # results have other bits with other tiles of keys
 _BACKWARD_ROWS = 512  # queries of a tile
 _BACKWARD_KEYS = 1 << 15  # elements in a key block: 512 keys for D = 64, 256 for D = 128
 
@@ -184,6 +185,8 @@ class NumpyBackend:
         """Compute attention; ``out`` is written at once, after everything else has succeeded."""
         together, tile = self._forward_tile(problem)
         compute = partial(spec.forward, problem, operands, tile, together=together)
+        if problem.is_invariant:
+            compute = partial(invariant.forward, problem, operands, tile[1], together=together)
         result = Workers(problem).compute(compute)
         return placed(result, out)
 
@@ -213,7 +216,7 @@ class NumpyBackend:
         size = problem.accum_dtype.itemsize
         return Explanation(
             backend=self.name,
-            kernel="tileattn.algorithm.spec",
+            kernel=f"tileattn.algorithm.{'invariant' if problem.is_invariant else 'spec'}",
             forward_tile=(fq, fk),
             backward_tile=(bq, bk),
             workers=threads.worker_count() if parallel else 1,
@@ -230,6 +233,9 @@ class NumpyBackend:
 
     def _forward_tile(self, problem: Problem) -> tuple[int, tuple[int, int]]:
         """Return the heads of a task, and the queries and keys of a tile."""
+        if problem.is_invariant:
+            together, (block_q, block_k) = _FORWARD_INVARIANT
+            return together, (block_q, self.forward_tile[1] if self.forward_tile else block_k)
         if self.forward_tile:
             return 1, self.forward_tile
         return _FORWARD if problem.window == (None, None) else _FORWARD_BANDED
