@@ -226,6 +226,24 @@ def test_append(dtype: Any, kind: Any, layout: str, scales: str) -> None:
             np.testing.assert_array_equal(factor.get(), wanted)
 
 
+@pytest.mark.parametrize("scales", DESCALES)
+@pytest.mark.parametrize("page", [0, 16])
+def test_explain(page: int, scales: str) -> None:
+    arrays, options = drawn(HEADS[0], (64, 64), BF16, np.int8, scales)
+    options |= {"kv_lengths": LENGTHS}
+    if page:
+        q, *cache = arrays
+        (k, options["block_table"]), (v, _) = (paged(x, LENGTHS, page, 0) for x in cache)
+        arrays = [q, k, v]
+        if scales == "tokens":
+            options |= {
+                n: paged(options[n][..., None], LENGTHS, page)[0][..., 0]
+                for n in ("k_descale", "v_descale")
+            }
+    said = tileattn.explain(*map(sent, arrays), **there(options))
+    assert said.kernel == "forward_split"
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda x: x.__name__)
 def test_append_what_has_8_bits(kind: Any) -> None:
     rng = np.random.default_rng(6)

@@ -9,6 +9,7 @@ import numpy as np
 from tileattn.backends.cupy import describe
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.protocol import Explanation
+from tileattn.call.options import DESCALES
 from tileattn.call.problem import Operands, Problem
 from tileattn.call.sequences import Packing
 from tileattn.expressions.nodes import elements
@@ -178,8 +179,15 @@ def _on_host(P: Problem, x: Operands) -> Operands:
     offset = lengths - P.Nq if offset is None else offset
     rows = (P.B, P.Hq, P.Nq, P.D), (P.B, P.Hkv, P.Nk, P.D), (P.B, P.Hkv, P.Nk, P.Dv)
     q, k, v = (blank(shape, P.dtype) for shape in rows)
+    # k and v are no pages here: factors of tokens have their axes.
+    tokens, heads = (P.B, P.Hkv, P.Nk), (P.entries, P.Hkv, 1)
+    descales = {
+        name: blank(tokens if name in P.token_descales else heads, np.float32)
+        for name in (DESCALES if P.is_quantised else ())
+    }
     return Operands(
         *(q, k, v, lengths, offset),
+        **descales,
         mask=None if x.mask is None else blank(x.mask.shape, np.bool_),
         block_mask=x.block_mask,
         packing=packing,

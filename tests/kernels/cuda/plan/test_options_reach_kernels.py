@@ -34,12 +34,14 @@ SCORELESS = {
     *("add_halves", "add_rows", "append_kv", "join_rows", "rope"),
     *("backward_daux_sum", "backward_dbias_sum"),
     *("backward_dq_convert", "backward_dq_convert_sm90"),
-    *("backward_dsinks", "backward_preprocess", "forward_combine"),
+    *("backward_dsinks", "backward_preprocess", "forward_combine", "forward_fold"),
     *("classify_tiles", "list_key_tiles", "list_query_tiles", "rank_key_tiles"),
     *("count_key_blocks", "count_query_blocks", "order_key_blocks", "order_query_blocks"),
 }
 # Kernels that compute the logsumexp again, which dropout does not change.
 WITHOUT_DROPOUT = {"backward_large_scores", "naive_large_scores"}
+# Kernels that sum over the keys of a row in one order.
+WITHOUT_SPLITS = {"forward", "naive_forward"}
 _DROPOUT = {"dropout_p", "origin"}
 _FIRST = {"cu_seqlens_q", "cu_seqlens_k"}  # which say how many sequences others are given for
 PAGE = 64
@@ -193,6 +195,14 @@ def rows(n: Sizes) -> dict[str, Row]:
         "aux": Row(
             lambda *_: {"score_mod": lambda s, _b, h, _i, _j, x: s + x[h], "aux": (heads(n),)},
             by_key("score_mod", "functions"),
+        ),
+        "invariant": Row(
+            lambda *_: {"invariant": True},
+            lambda plan, key, _: (
+                key.invariant
+                or key.kernel in WITHOUT_SPLITS
+                or plan.kind.direction == "backward"  # which promises nothing
+            ),
         ),
     }
 

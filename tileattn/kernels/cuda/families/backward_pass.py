@@ -35,10 +35,10 @@ def backward_launches(
 
     ``deterministic`` sums dq in a fixed order. ``sinks`` is true if their gradient is wanted. If
     no gradient of q, k and v is wanted, only the kernels that sum dS run. There is no backward pass
-    over pages.
+    over pages, or over keys and values of 8 bits.
     """
     P, context = problem, context._replace(deterministic=deterministic)
-    if P.is_paged:
+    if P.is_paged or P.is_quantised:
         return ()
     queries, keys = has_queries(P), has_keys(P)
     own: tuple[KernelLaunch, ...] = ()

@@ -30,7 +30,8 @@ def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLa
     """Return what the forward pass launches: nothing if there is no query."""
     if not has_queries(problem):
         return ()
-    return with_orders(problem, launches_of(FORWARD, problem, context))
+    able = [family for family in FORWARD if family.invariant or not problem.is_invariant]
+    return with_orders(problem, launches_of(able, problem, context))
 
 
 def gradient_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:

@@ -71,8 +71,8 @@ class Family:
     reads_8_bits : bool
         True if it reads quantised keys and values. Other families are passed over for them.
     invariant : bool
-        True if a row has the same bits in all calls that such families take. Others are passed over
-        with ``invariant``.
+        True if a row has the same bits in all forward calls that such families take. Others are
+        passed over with ``invariant``.
     """
 
     name: str
@@ -98,13 +98,8 @@ def launches_of(
     refusals: dict[str, None] = {}
     reasons = ""
     P, quantised = problem, reads_quantised(problem)
-    able = (
-        family
-        for family in families
-        if family.reads_8_bits >= quantised and family.invariant >= P.is_invariant
-    )
-    for family in able:
-        if family.concerns(problem, context):
+    for family in families:
+        if family.reads_8_bits >= quantised and family.concerns(problem, context):
             why = family.why_not(problem, context)
             if why is None:
                 launches = family.launches(problem, context)
@@ -117,4 +112,5 @@ def launches_of(
         what = "k_descale and v_descale"
     if P.is_invariant:
         what += " with invariant"
-    raise UnsupportedError(f"backend 'cupy' does not support {what} here: {'; '.join(refusals)}")
+    why = "; ".join(refusals) or "no kernel does"
+    raise UnsupportedError(f"backend 'cupy' does not support {what} here: {why}")
