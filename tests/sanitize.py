@@ -18,7 +18,7 @@ pool each array is an allocation of its own, so that one byte past an end is see
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,32 @@ def run_quantised(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
                 x.get()
 
 
+def many(*more: dict[str, Any]) -> Iterator[tuple[Any, int, int, dict[str, Any]]]:
+    """Yield options of many queries over keys in pages, of invariant calls, and of both."""
+    table = np.random.default_rng(7).permutation(60)[: 2 * 25].reshape(2, 25)
+    lengths = {"kv_lengths": np.array([2400, 2101]), "causal": True}
+    for dtype, D, Dv in ((ml_dtypes.bfloat16, 128, 128), (np.float16, 64, 64)):
+        for options in more:
+            yield dtype, D, Dv, lengths | options
+            yield dtype, D, Dv, lengths | {"block_table": table} | options
+    yield ml_dtypes.bfloat16, 256, 256, lengths | more[-1]
+
+
+def run_many(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
+    """Run the forward pass of many queries over more keys than a split has; pages have 100."""
+    import cupy
+
+    rng = np.random.default_rng(8)
+    lead, keys = (60, 100) if "block_table" in given else (2, 2400)
+    shapes = (2, 4, 200, D), (lead, 1, keys, D), (lead, 1, keys, Dv)
+    q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
+    v[0, 0, 20] = np.inf
+    there = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+    for rows in (q, q[:, :, -2:]):
+        for x in tileattn.forward(rows, k, v, **there):
+            x.get()
+
+
 def run_claimed(D: int) -> None:
     """Run a short causal forward pass of more work tiles than SMs, which claim them."""
     import cupy
@@ -232,10 +258,28 @@ def run(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
                 x.get()  # copying tells initcheck of bytes that were never written
 
 
+def _few() -> Iterator[Any]:
+    return few(np.random.default_rng(0))
+
+
+JOBS: dict[str, tuple[Callable[..., None], Callable[[], Iterable[Any]]]] = {
+    "calls": (run, lambda: calls(np.random.default_rng(0))),
+    "few": (run_few, _few),
+    "append": (append, _few),
+    "quantised": (run_quantised, _few),
+    "pages": (run_many, lambda: many({})),
+    "invariant": (run_many, lambda: many({"invariant": True})),
+    "claimed": (run_claimed, lambda: ((D,) for D in (64, 128, 256))),
+    "shapes": (run_shape, lambda: SHAPES),
+}
+"""What to run, and for which problems."""
+
+
 def main() -> int:
     """Run everything; the exit status is 2 where there is no GPU."""
     parser = argparse.ArgumentParser(prog="sanitize.py")
     parser.add_argument("--threads", type=int, default=1, help="problems at a time (default: 1)")
+    parser.add_argument("--only", choices=JOBS, nargs="+", default=[*JOBS], help="some of them")
     chosen = parser.parse_args()
     reason = tileattn.available_backends()["cupy"]
     if reason is not None:
@@ -244,15 +288,13 @@ def main() -> int:
     import cupy
 
     cupy.cuda.set_allocator(None)
-    problems = list(calls(np.random.default_rng(0)))
+    count = 0
     with ThreadPoolExecutor(chosen.threads) as pool:
-        list(pool.map(lambda problem: run(*problem), problems))
-        for each in (run_few, append, run_quantised):
-            list(pool.map(lambda problem, f=each: f(*problem), few(np.random.default_rng(0))))
-        list(pool.map(run_claimed, (64, 128, 256)))
-        list(pool.map(lambda shape: run_shape(*shape), SHAPES))
+        for name in chosen.only:
+            job, problems = JOBS[name]
+            count += len(list(pool.map(lambda problem, f=job: f(*problem), problems())))
     cupy.cuda.Device().synchronize()
-    sys.stdout.write(f"ran {len(problems)} problems, forward and backward\n")
+    sys.stdout.write(f"ran {count} problems: {', '.join(chosen.only)}\n")
     return 0
 
 

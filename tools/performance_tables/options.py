@@ -45,7 +45,9 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Iterator[str]]]] = {
     ),
     "decode": (
         "Decoding",
-        partial(_timed, ("case", "D", "Hq", "Hkv"), ("gbytes_per_second", "times_bf16")),
+        partial(
+            _timed, ("case", "D", "Hq", "Hkv"), ("gbytes_per_second", "times_bf16", "times_without")
+        ),
     ),
     "sparse": ("Sparse masks", partial(columns, ["pass", "N", "case", "density", "ms", "speedup"])),
     "host": (

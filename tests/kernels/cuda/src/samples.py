@@ -150,6 +150,7 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
     found |= dict.fromkeys(_split_keys(arch, combination))
     found |= dict.fromkeys(_row_keys(combination))
     found |= dict.fromkeys(_latent_keys(arch))
+    found |= dict.fromkeys(_invariant_keys(arch, combination))
     return [
         key
         for key in found
@@ -213,6 +214,19 @@ def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
             name = ("float16", "bfloat16")[n % 2]
             value = dim if n % 2 else max(64, dim // 2)
             yield from keys(name, dim, softcap, MAX_ALIGNMENT, Hq=128, Dv=value)
+
+
+def _invariant_keys(arch: str, combination: int) -> Iterator[KernelKey]:
+    """List the kernels of invariant calls, of one query and of many; all on the measured GPU."""
+    dims = (
+        HEAD_DIM_BUCKETS[1:] if arch == _MEASURED else HEAD_DIM_BUCKETS[combination % 4 + 1 :][:1]
+    )
+    for n, dim in enumerate(dims):
+        options = {"kv_lengths", "sinks", "invariant"} | ({"softcap"} if n % 3 == 2 else set())
+        asked = replace(problem_of(("float16", "bfloat16")[n % 2], dim, options), Nk=1 << 14)
+        for queries in (1, 1 << 13):
+            problem = replace(asked, Nq=queries)
+            yield from (x.key for x in forward_launches(problem, context_of(arch)))
 
 
 def _row_keys(combination: int) -> Iterator[KernelKey]:

@@ -1,4 +1,4 @@
-"""Run ``softmax.cuh``, ``gradient.cuh`` and ``forward_combine.cu`` on the CPU.
+"""Run ``softmax.cuh``, ``gradient.cuh``, ``forward_combine.cu`` and ``forward_fold.cu`` on the CPU.
 
 Warps have one lane, which has two rows and the columns of some atoms.
 """
@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.kernels.cuda.src.on_host import STAND_INS, built, parameter_block, pointer, sources
+from tests.kernels.cuda.src.on_host import (
+    LAUNCH,
+    STAND_INS,
+    built,
+    parameter_block,
+    pointer,
+    sources,
+)
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.compile import SOURCES
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
@@ -212,16 +219,6 @@ def gradients(
     return {"dq": ds @ k * scale, "dk": ds.T @ q * scale, "dv": p.T @ dout * dv_scale}
 
 
-_COMBINE = """\
-#include "forward_combine.cu"
-
-extern "C" void launch(const Params* p, int grid) {
-    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
-        for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x) forward_combine(*p);
-}
-"""
-
-
 def combined(folder: Path, plan: LaunchPlan, sums: Array, acc: Array) -> tuple[Array, Array]:
     """Combine the sums of splits as the last kernel of a plan does, with a warp for each row.
 
@@ -231,8 +228,9 @@ def combined(folder: Path, plan: LaunchPlan, sums: Array, acc: Array) -> tuple[A
         What ``RowSum.store`` writes, and the unnormalised outputs.
     """
     P, (*_, last) = plan.problem, plan.launches
-    texts = sources("forward_combine.cu") | key_texts(last.key) | {"combine.cpp": _COMBINE}
-    library = built(folder, texts, "combine.cpp")
+    kernel = last.key.kernel
+    texts = sources(f"{kernel}.cu") | key_texts(last.key)
+    library = built(folder, texts | {"combine.cpp": LAUNCH.format(kernel=kernel)}, "combine.cpp")
     rows = P.B * P.Hq * P.Nq
     arrays = {
         "partial_sums": np.ascontiguousarray(sums, np.float32),

@@ -1,4 +1,4 @@
-"""``forward_combine`` on the CPU: it combines the splits of a row, whichever is largest."""
+"""Kernels that join the splits of a row, on the CPU, whichever split is largest."""
 
 from pathlib import Path
 
@@ -7,23 +7,32 @@ import pytest
 
 from tests.kernels.cuda.plan.planning import H200, asked, forward
 from tests.kernels.cuda.src.softmax_on_host import combined
-from tileattn.kernels.cuda.families.split import COMBINE
+from tileattn.kernels.cuda.families.split import COMBINE, FOLD
 
 LOG2_E = np.log2(np.e)
 SIZES = {"B": 2, "Hq": 4, "Hkv": 2, "Nq": 3, "D": 32, "Dv": 32}
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        *((COMBINE, x) for x in ("float16", "bfloat16", "float32")),
+        (FOLD, "float16"),
+        (FOLD, "bfloat16"),
+    ],
+)
 @pytest.mark.parametrize("splits", [2, 9])
-def test_each_split_may_be_the_largest(splits: int, dtype: str, tmp_path: Path) -> None:
+def test_each_split_may_be_the_largest(
+    splits: int, kernel: str, dtype: str, tmp_path: Path
+) -> None:
     """Its shift is so large that the result would overflow without it."""
-    problem = asked(dtype, {"kv_lengths"}, **SIZES, Nk=1 << 20)
-    problem = asked(
-        dtype, {"kv_lengths"}, **SIZES, Nk=forward(problem, H200).fields["split_keys"] * splits
-    )
+    options = {"kv_lengths", *({"invariant"} if kernel == FOLD else ())}
+    problem = asked(dtype, options, **SIZES, Nk=1 << 20)
+    keys = forward(problem, H200).fields["split_keys"] * splits
+    problem = asked(dtype, options, **SIZES, Nk=keys)
     plan = forward(problem, H200)
     join = plan.launches[-1].key
-    assert (join.kernel, join.warps_m, join.warps_n) == (COMBINE, 8, 1)
+    assert (join.kernel, join.warps_m, join.warps_n) == (kernel, 8, 1)
     assert plan.fields["splits"] == splits
     rows = problem.B * problem.Hq * problem.Nq
     rng = np.random.default_rng(splits)
