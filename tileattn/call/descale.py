@@ -99,7 +99,9 @@ def descale_of_heads(name: str, x: Any, entries: int, heads: int, like: Any) -> 
     """
     if _is_number(x):
         # A graph of a GPU replays kernels, but not a copy from the host.
-        x = np.full(1, descale_number(name, x), np.float32, like=like)
+        number = descale_number(name, x)
+        x = np.empty_like(like, np.float32, shape=1)
+        x.fill(number)
     elif isinstance(x, np.ndarray):
         _check_values(name, x)
     axes = (*(1,) * (2 - x.ndim), *x.shape, 1)
