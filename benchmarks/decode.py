@@ -7,8 +7,7 @@ The rate counts the bytes of the keys and values within the lengths. Calls are r
 graphs, as in serving, over caches several times as large as the L2. cuDNN takes caches of equal
 lengths, FlashAttention-3 and 4 also other lengths and pages. Results are compared with tileattn's.
 Caches of 8 bits, with a descale for each token and head, are timed beside tileattn's call on the
-same numbers in bf16, and invariant calls beside the same calls without the option. A row that
-failed says why. The file is gpu_decode.json.
+same numbers in bf16. A row that failed says why. The file is gpu_decode.json.
 """
 
 import argparse
@@ -43,7 +42,6 @@ class Decoding(NamedTuple):
     Nq: int = 1
     page: int | None = None
     cache: str = "bf16"  # dtype of keys and values
-    invariant: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -89,17 +87,6 @@ def cases() -> list[Decoding]:
             Decoding(f"4 of 8,192, 2,048 queries each{where}", 32, 8, [8192] * 4, 2048, page)
             for where, page in (("", None), (", pages of 64", 64), (", pages of 16", 16))
         ),
-        *(
-            Decoding(f"{B} of {Nk:,}, {what}invariant", 32, 8, [Nk] * B, Nq, invariant=True)
-            for B, Nk, Nq, what in (
-                (1, 4096, 1, ""),
-                (1, 65536, 1, ""),
-                (16, 8192, 1, ""),
-                (128, 1024, 1, ""),
-                (8, 8192, 8, "8 queries each, "),
-                (4, 8192, 8192, "prefill, "),
-            )
-        ),
     ]
 
 
@@ -108,8 +95,6 @@ def step_of(xp: Any, case: Decoding, D: int, seed: int) -> Step:
     B, longest = len(case.lengths), max(case.lengths)
     shape: tuple[int, ...] = B, case.Hkv, longest, D
     options: dict[str, Any] = {"causal": True} if case.Nq > 1 else {}
-    if case.invariant:
-        options["invariant"] = True
     if not case.is_plain:
         options["kv_lengths"] = xp.asarray(np.array(case.lengths, np.int32))
     if case.page is not None:
@@ -142,34 +127,23 @@ class Dequantised(Arrays):
         return super().passes(Step(tuple(rows), options))
 
 
-class WithoutOption(Arrays):
-    """The calls of tileattn without ``invariant``."""
-
-    def passes(self, step: Step) -> list[Call]:
-        return super().passes(step._replace(options={**step.options, "invariant": False}))
-
-
 def compared(case: Decoding, D: int, libraries: Mapping[str, Library], device: Gpu) -> Row:
     """Time tileattn and the baselines in turns, replayed as CUDA graphs."""
     size = case.cache_bytes(D)
     steps = [step_of(device.xp, case, D, 3 * n) for n in range(device.sets(size))]
     graph = partial(replayed, device=device)
-    ours: dict[str, Arrays] = {}  # the call of tileattn that a case is compared with
-    if case.cache != "bf16":
-        ours["in bf16"] = Dequantised("in bf16")
-    elif case.invariant:
-        ours["without"] = WithoutOption("without")
-    if ours:
-        libraries = {"tileattn": libraries["tileattn"], **ours}
+    in_16_bits = case.cache == "bf16"
+    if not in_16_bits:
+        libraries = {"tileattn": libraries["tileattn"], "in bf16": Dequantised("in bf16")}
     ((_, found),) = compare(steps, libraries, device, "bf16", graph)
     us = found["us"]
     return {
         **{"case": case.name, "dtype": "bf16", "B": len(case.lengths), "D": D, "Nq": case.Nq},
         **{"Hq": case.Hq, "Hkv": case.Hkv, "page": case.page, "keys": sum(case.lengths)},
         **{"cache": case.cache},
-        "gbytes_per_second": {n: size / x / 1e3 for n, x in us.items() if n not in ours},
+        "gbytes_per_second": {n: size / x / 1e3 for n, x in us.items() if n != "in bf16"},
         **found,
-        **{f"times_{n.split()[-1]}": round(us[n] / us["tileattn"], 3) for n in ours},
+        "times_bf16": None if in_16_bits else round(us["in bf16"] / us["tileattn"], 3),
     }
 
 

@@ -162,8 +162,8 @@ def run_quantised(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
 
 def many(*more: dict[str, Any]) -> Iterator[tuple[Any, int, int, dict[str, Any]]]:
     """Yield options of many queries over keys in pages, of invariant calls, and of both."""
-    table = np.random.default_rng(7).permutation(60)[: 2 * 25].reshape(2, 25)
-    lengths = {"kv_lengths": np.array([2400, 2101]), "causal": True}
+    table = np.random.default_rng(7).permutation(95)[: 2 * 45].reshape(2, 45)
+    lengths = {"kv_lengths": np.array([4500, 4201]), "causal": True}
     for dtype, D, Dv in ((ml_dtypes.bfloat16, 128, 128), (np.float16, 64, 64)):
         for options in more:
             yield dtype, D, Dv, lengths | options
@@ -176,7 +176,7 @@ def run_many(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     import cupy
 
     rng = np.random.default_rng(8)
-    lead, keys = (60, 100) if "block_table" in given else (2, 2400)
+    lead, keys = (95, 100) if "block_table" in given else (2, 4500)
     shapes = (2, 4, 200, D), (lead, 1, keys, D), (lead, 1, keys, Dv)
     q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
     v[0, 0, 20] = np.inf

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import decode, distributed, model_shapes, nonfinite, options, packed
+from benchmarks import decode, distributed, invariant, model_shapes, nonfinite, options, packed
 from benchmarks.comparison import compare
 from benchmarks.configurations import PASSES, Call, normal
 from benchmarks.decode import Decoding
@@ -30,7 +30,6 @@ CACHES = [
     Decoding("pages", 4, 2, [24] * 3, page=5),
     Decoding("int8", 4, 2, [24] * 3, cache="int8"),
     Decoding("float8", 4, 2, [5, 24, 17], page=5, cache="float8_e4m3fn"),
-    Decoding("invariant", 4, 2, [24] * 3, invariant=True),
 ]
 
 
@@ -82,9 +81,18 @@ def test_decoding_rates_count_the_keys_that_exist(tmp_path: Path) -> None:
     for row, case in zip(rows, CACHES, strict=True):
         # Keys and values of two heads: two bytes each, or one, and a factor of four bytes a row.
         read = sum(case.lengths) * 2 * 2 * (8 * 2 if case.cache == "bf16" else 8 + 4)
-        assert (row.get("times_bf16") == 1) is (case.cache != "bf16")
-        assert (row.get("times_without") == 1) is case.invariant
+        assert (row["times_bf16"] == 1) is (case.cache != "bf16")
         assert row["gbytes_per_second"]["tileattn"] == pytest.approx(read / 2e-3 / 1e9)
+
+
+def test_invariant_calls_are_compared_with_calls_without_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invariant, "cases", lambda: CACHES[:4])
+    invariant.main(["--head-dim", "8", "--to", str(tmp_path)], Fake())
+    rows = written(tmp_path, "gpu_invariant")
+    assert [(row["case"], row["speed"]) for row in rows] == [(x.name, 1) for x in CACHES[:4]]
+    assert {*map(str, (row["mismatch"] for row in rows))} == {"{}"}
 
 
 @pytest.mark.slow

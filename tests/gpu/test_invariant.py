@@ -18,12 +18,12 @@ Array = NDArray[Any]
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread")]
 
 B, HQ, HKV = 2, 8, 2
-N = 4700  # keys: two splits and a part of one
+N = 8900  # keys: two splits and a part of one
 HALVES = ml_dtypes.bfloat16, np.float16
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {},
-    "window": {"window": (1500, 0), "softcap": 20.0},
+    "window": {"window": (3500, 0), "softcap": 20.0},
     "sinks": {"sinks": np.linspace(-2, 3, HQ, dtype=np.float32)},
 }
 
@@ -62,7 +62,7 @@ def prompt(dims: tuple[int, int], dtype: Any, *, unsafe: bool = False, **options
     q, k, v = (rng.standard_normal(x, np.float32).astype(dtype) for x in shapes)
     if unsafe:
         q[0, 1] *= 300
-        q[1, 3, 4000:] *= -200
+        q[1, 3, 5000:] *= -200
         v[1, 0, 2500], k[0, 1, 3000] = np.nan, np.inf
     return Prompt(q, k, v, options, call(q, k, v, **options))
 
@@ -77,10 +77,10 @@ def check(made: Prompt) -> None:
     """Compare chunks, decoding, speculative steps, pages and packed sequences with the prefill."""
     q, k, v, options, whole = made
     rng = np.random.default_rng(1)
-    for start, end in pairwise([0, 1, 65, 700, 2047, 2048, 2300, 4096, N]):
+    for start, end in pairwise([0, 1, 65, 700, 4095, 4096, 4300, 8192, N]):
         found = call(q[:, :, start:end], k, v, kv_lengths=[end] * B, **options)
         agree(found, tileattn.Attention(*(x[:, :, start:end] for x in whole)))
-    lengths = [[N, 2048], [2049, 1], [4096, 64], *rng.integers(1, N, (6, B)).tolist()]
+    lengths = [[N, 4096], [4097, 1], [8192, 64], *rng.integers(1, N, (6, B)).tolist()]
     for ends in lengths:
         rows, wanted = made.rows(ends, 1)
         agree(call(rows, k, v, kv_lengths=np.array(ends), **options), wanted)
@@ -138,7 +138,7 @@ def test_masks_of_own_functions() -> None:
     options: dict[str, Any] = {"mask_mod": lambda _b, _h, i, j: (i // 64 + j // 64) % 3 > 0}
     q, k, v = made[:3]
     whole = call(q, k, v, q_offset=0, **options)
-    for end in (N, 4096, 700):
+    for end in (N, 8192, 700):
         # Functions count queries from the first one of the call.
         found = call(q[:, :, :end], k, v, q_offset=0, **options)
         agree(found, tileattn.Attention(*(x[:, :, :end] for x in whole)))

@@ -33,6 +33,13 @@ def _timed(names: Sequence[str], more: Sequence[str], rows: list[Row]) -> Iterat
     yield from exclusions(rows)
 
 
+def _invariant(rows: list[Row]) -> Iterator[str]:
+    """Tabulate the times with and without the option, and the speed with it over that without."""
+    times = (("tileattn", "without, us"), ("invariant", "with, us"))
+    flat = [row | {title: microseconds(row["us"].get(x)) for x, title in times} for row in rows]
+    yield from columns(["D", "case", "Hq", "Hkv", "without, us", "with, us", "speed"], flat)
+
+
 TABLES: dict[str, tuple[str, Callable[[list[Row]], Iterator[str]]]] = {
     "options": ("Options", partial(_timed, ("pass", "option"), ("times_plain",))),
     "functions": (
@@ -45,10 +52,9 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], Iterator[str]]]] = {
     ),
     "decode": (
         "Decoding",
-        partial(
-            _timed, ("case", "D", "Hq", "Hkv"), ("gbytes_per_second", "times_bf16", "times_without")
-        ),
+        partial(_timed, ("case", "D", "Hq", "Hkv"), ("gbytes_per_second", "times_bf16")),
     ),
+    "invariant": ("Invariant calls", _invariant),
     "sparse": ("Sparse masks", partial(columns, ["pass", "N", "case", "density", "ms", "speedup"])),
     "host": (
         "CPU launch overhead",

@@ -22,7 +22,7 @@ MOST_ROWS = 1 << 30  # query rows that share a key head, at most: kernels count 
 WHOLE = 1 << 30  # keys of a split that has all keys
 FEW_SPLITS = 2  # stands for any number of splits that a warp can join
 
-_INVARIANT_SPLIT = 2048  # keys of a split of all calls with ``invariant``
+_INVARIANT_SPLIT = 4096  # keys of a split of all calls with ``invariant``
 _MANY_ROWS = 2048  # query rows that share a key head; with more, splits grow no longer
 _SHARED_ROWS = (16, 32, 64, FEW_ROWS, MOST_ROWS, MOST_ROWS + 1)
 _NO_AXES: frozenset[str] = frozenset()
