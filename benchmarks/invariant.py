@@ -18,7 +18,7 @@ from benchmarks.device import Gpu
 from benchmarks.libraries import Arrays, Step
 from benchmarks.report import Row
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128)
 
 
 class Invariant(Arrays):
