@@ -304,6 +304,7 @@ SOURCES = {
 WITHOUT = {
     "endurance_*": "times of many calls of tileattn, early and late",
     "gpu_ceilings": "rates of matmuls and copies",
+    "gpu_invariant": "tileattn with and without `invariant`",
     "memory_*": "bytes, not times",
     "nonfinite": "tileattn with and without NaN",
     "stress_gpu*": "whether repeated calls have the same bits",

@@ -85,6 +85,7 @@ def representative() -> dict[str, Problem]:
             aux=(np.zeros(Nk, np.float32),),
         ),
         "`mask_mod`": make(mask_mod=lambda b, h, i, j: i >= j),  # noqa: ARG005 - its parameters
+        "`invariant`": make(invariant=True),
         "several options together": make(
             causal=True,
             softcap=30.0,

@@ -54,5 +54,5 @@ def test_every_option_is_among_them() -> None:
     used = {name for given in drawn for name in given}
     # Not every backend takes all.
     others = {"score_mod", "mask_mod", "aux", "cu_seqlens_q", "cu_seqlens_k", "block_table"}
-    others |= {"tree_mask", "prefix", "origin", "k_descale", "v_descale"}
+    others |= {"tree_mask", "prefix", "origin", "k_descale", "v_descale", "invariant"}
     assert used == set(Options.__annotations__) - others

@@ -70,8 +70,8 @@ def lines(results: Mapping[str, Row]) -> Iterator[str]:
         if (result := results.get(f"gpu_{name}")) is not None:
             row = result["rows"][0]
             known = {x: row[x] for x in "BHND" if _is_same(x, result["rows"])}
-            sizes = ", ".join(f"{x} = {size}" for x, size in known.items())
-            origin = f"{sizes}, {row['dtype']}. {origin_of(f'gpu_{name}', result)}"
+            facts = ", ".join([*(f"{x} = {size}" for x, size in known.items()), row["dtype"]])
+            origin = f"{facts}. {origin_of(f'gpu_{name}', result)}"
             yield from paragraphs(f"## {title}", origin)
             rows = result["rows"]
             yield from folded(f"{len(rows)} rows", made(rows), is_open=len(rows) <= SHORT)
