@@ -26,7 +26,7 @@ _REMEDIES = {  # for tensors that require a gradient that attention does not com
     "lambda s, b, h, i, j, slopes: s - slopes[h] * abs(i - j)",
     "scale": "attention(q * scale, ..., scale=1.0) does",
 }
-_DEFAULTS = dict.fromkeys(INPUTS) | {"aux": ()}
+_DEFAULTS = dict.fromkeys(INPUTS) | {"aux": (), "invariant": False}
 
 
 def inputs_of(

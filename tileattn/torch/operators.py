@@ -23,7 +23,7 @@ class _Type(NamedTuple):
 
 
 _TENSOR = _Type("Tensor?", array_of)
-_TYPES: dict[str, _Type] = {  # by the value of an option; the window has two arguments, below
+_TYPES: dict[str, _Type] = {  # by the value of an option
     "array": _TENSOR,
     "integers": _TENSOR,
     "descale": _TENSOR,
@@ -35,7 +35,10 @@ _TYPES: dict[str, _Type] = {  # by the value of an option; the window has two ar
     "arrays": _Type("Tensor[]", lambda tensors: tuple(map(array_of, tensors))),
     "flag": _Type("bool", lambda x: x),
 }
-_OPTIONS = {name: _TYPES[x.value] for name, x in OPTIONS.items() if x.value in _TYPES}
+_SIDES = ("window", "causal")  # together they are two arguments, below
+_OPTIONS = {
+    name: _TYPES[x.value] for name, x in OPTIONS.items() if x.value in _TYPES and name not in _SIDES
+}
 
 TENSORS = (*ROWS, *(name for name, kind in _OPTIONS.items() if kind.name == "Tensor?"))
 """Names of the arguments that are one tensor; they come first."""
