@@ -122,8 +122,8 @@ def forward(
     invariant : bool
         Compute a row with the same bits in prefill, in chunks of it, in decoding and in speculative
         steps: whatever the number of queries, the batch, packing, pages and the keys after its
-        last one. Some calls take longer: see "Deterministic and batch-invariant results" in the
-        documentation. ``backward`` accepts it, and has no such promise.
+        last one. Some calls take longer: see "The same bits in prefill and decoding" on the page
+        "Numerics". ``backward`` accepts the option, but does not promise this.
     aux : tuple of array
         Arrays that the functions index. Negative indices count from the end, as in NumPy; others
         outside an axis are clamped. Floating arrays that ``score_mod`` reads have gradients. Arrays

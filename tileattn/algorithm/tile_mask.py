@@ -32,7 +32,7 @@ class TileMask:
         return dense.swapaxes(-1, -2) if self.is_transposed else dense
 
     def within(self, keys: slice, N: int) -> "TileMask":
-        """Return the mask of a tile of N keys in which ``keys`` are those of this tile."""
+        """Return this mask for a tile of N keys, in which this tile has the place ``keys``."""
         first, stop = (keys.start + n for n in (self.keys.start, self.keys.stop))
         return replace(self, keys=slice(first, stop), N=N)
 

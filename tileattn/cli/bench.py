@@ -15,7 +15,7 @@ BENCHMARKS = {
     "frameworks": "speed of attention inside PyTorch; baseline: PyTorch's own",
     "functions": "speed of score_mod and mask_mod on the GPU; baseline: FlexAttention",
     "gpu": "speed on CuPy arrays; baselines: PyTorch, FlashAttention, naive CuPy",
-    "invariant": "what invariant=True costs on the GPU, in decoding and in prefill",
+    "invariant": "cost of invariant=True on the GPU, in decoding and in prefill",
     "model_shapes": "speed of the shapes of real models on the GPU; baselines: as gpu",
     "packed": "speed of packed sequences on the GPU; baseline: FlashAttention",
     "options": "speed of options on the GPU; baselines: PyTorch, FlashAttention",

@@ -33,9 +33,12 @@ _HOST_INTEGERS = options_with(value="integers", shared=True, host_only=False)
 
 def check_supported(options: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for an option that is not supported if ranks share a sequence."""
+    remedies = dict.fromkeys(DESCALES, "dequantise k and v")
+    remedies["invariant"] = "compute the sequence on one device"
     for name in REFUSED:
-        if options.get(name) is not None:
-            remedy = "dequantise k and v" if name in DESCALES else "mask_mod= does"
+        value = options.get(name)
+        if value is not None and value is not False:
+            remedy = remedies.get(name, "mask_mod= does")
             raise UnsupportedError(
                 f"{name} does not go with a sequence that ranks or devices share; {remedy}"
             )

@@ -179,7 +179,7 @@ def _on_host(P: Problem, x: Operands) -> Operands:
     offset = lengths - P.Nq if offset is None else offset
     rows = (P.B, P.Hq, P.Nq, P.D), (P.B, P.Hkv, P.Nk, P.D), (P.B, P.Hkv, P.Nk, P.Dv)
     q, k, v = (blank(shape, P.dtype) for shape in rows)
-    # k and v are no pages here: factors of tokens have their axes.
+    # k and v are contiguous here, so descales of tokens have shape (B, Hkv, Nk).
     tokens, heads = (P.B, P.Hkv, P.Nk), (P.entries, P.Hkv, 1)
     descales = {
         name: blank(tokens if name in P.token_descales else heads, np.float32)

@@ -27,7 +27,7 @@ from tileattn.traffic import explained
 # releases the interpreter lock and waits for it again.
 _FORWARD = (1, (384, 1024))
 _FORWARD_BANDED = (4, (128, 1024))  # fewer masked-out pairs at the boundary of a window
-_FORWARD_INVARIANT = (32, (1, 256))  # results have other bits with other tiles of keys
+_FORWARD_INVARIANT = (32, (1, 256))  # fixed: the keys of a tile decide about bits
 _BACKWARD_ROWS = 512  # queries of a tile
 _BACKWARD_KEYS = 1 << 15  # elements in a key block: 512 keys for D = 64, 256 for D = 128
 

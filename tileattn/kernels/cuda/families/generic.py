@@ -203,7 +203,8 @@ def _tiles(kernel: str, P: Problem, context: LaunchContext) -> tuple[TileSize, .
     """List the tiles of a kernel, the fastest first.
 
     With a block mask, forward tiles whose keys align with the blocks come first. A tile that
-    straddles two blocks is often partial, which costs most.
+    straddles two blocks is often partial, which costs most. The keys of a tile decide about bits,
+    so with ``invariant`` they depend on neither blocks nor alignment.
     """
     mask_block_k = context.mask_block_k
 
@@ -215,7 +216,7 @@ def _tiles(kernel: str, P: Problem, context: LaunchContext) -> tuple[TileSize, .
         return ()
     short = short_rows(P, context.tuning)
     best = tuple([tile for tile in best if not tile.short or tile.block_q in short])
-    if mask_block_k and kernel == "forward":
+    if mask_block_k and kernel == "forward" and not P.is_invariant:
         best = tuple(sorted(best, key=straddles))
     small = {
         "backward_dbias": suits_small_ds_tiles(P, context.tuning),
@@ -231,7 +232,7 @@ def _tiled(
 ) -> KernelLaunch | None:
     """Launch a kernel with a tile; None if it does not fit in shared memory."""
     size, bias_alignment = P.dtype.itemsize, context.bias_alignment_bytes
-    staged = context.bias and (bias_alignment or kernel in _STAGES_BIAS)
+    staged = context.bias and (bias_alignment or kernel in _STAGES_BIAS or P.is_invariant)
     bias_size = NAMED[context.bias].itemsize if staged else 0
     unit = 32 * tile.warps_n if tile.pair else 1
     dim, value = bucket(P.D, unit), bucket(min(P.Dv, MAX_HEAD_DIM), unit)

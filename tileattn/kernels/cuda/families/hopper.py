@@ -84,8 +84,8 @@ _BACKWARD_BUCKETS = {
     HOPPER_WIDE: ((128, 192, 256), (128, 192, 256)),
 }
 _PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
-_INVARIANT_TILE = TileSize(128, 64, 8, 1, 3)  # where no tuned tile has `invariant_keys`
-_PIECE_BYTES = 16  # of a running total, a thread
+_INVARIANT_TILE = TileSize(128, 64, 8, 1, 3)  # for heads without a tuned tile of `invariant_keys`
+_PIECE_BYTES = 16  # bytes of a piece of a running total, for each thread
 _MANY_GROUPS = 4  # of warps: too few registers for score modifiers, a mask or dropout
 _BOX_KEYS = 16  # of a TMA box; with fewer, copies of rows are faster; all key tiles are multiples
 _GATHERING_GROUPS = 2  # at most: a group has one producer warp, and others that gather rows
@@ -390,7 +390,7 @@ class _Totals:
 
     workers: int
     part_keys: int
-    pieces: int  # of 16 bytes a thread
+    pieces: int  # of a total, in the workspace
 
     def __call__(self, P: Problem, key: KernelKey) -> Parts:
         """Count the bytes, with those of `_forward_workspace`; one part needs no total."""

@@ -47,6 +47,17 @@ PAGES_FAMILY = Family(
 )
 
 
+def _why_not_invariant(P: Problem) -> str | None:
+    """Return what an invariant call over a cache may not have; empty for any such call."""
+    if P.is_quantised:
+        return ""
+    if P.dtype.itemsize != 2:
+        return f" in {P.dtype}"
+    if P.mask_mod is not None:
+        return f" and {P.option_of('mask_mod')}"
+    return " and Dv that is not a multiple of 8" if P.Dv % 8 > 0 else None
+
+
 def why_not_cache(problem: Problem) -> str | None:
     """Return why no kernel reads the cache of a call, on any GPU; None if one does.
 
@@ -57,10 +68,10 @@ def why_not_cache(problem: Problem) -> str | None:
         why = "k and v have 8 bits" if P.is_quantised else latent.why_not_problem(P)
         return why and f"{what}: with a head dimension above {MAX_HEAD_DIM}, and {why}"
     option = refused(P, "has_block_mask", "has_dropout")
-    if option is None and P.is_quantised:
-        option = refused(P, "is_invariant")
     if option is not None:
         return f"{what}: with {option}"
+    if P.is_invariant and (why := _why_not_invariant(P)) is not None:
+        return f"{what}: with invariant{why}"
     if shared_rows(P) > MOST_ROWS:
         return f"{what}: with more than {MOST_ROWS:,} queries that share a key head"
     return None

@@ -10,7 +10,7 @@ HOPPER_LIMIT = 227 * 1024  # bytes per thread block on compute capability 9.0
 HOPPER_STATIC = 2048  # upper bound of the static shared memory of a Hopper kernel, in bytes
 HOPPER_GROUP_ROWS = 64  # rows of a warpgroup's wgmma
 _DQ_COPY_BYTES = 64 * 32 * 4  # float32 sums that one bulk copy adds to dQ in device memory
-_BLOCK_PIECES = 4  # of a running total, as in src/fwd_smem_sm90.cuh
+_BLOCK_PIECES = 4  # pieces of a block of a running total, as in src/fwd_smem_sm90.cuh
 _DESCALE_BYTES = 4  # of the factor of a key, or a value, of 8 bits
 DAUX_WINDOW_BYTES = 64 * 1024  # upper bound of the private sums of all threads of a thread block
 _NARROW_DIM = 128  # largest head dimension at which dK and dV of a whole tile fit in registers
@@ -108,9 +108,9 @@ class ForwardMemory(NamedTuple):
     Parameters
     ----------
     nbytes : int
-        All of it.
+        Total bytes.
     total_pieces : int
-        Pieces of 16 bytes a thread of a running total that do not fit: they are in the workspace.
+        Pieces of a running total, 16 bytes for each thread, that are in the workspace instead.
     """
 
     nbytes: int

@@ -22,7 +22,9 @@ MOST_ROWS = 1 << 30  # query rows that share a key head, at most: kernels count 
 WHOLE = 1 << 30  # keys of a split that has all keys
 FEW_SPLITS = 2  # stands for any number of splits that a warp can join
 
-_INVARIANT_SPLIT = 4096  # keys of a split of all calls with ``invariant``
+# Keys of a split of all calls with ``invariant``, a multiple of the keys of a tile. Measured on an
+# H200 (docs/tuning-log.md, invariant calls).
+_INVARIANT_SPLIT = 4096
 _MANY_ROWS = 2048  # query rows that share a key head; with more, splits grow no longer
 _SHARED_ROWS = (16, 32, 64, FEW_ROWS, MOST_ROWS, MOST_ROWS + 1)
 _NO_AXES: frozenset[str] = frozenset()
@@ -130,6 +132,7 @@ def split_keys(P: Problem, tuning: Tuning) -> int:
     If many rows share keys, splits are long, so that their sums are few bytes: more rows are more
     work tiles, too.
     Many rows with score functions or a mask are not split: other kernels skip more of their tiles.
+    With ``invariant`` nothing of a call counts, since kernels for many queries cut the keys, too.
     """
     if P.is_invariant:
         return _INVARIANT_SPLIT

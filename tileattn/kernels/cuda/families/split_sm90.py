@@ -30,7 +30,7 @@ _TILES = {
 
 
 # With ``invariant``, by the larger head-dimension bucket: for up to 64 rows, and for more. Their
-# keys are `invariant_keys`.
+# keys are `invariant_keys`. Measured on an H200 at 64 and 128: docs/tuning-log.md, invariant calls.
 _INVARIANT_TILES = {
     64: (TileSize(64, 128, 4, 1, 3, 2), TileSize(128, 128, 8, 1, 4)),
     128: (_SMALL_TILE, TileSize(128, 64, 8, 1, 4)),
@@ -85,7 +85,7 @@ def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
         key=replace(launch.key, split_kv=True),
         blocks=Grid("splits", launch.key.block_q, split_keys=keys, most=workers),
         why=_WHY,
-        traits=replace(launch.traits, split_keys=keys, part_keys=0),
+        traits=replace(launch.traits, split_keys=keys),
     )
     return split.joined(P, context, launch)
 

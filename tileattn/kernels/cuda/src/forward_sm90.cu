@@ -5,7 +5,8 @@
 // arXiv:2407.08608.
 //
 // With SPLIT_KV the rows are the queries of all heads that share a key head, and a work tile has one split of
-// the keys. With several splits the results are partial sums that forward_combine joins: as in forward_split.
+// the keys. With several splits the results are partial sums that forward_combine, or forward_fold with
+// INVARIANT, joins: as in forward_split.
 //
 // Each group goes through its work tiles up to three times. A row is large if its maximum is beyond 2**12
 // in units of log 2: then the maximum is subtracted from the scores before they are scaled.

@@ -20,8 +20,8 @@ struct KeyValueStage {
     ValueTile::Storage v;
 };
 
-// With TOTALS each warp also has memory for the total of its rows (running_total.cuh), as far as it fits: pieces of
-// 16 bytes a thread, in blocks of four. The staging memory of the warps is the first block.
+// With TOTALS each warp also has memory for the total of its rows (running_total.cuh), as far as it fits. A thread
+// has pieces of 16 bytes, in blocks of four. The staging memory of the warps is the first block.
 constexpr int TOTAL_PIECES = TOTALS ? VALUE_DIM / 8 + 1 : 0, BLOCK_PIECES = 4;
 constexpr int TOTAL_BLOCK = WARPS_M * STAGING_BYTES;
 static_assert(STAGING_BYTES == BLOCK_PIECES * WARP * 16, "a block is the staging memory of all warps");

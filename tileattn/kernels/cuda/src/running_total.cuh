@@ -1,6 +1,6 @@
 // Layer 3. Hopper's forward kernel with INVARIANT: it adds up the sums over a row's keys as split-KV does. A
 // part is the keys of one split. The sums over a part start at zero, and are added to a total when the part
-// ends. Each thread has the total of its sums in shared memory, and the rest in the workspace.
+// ends. Each thread keeps its total in shared memory, as far as it fits, and the rest in the workspace.
 #pragma once
 
 #include "fwd_smem_sm90.cuh"
@@ -60,6 +60,7 @@ struct RunningTotal {
             state.m[0][half] = total.m, state.l[0][half] = total.l;
             state.max_first = (state.max_first & ~(1u << half)) | u32(total.max_first) << half;
         }
+        __syncwarp();  // the warp has read the output of its last work tile, which was staged in this memory
 #pragma unroll
         for (int n = 0; n < VT; ++n) {
             float4 before{};

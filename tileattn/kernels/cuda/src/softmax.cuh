@@ -406,8 +406,8 @@ struct RowState {
         group.all_reduce(l, [](Accum x, Accum y) { return x + y; });
     }
 
-    // One of a lane's two rows, with its whole sum: REDUCE the sums of the lanes, or each lane has it. Neighbouring
-    // lanes ask for different rows.
+    // One of a lane's two rows, with its whole sum. With REDUCE the lanes' sums are added; otherwise each lane has
+    // the whole sum. Neighbouring lanes ask for different rows.
     template <bool REDUCE = true>
     __device__ RowState own_row(bool second) const {
         static_assert(MT == 1);

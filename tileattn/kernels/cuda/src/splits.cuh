@@ -89,7 +89,7 @@ struct RowSum {
         return is_empty() ? Accum(0) : exp2_of(above(largest, softmax_scale_log2));
     }
 
-    // What a total, and the sums over the next keys, are multiplied by before they are added.
+    // Factors of a total, and of the sums over the next keys.
     struct Factors {
         Accum total, next;
 
@@ -130,7 +130,7 @@ struct RowSum {
     }
 };
 
-// Whether a work tile is a part of the keys: with TOTALS, which adds up the sums over parts.
+// The place of a part among the parts of its work tile. Only kernels with TOTALS have parts.
 template <bool>
 struct WorkPart {
     static constexpr bool has_total = false;  // there are sums over earlier keys
