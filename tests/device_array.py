@@ -10,7 +10,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from tileattn.backends import registry
 from tileattn.backends.numpy.backend import NumpyBackend
 
-OFFERED = {np.broadcast_to, np.arange, np.asarray, np.searchsorted}
+OFFERED = {np.broadcast_to, np.arange, np.asarray, np.empty_like, np.searchsorted}
 
 
 class DeviceArray(NDArrayOperatorsMixin):
@@ -43,6 +43,9 @@ class DeviceArray(NDArrayOperatorsMixin):
 
     def astype(self, dtype: Any, copy: bool = True) -> "DeviceArray":
         return DeviceArray(self.host.astype(dtype, copy=copy))
+
+    def fill(self, number: float) -> None:
+        self.host.fill(number)
 
     def copy(self) -> "DeviceArray":
         return DeviceArray(self.host.copy())

@@ -193,6 +193,7 @@ VALUES: dict[str, list[Any]] = {
     "dropout_p": FLOATS,
     "seed": [1, 1.0, True, np.uint8(1), -1, 1 << 64],
     "causal": [True, 1, np.True_, np.False_, None],
+    "invariant": [True, 1, np.True_, np.False_, None],
     "window": [(1, 0), [1, 0], (1, False), (1, None), (1.0, 0), (1, 0, 0), -1],
     "bias": [*HOSTS[:2], PLAIN[..., :3], PAIRS * 1.0, PAIRS * 2.0, np.float32(1), np.array(1.0)],
     "mask": [PAIRS, ~PAIRS, PAIRS.T, PAIRS[:, ::-1], PAIRS[:1], PAIRS * 1, np.array(True)],

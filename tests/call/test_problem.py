@@ -245,7 +245,8 @@ def test_defaults() -> None:
 
 
 def test_defaults_given_by_hand_are_the_defaults() -> None:
-    given = dict.fromkeys(Options.__annotations__) | {"causal": False, "dropout_p": 0, "seed": 0}
+    given = dict.fromkeys(Options.__annotations__) | {"dropout_p": 0, "seed": 0}
+    given |= {"causal": False, "invariant": False}
     assert parse(Q, K, V, given)[0] == parse(Q, K, V, {})[0]
 
 

@@ -57,6 +57,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "v_descale": {"v_descale": 0.5},
     "cu_seqlens_q": {"cu_seqlens_q": np.array([0, NQ])},
     "cu_seqlens_k": {"cu_seqlens_k": np.array([0, NK])},
+    "invariant": {"invariant": True},
 }
 HONOURED = sorted(set(CHANGES) - set(REFUSED))
 

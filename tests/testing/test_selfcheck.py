@@ -134,5 +134,6 @@ def test_the_script_for_the_sanitizer_reaches_every_option_and_dtype() -> None:
     assert len(calls) >= 25
     used = set().union(*(options for *_, options in calls))
     others = {"score_mod", "mask_mod", "aux", "cu_seqlens_q", "cu_seqlens_k"}
-    assert used == set(DRAW) - {"scale"} | others
+    assert used == set(DRAW) - {"scale", "invariant"} | others
+    assert "invariant" in sanitize.JOBS
     assert {np.dtype(dtype) for dtype, *_ in calls} == set(DTYPES)

@@ -25,6 +25,7 @@ from tileattn.kernels.cuda.families.hopper import (
 )
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.latent import LATENT
+from tileattn.kernels.cuda.families.split import FOLD
 from tileattn.kernels.cuda.families.wide import WIDE
 from tileattn.kernels.cuda.jit.compile import SOURCES, Compiled, compiled
 from tileattn.kernels.cuda.plan.catalog import common_keys
@@ -170,6 +171,7 @@ def test_every_source(archs: tuple[str, ...]) -> None:
         HOPPER_WIDE_DQ,
         HOPPER_DQ_CONVERT,
         *HOPPER_DS,
+        FOLD,
         LATENT,
         WIDE,
         *COUNTS,

@@ -356,6 +356,8 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
         state.reduce_sums(RowGroup(16));
         if constexpr (NAN_SAFE) acc.scale(P_DIVISOR);
     }
+    // Check before the sums change: ptxas would keep copies of them for the check.
+    if constexpr (TOTALS) order_after(!good && work.iteration < 0);
     if constexpr (TOTALS) RunningTotal{p, smem}.add_to(work, softmax_scale_log2, state, acc);
     if (NAN_SAFE && work.all_max_first) halves = state.below(-LARGE_ROW_MAX - SHIFT_MARGIN, softmax_scale_log2);
     if constexpr (SPLIT_KV)
