@@ -160,19 +160,21 @@ def run_quantised(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
                 x.get()
 
 
-def many(*more: dict[str, Any]) -> Iterator[tuple[Any, int, int, dict[str, Any]]]:
-    """Yield options of many queries over keys in pages, of invariant calls, and of both."""
+def many(more: dict[str, Any]) -> Iterator[tuple[Any, int, int, dict[str, Any]]]:
+    """Yield ``more`` options of many queries, over contiguous keys and over keys in pages."""
     table = np.random.default_rng(7).permutation(95)[: 2 * 45].reshape(2, 45)
     lengths = {"kv_lengths": np.array([4500, 4201]), "causal": True}
     for dtype, D, Dv in ((ml_dtypes.bfloat16, 128, 128), (np.float16, 64, 64)):
-        for options in more:
-            yield dtype, D, Dv, lengths | options
-            yield dtype, D, Dv, lengths | {"block_table": table} | options
-    yield ml_dtypes.bfloat16, 256, 256, lengths | more[-1]
+        yield dtype, D, Dv, lengths | more
+        yield dtype, D, Dv, lengths | {"block_table": table} | more
+    yield ml_dtypes.bfloat16, 256, 256, lengths | more
 
 
 def run_many(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
-    """Run the forward pass of many queries over more keys than a split has; pages have 100."""
+    """Run the forward pass over more keys than a split has, of many queries and of the last two.
+
+    A page has 100 keys.
+    """
     import cupy
 
     rng = np.random.default_rng(8)
@@ -272,7 +274,7 @@ JOBS: dict[str, tuple[Callable[..., None], Callable[[], Iterable[Any]]]] = {
     "claimed": (run_claimed, lambda: ((D,) for D in (64, 128, 256))),
     "shapes": (run_shape, lambda: SHAPES),
 }
-"""What to run, and for which problems."""
+"""By name for ``--only``: a function, and what lists the problems that it runs."""
 
 
 def main() -> int:

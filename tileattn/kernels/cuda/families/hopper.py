@@ -84,7 +84,7 @@ _BACKWARD_BUCKETS = {
     HOPPER_WIDE: ((128, 192, 256), (128, 192, 256)),
 }
 _PRODUCER_WARPS = 4  # one warpgroup, because setmaxnreg moves registers between warpgroups
-_INVARIANT_TILE = TileSize(128, 64, 8, 1, 3)  # for heads without a tuned tile of `invariant_keys`
+_INVARIANT_TILE = TileSize(128, 64, 8, 1, 3)  # the last choice: some heads have no tuned one
 _PIECE_BYTES = 16  # bytes of a piece of a running total, for each thread
 _MANY_GROUPS = 4  # of warps: too few registers for score modifiers, a mask or dropout
 _BOX_KEYS = 16  # of a TMA box; with fewer, copies of rows are faster; all key tiles are multiples
@@ -393,7 +393,7 @@ class _Totals:
     pieces: int  # of a total, in the workspace
 
     def __call__(self, P: Problem, key: KernelKey) -> Parts:
-        """Count the bytes, with those of `_forward_workspace`; one part needs no total."""
+        """Add the bytes of the totals to `_forward_workspace`; a call of one part has none."""
         found = _forward_workspace(P, key)
         count = self.workers if P.Nk > self.part_keys else 0
         nbytes = count * self.pieces * _PIECE_BYTES * WARP * key.warps_m
