@@ -14,9 +14,9 @@ from tileattn.kernels.cuda.plan.tensor_map import COLUMNS
 MAP_BYTES = 128
 MAP_NUMBERS = 7  # four sizes and three strides
 # Values of the enumerations in cuda.h.
-_INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS = 0, 3, 3, 0
+_INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_128_BYTES, _ZEROS_OUT_OF_BOUNDS = 0, 3, 2, 0
 _ONES = ctypes.byref((ctypes.c_uint32 * 4)(1, 1, 1, 1))
-_MODES = _INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _ZEROS_OUT_OF_BOUNDS
+_MODES = _INTERLEAVE_NONE, _SWIZZLE_128_BYTES, _PROMOTE_TO_128_BYTES, _ZEROS_OUT_OF_BOUNDS
 
 
 class EncodedMaps:
