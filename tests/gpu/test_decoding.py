@@ -95,12 +95,13 @@ class Kernel(NamedTuple):
 
 
 SPLIT = Kernel("forward_split", (8, 2, 2), (64, 64), F16)
+FEW = Kernel("forward_decode_sm90", (8, 2, 2), WIDE, BF16)
 ROWS = Kernel("forward_sm90", (64, 1, 2), WIDE, BF16)
 MANY = Kernel("forward_sm90", (18, 2, 19), WIDE, BF16)  # two blocks of rows
 VIEW = Kernel("forward_latent_sm90", (16, 1, 2), LATENT, BF16)
 
 every_kernel = pytest.mark.parametrize(
-    "kernel", [SPLIT, ROWS, MANY, VIEW], ids=("split", "rows", "many rows", "latent")
+    "kernel", [SPLIT, FEW, ROWS, MANY, VIEW], ids=("split", "few", "rows", "many rows", "latent")
 )
 
 
@@ -151,12 +152,14 @@ LARGE: dict[str, Callable[[int, int], dict[str, Any]]] = {
 }
 OPTIONS = {
     SPLIT: SHARED | ALIBI | GENERIC,
+    FEW: SHARED | LARGE,
     ROWS: SHARED | LARGE,
     MANY: SHARED | LARGE,
     VIEW: SHARED | ALIBI,
 }
 HEADS = {
     SPLIT: [(8, Hkv, Nq) for Hkv in (8, 2, 1) for Nq in (1, 5)],
+    FEW: [(8, 8, 1), (8, 1, 2), (16, 2, 4), (5, 1, 5), (3, 3, 32)],
     ROWS: [(40, 1, 1), (128, 1, 1), (24, 2, 3), (16, 2, 16), (5, 1, 25), (2, 2, 64)],
     MANY: [(10, 1, 17), (14, 2, 33), (6, 1, 64)],
     VIEW: [(Hq, 1, Nq) for Hq in (16, 20, 128) for Nq in (1, 2, 4)] + [(8, 2, 2)],
@@ -242,7 +245,7 @@ def test_no_lengths_and_few_keys(kernel: Kernel, Nk: int) -> None:
 def test_short_caches_have_the_same_bits_with_lengths(Nk: int, heads: Any, dtype: Any) -> None:
     """The kernel is the same: a cache of which each key counts is no other cache."""
     arrays = drawn(heads, WIDE, dtype, Nk)
-    assert kernels(arrays).startswith("forward_split")
+    assert kernels(arrays).startswith(("forward_split", "forward_decode_sm90"))
     plain = check(arrays)
     longer = [arrays[0], *(np.concatenate([x, np.full_like(x, np.nan)], 2) for x in arrays[1:])]
     given = forward(longer, kv_lengths=np.full(B, Nk))
@@ -252,7 +255,7 @@ def test_short_caches_have_the_same_bits_with_lengths(Nk: int, heads: Any, dtype
 def test_one_split_is_not_combined() -> None:
     arrays = drawn((8, 2, 3), WIDE, BF16, capacity=100)
     options: dict[str, Any] = {"kv_lengths": np.array([100, 0, 1]), "causal": True}
-    assert "forward_split" in kernels(arrays, **options)
+    assert kernels(arrays, **options).startswith(("forward_split", "forward_decode_sm90"))
     assert "forward_combine" not in kernels(arrays, **options)
     check(arrays, **options)
 
@@ -347,19 +350,21 @@ def test_a_graph_replays_other_lengths(kernel: Kernel, kind: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"window": (9000, 0)}], ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32], ids=lambda x: x.__name__)
 def test_the_room_of_a_cache_does_not_matter(dtype: Any, options: dict[str, Any]) -> None:
-    """Nor whether a warp or a thread block joins the splits of a query: 16, or some more."""
+    """Nor how many queries there are: a warp, or a thread block, joins the splits of a query."""
     size, lengths = np.dtype(dtype).itemsize, np.array([16000, 0, 5000])
     room = 16 * 2048 // size
     q, k, v = drawn((8, 2, 2), WIDE, dtype, capacity=room + 1000)
     found = []
-    for capacity in (room, room + 1000):
-        arrays = [q, k[:, :, :capacity], v[:, :, :capacity]]
-        given = {"kv_lengths": np.minimum(lengths, room - 300), **options}
-        found.append(bits(tileattn.forward(*map(sent, arrays), **given)))
-        explained = tileattn.explain(*map(sent, arrays), **given)
-        joins = "one warp" if capacity == room else "one thread block"
+    for capacity, copies in ((room, 1), (room + 1000, 1), (room, 6)):
+        given = [q, k[:, :, :capacity], v[:, :, :capacity]]
+        arrays = [sent(np.tile(x, (copies, 1, 1, 1))) for x in given]
+        more = {"kv_lengths": np.tile(np.minimum(lengths, room - 300), copies), **options}
+        out, lse = tileattn.forward(*arrays, **more)
+        found.append(bits((out[-B:], lse[-B:])))
+        explained = tileattn.explain(*arrays, **more)
+        joins = "one thread block" if copies == 1 else "one warp"
         assert any(f"forward_combine: {joins} for each" in x for x in explained.reasons)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 # --- pages ----------------------------------------------------------------------------------------

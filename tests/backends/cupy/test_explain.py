@@ -74,7 +74,7 @@ def test_few_queries_share_tiles_and_split_the_keys() -> None:
     sums = 16 * 32 * 8 * (128 + 2) * 4
     assert found.bytes_moved["sums"] == 2 * sums
     for line in (
-        "forward_split: few queries, cut into splits of 1,024 keys",
+        "forward_decode_sm90: few queries, cut into splits of 1,024 keys",
         "forward_combine: one warp for each query, which joins its splits",
         f"the sums of the splits take {sums / 1e6:.2f} MB besides the results",
     ):
@@ -120,7 +120,7 @@ def test_keys_in_pages_have_no_backward_pass() -> None:
     problem, operands = parse(q, pages, pages, options)
     found = explain_on(H200, problem, contiguous_inputs(problem), operands)
     assert len(found.kernels) == 1
-    assert found.kernels[0].startswith("forward_split")
+    assert found.kernels[0].startswith("forward_decode_sm90")
     assert "pages" in " ".join(found.reasons)
 
 

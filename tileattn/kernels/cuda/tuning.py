@@ -54,6 +54,7 @@ _MODIFIED = _row("tiles of 64 queries, not 128, with score modifiers, a mask or 
 _HEAD_MAJOR = _row("window with GQA: query heads of a KV head one after the other", _H100)
 _DELTA = _row("the main kernel starts while a quarter of the SMs compute delta")
 _QUERY_SPLITS = _row("few key blocks: splits of the query heads, or of the queries")
+_PIECES = _row("a split consists of pieces, whose sums are added in their order", _H200)
 _SPLITS = _commit("2026-11-24", "Split the keys of few queries into pieces on the GPU")
 _LATENT = _commit("2026-11-25", "cut latent attention into longer pieces")
 _SPLIT_WGMMA = _commit("2026-11-25", "Take many rows that share keys on Hopper")
@@ -61,7 +62,6 @@ _SMALL_SPLITS = _row("17 to 64 rows that share keys: two small thread blocks an 
 _PACKED_HEADS = _row("17 to 64 queries of grouped heads: blocks of the rows", _H200)
 _ONE_SPLIT = _row("the same over a single split, from 512 keys", _H200)
 _SHORT_CACHES = _row("few queries over short caches: a tile has the rows of a key head", _H200)
-_JOIN = _commit("2026-11-25", "Say why a warp joins up to 16 pieces")
 _SHORT = _row("head groups four times smaller")
 _DYNAMIC = _row("dynamic scheduler, head by head, that claims as late as loads allow", _BOTH)
 _COST = _row("Other costs of a work tile 0.98 to 1.02")
@@ -160,6 +160,19 @@ class Tuning:
     split_bytes: int = _tuned(
         1 << 19, 1 << 20, "bytes", "of the keys and values of a split", _SPLITS
     )
+    group_bytes: tuple[int, int] = _tuned(
+        (1 << 19, 1 << 20),
+        (1 << 20, 1 << 20),
+        "bytes",
+        "of the keys and values of a split: up to 16 rows on Hopper, and up to 32",
+        _PIECES,
+    )
+    piece_bytes: int = _tuned(
+        1 << 17, 1 << 18, "bytes", "of the keys and values of a piece of such a split", _PIECES
+    )
+    group_waves: float = _tuned(
+        1.25, 0, "splits for each SM", "work tiles are pieces if there are < x", _PIECES
+    )
     split_square: int = _tuned(
         32, 64, "rows**2 / keys", "of a split of > 128 rows, at most", _PACKED_HEADS
     )
@@ -185,7 +198,6 @@ class Tuning:
         "D = 128: two small thread blocks an SM if > x[0] and <= x[1]",
         _SMALL_SPLITS,
     )
-    warp_splits: int = _tuned(16, 0, "splits", "one warp joins the splits of a row if <= x", _JOIN)
     # Gradient of a bias.
     dbias_tasks: int = _tuned(
         396, 1, "thread blocks", "share tiles of a broadcast bias until there are x", _DBIAS

@@ -146,7 +146,7 @@ def test_shared_memory_of_every_head_dimension_fits(dim: int) -> None:
         for launch in (*forward_launches(problem, ON_HOPPER), *hopper_launches(problem)):
             assert launch.shared_bytes + HOPPER_STATIC <= ON_HOPPER.shared_limit
             assert launch.key.threads <= 1024
-            assert launch.key.block_q % 64 == 0 or not launch.tensor_maps
+            assert launch.key.block_q % 64 == 0 or not launch.tensor_maps or launch.key.split_kv
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tileattn.backends.cupy.describe import is_view
 from tileattn.backends.cupy.explain import explain_on
 from tileattn.call.problem import Operands, Problem
 from tileattn.errors import UnsupportedError
+from tileattn.kernels.cuda.families.decode import DECODE
 from tileattn.kernels.cuda.families.latent import LATENT
 from tileattn.kernels.cuda.families.pages import why_not_cache
 from tileattn.kernels.cuda.families.split import COMBINE
@@ -101,7 +102,7 @@ def test_pages_that_no_kernel_reads() -> None:
 
 def test_narrow_heads_have_other_kernels() -> None:
     P = latent(D=192, Dv=128)
-    assert kernels(plan(P)) == ["forward_split", COMBINE]
+    assert kernels(plan(P)) == [DECODE, COMBINE]
 
 
 def test_explain_counts_each_key_once() -> None:

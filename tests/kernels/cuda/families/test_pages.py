@@ -6,6 +6,7 @@ import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200, asked, forward, kernels
 from tileattn.kernels.cuda.families.block_order import ORDERS_QUERIES
+from tileattn.kernels.cuda.families.decode import DECODE
 from tileattn.kernels.cuda.families.grid import PACKED_ROWS
 from tileattn.kernels.cuda.families.hopper import HOPPER
 from tileattn.kernels.cuda.families.size_class import FEW_ROWS, MOST_ROWS, WHOLE
@@ -66,17 +67,17 @@ def test_a_group_of_warps_has_a_warp_that_gathers_keys(page: int) -> None:
 def test_packed_sequences_of_few_queries_have_kernels_of_their_own() -> None:
     """Those with few rows are split, others are taken whole."""
     made = plan(16, {"cu_seqlens_q"}, B=1)
-    assert kernels(made) == [ORDERS_QUERIES, HOPPER, SPLIT, SPLIT]
+    assert kernels(made) == [ORDERS_QUERIES, HOPPER, DECODE, COMBINE, SPLIT]
     assert all(launch.key.paged and launch.key.packed for launch in made.launches)
-    assert [x.key.block_q for x in made.launches[2:]] == [PACKED_ROWS, FEW_ROWS]
+    assert [x.key.block_q for x in made.launches[2::2]] == [PACKED_ROWS, FEW_ROWS]
     assert made.fields["max_split_rows"] == FEW_ROWS
-    assert made.fields["splits"] == 1
+    assert made.fields["splits"] == 3
     longer = plan(100, {"cu_seqlens_q"}, B=1, sequences=7)
-    assert kernels(longer) == [ORDERS_QUERIES, HOPPER, SPLIT, COMBINE, SPLIT]
-    assert longer.fields["splits"] == 5
+    assert kernels(longer) == [ORDERS_QUERIES, HOPPER, DECODE, COMBINE, SPLIT]
+    assert longer.fields["splits"] == 19
     assert longer.fields["partial_rows"] == 7 * PACKED_ROWS
     few, join, many = longer.launches[2:]
-    assert few.grid == 5 * 7 * 2
+    assert few.grid == min(19 * 7 * 2, 2 * H200.sm_count)
     assert join.grid * join.key.warps_m == 7 * 2 * PACKED_ROWS
     assert many.traits.split_keys == WHOLE
 
@@ -85,7 +86,11 @@ def test_packed_sequences_of_few_queries_have_kernels_of_their_own() -> None:
 def test_tiles_of_packed_sequences_do_not_depend_on_how_many_there_are(page: int) -> None:
     plans = [plan(page, {"cu_seqlens_q"}, B=1, Nq=Nq) for Nq in (1, 5, 9, 20, 32, 500)]
     tiles = {
-        tuple((x.key.tile, x.traits.split_keys) for x in made.launches if x.key.kernel == SPLIT)
+        tuple(
+            (x.key.tile, x.traits.piece_keys, x.traits.group_keys)
+            for x in made.launches
+            if x.key.kernel in (DECODE, SPLIT)
+        )
         for made in plans
     }
     assert len(tiles) == 1
@@ -107,9 +112,9 @@ def test_what_the_hopper_kernel_does_not_take(page: int, changed: Any, why: str)
     assert why in made.launches[0].why
 
 
-@pytest.mark.parametrize(("Nq", "first"), [(1, SPLIT), (4, SPLIT), (32, HOPPER)])
+@pytest.mark.parametrize(("Nq", "first"), [(1, DECODE), (8, DECODE), (32, HOPPER)])
 def test_the_keys_of_few_queries_are_split(Nq: int, first: str) -> None:
-    """By the Hopper kernel if many rows share keys."""
+    """By a kernel whose GEMMs are transposed if few rows share keys."""
     made = plan(16, Nq=Nq, Nk=1 << 16)
     assert kernels(made) == [first, COMBINE]
-    assert made.launches[0].key.split_kv == (first == HOPPER)
+    assert made.launches[0].key.split_kv

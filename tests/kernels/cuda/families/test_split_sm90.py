@@ -8,6 +8,7 @@ import pytest
 from tests.kernels.cuda.plan.planning import A100, H200, forward
 from tileattn.call.problem import Problem, problem_of
 from tileattn.expressions.functions import mask_expression
+from tileattn.kernels.cuda.families.decode import DECODE
 from tileattn.kernels.cuda.families.hopper import HOPPER
 from tileattn.kernels.cuda.families.size_class import split_keys
 from tileattn.kernels.cuda.families.split import COMBINE, SPLIT
@@ -42,10 +43,10 @@ def test_splits_are_joined(problem: Problem) -> None:
     assert "assignment" not in plan.constants
     queries, rows = problem.B * problem.Hq * problem.Nq, join.key.warps_m
     assert (join.grid - 1) * rows < queries <= join.grid * rows
-    assert first.key.split_kv == (problem.Hq > 2)
-    if first.key.split_kv:
-        assert [x.name for x in plan.tensor_maps[first.tensor_maps]] == ["q", "k", "v"]
-        assert first.grid <= H200.sm_count * first.key.min_blocks_per_sm
+    assert first.key.split_kv
+    assert first.key.kernel == (HOPPER if problem.Hq > 2 else DECODE)
+    assert [x.name for x in plan.tensor_maps[first.tensor_maps]] == ["q", "k", "v"]
+    assert first.grid <= H200.sm_count * first.key.min_blocks_per_sm
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_many_rows_that_are_not_split(problem: Problem) -> None:
 
 def test_few_rows_and_other_gpus() -> None:
     few = forward(wide(Hq=2), H200).launches[0]
-    assert few.key.kernel == SPLIT
+    assert few.key.kernel == DECODE
     assert few.why.startswith("few queries")
     assert forward(wide(), A100).launches[0].key.kernel == SPLIT
 

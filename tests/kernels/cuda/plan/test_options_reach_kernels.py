@@ -283,6 +283,7 @@ FAMILIES = {
     "naive": {"naive_forward", "naive_dkdv", "naive_dq"},
     "hopper": {"forward_sm90", "backward_sm90", "backward_halves_sm90", "backward_wide_sm90"},
     "split": {"forward_split"},
+    "decode": {"forward_decode_sm90 split"},
     "split_sm90": {"forward_sm90 split"},
     "latent": {LATENT},
     "wide": {WIDE},

@@ -214,6 +214,8 @@ def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
             name = ("float16", "bfloat16")[n % 2]
             value = dim if n % 2 else max(64, dim // 2)
             yield from keys(name, dim, softcap, MAX_ALIGNMENT, Hq=128, Dv=value)
+            page, rows = (None, 16, 8)[n % 3], (4, 24)[n % 2]
+            yield from keys(name, dim, softcap, MAX_ALIGNMENT, Hq=rows, Dv=value, page=page)
 
 
 def _invariant_keys(arch: str, combination: int) -> Iterator[KernelKey]:

@@ -11,6 +11,7 @@
 #define __global__
 #define __grid_constant__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 using std::max, std::min;
 using i64 = long long;

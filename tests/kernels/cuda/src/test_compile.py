@@ -13,6 +13,7 @@ from tests.kernels.cuda.src.samples import TILED, is_tuned, representative_keys
 from tileattn.dtypes import DTYPES
 from tileattn.errors import KernelCompileError
 from tileattn.kernels.cuda.families.block_order import COUNTS
+from tileattn.kernels.cuda.families.decode import DECODE
 from tileattn.kernels.cuda.families.generic import NAIVE
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
@@ -171,6 +172,7 @@ def test_every_source(archs: tuple[str, ...]) -> None:
         HOPPER_WIDE_DQ,
         HOPPER_DQ_CONVERT,
         *HOPPER_DS,
+        DECODE,
         FOLD,
         LATENT,
         WIDE,

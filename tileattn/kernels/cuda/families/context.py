@@ -73,6 +73,9 @@ class KernelTraits:
         ``persistent`` is "queries", the query tiles of a key tile if it is "keys".
     split_keys : int
         Keys of a split if it splits the keys; else 0.
+    piece_keys, group_keys : int
+        Keys of the pieces of a split, and of a group of splits, whose sums are added one after the
+        other; 0 if a split is one piece, and a group of its own.
     part_keys : int
         Keys of a part if it adds up the sums over parts of the keys, as splits are joined; else 0.
     loads_v_with_k : bool
@@ -94,6 +97,8 @@ class KernelTraits:
     persistent: Literal["", "queries", "keys"] = ""
     tile_lists: bool = False
     split_keys: int = 0
+    piece_keys: int = 0
+    group_keys: int = 0
     part_keys: int = 0
     loads_v_with_k: bool = False
     pair_by_pair: bool = False

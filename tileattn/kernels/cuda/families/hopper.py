@@ -137,20 +137,25 @@ def why_not_backward(problem: Problem, context: LaunchContext) -> str | None:
 
 
 def forward_launch(
-    problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = ()
+    problem: Problem, context: LaunchContext, tiles: Sequence[TileSize] = (), value_unit: int = 1
 ) -> KernelLaunch:
     """Launch the forward pass, with the first tile of ``tiles`` or the best one for the problem.
 
-    Callers pass tiles for split-KV. These use the buckets of the generic kernel that joins splits.
+    Callers pass tiles for split-KV. These use the buckets of the generic kernel that joins splits;
+    that of v is a multiple of ``value_unit``.
     """
     P, tuning, tile = problem, context.tuning, (tiles or _forward_tiles(problem, context))[0]
-    dim, value = (bucket(n) if tiles else _forward_bucket(n) for n in (P.D, P.Dv))
-    has_totals = P.is_invariant and not tiles
-    memory = hopper_forward_memory(tile, dim, value, _bias_size(context), totals=has_totals)
+    splits, dim, value = bool(tiles), _forward_bucket(P.D), _forward_bucket(P.Dv)
+    if splits:
+        dim, value = bucket(P.D), bucket(P.Dv, value_unit)
+    has_totals = P.is_invariant and not splits
+    memory = hopper_forward_memory(
+        tile, dim, value, _bias_size(context), totals=has_totals, splits=splits
+    )
     key = key_of(HOPPER, P, context, dim, value, tile, memory.nbytes)
     # The kernel is persistent: a thread block takes one query block after another.
     grid = Grid("queries", key.block_q, most=context.sm_count)
-    key = replace(key, gathered=_is_gathered(P), invariant=P.is_invariant)
+    key = replace(key, gathered=is_gathered(P), invariant=P.is_invariant)
     # A box lies in one page: its keys are the largest power of two that divides page and tile.
     either = key.block_k | (P.page or 0)
     box = key.block_k if P.page is None else either & -either
@@ -166,7 +171,7 @@ def forward_launch(
     return KernelLaunch(key, grid, key.smem_bytes, why, maps, traits=traits)
 
 
-def _is_gathered(problem: Problem) -> bool:
+def is_gathered(problem: Problem) -> bool:
     """Return True if TMA boxes, which lie in one page each, would be smaller than `_BOX_KEYS`."""
     return problem.page is not None and problem.page % _BOX_KEYS > 0
 
@@ -203,7 +208,7 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     def suits(tile: TileSize) -> bool:
         if P.is_invariant:
             return tile.groups == 1 and tile.block_k == invariant_keys(widest)
-        if tile.groups > _GATHERING_GROUPS and _is_gathered(P):
+        if tile.groups > _GATHERING_GROUPS and is_gathered(P):
             return False
         if tile.short:
             return tile.block_q in short and (plain or tile.groups < _MANY_GROUPS)

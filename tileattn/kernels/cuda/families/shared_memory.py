@@ -8,6 +8,8 @@ from tileattn.kernels.cuda.tile_sizes import TileSize
 RESERVED = 1024  # bytes of an SM that CUDA reserves for each thread block
 HOPPER_LIMIT = 227 * 1024  # bytes per thread block on compute capability 9.0
 HOPPER_STATIC = 2048  # upper bound of the static shared memory of a Hopper kernel, in bytes
+_SUM_BYTES = 4  # of a partial sum of a Hopper kernel
+_STAGING_BYTES = 2048  # of each warp: 64 columns of 16 rows of the output
 HOPPER_GROUP_ROWS = 64  # rows of a warpgroup's wgmma
 _DQ_COPY_BYTES = 64 * 32 * 4  # float32 sums that one bulk copy adds to dQ in device memory
 _BLOCK_PIECES = 4  # pieces of a block of a running total, as in src/fwd_smem_sm90.cuh
@@ -119,21 +121,34 @@ class ForwardMemory(NamedTuple):
 
 @cache
 def hopper_forward_memory(
-    tile: TileSize, dim: int, value: int, bias_size: int = 0, *, totals: bool = False
+    tile: TileSize,
+    dim: int,
+    value: int,
+    bias_size: int = 0,
+    *,
+    totals: bool = False,
+    splits: bool = False,
 ) -> ForwardMemory:
     """Divide the dynamic shared memory of the Hopper forward kernel.
 
     Each group of warps holds the stages of keys and values, its queries and a tile of the bias. If
     they fit, it also holds 64 columns of the output, the next queries of some warpgroups, and more
-    of a running total, if the kernel has ``totals``. ``bias_size`` is as in `generic_bytes`.
+    of a running total, if the kernel has ``totals``. ``bias_size`` is as in `generic_bytes`. A
+    kernel over ``splits`` has the queries of one work tile, and with fewer rows than a wgmma has P,
+    or in its place a row of the output for each warp.
     """
-    queries = _swizzled(HOPPER_GROUP_ROWS, dim)
+    warpgroups = tile.warps_m // 4
+    queries = _swizzled(tile.block_q // warpgroups, dim)
     stages = tile.stages * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
+    if splits:
+        rows = tile.block_q // warpgroups
+        staged = max(_swizzled(rows, 64), tile.warps_m * value * _SUM_BYTES)
+        out = staged if rows < HOPPER_GROUP_ROWS else 0
+        return ForwardMemory(stages + warpgroups * queries + out, 0)
     bias = _tiled(tile.block_q, tile.block_k, bias_size)
     shares = tile.groups * tile.min_blocks_per_sm
     left = (HOPPER_LIMIT - HOPPER_STATIC) // shares - stages - bias
-    warpgroups = tile.block_q // HOPPER_GROUP_ROWS
-    pieces, block = value // 8 + 1 if totals else 0, _swizzled(tile.block_q, 64)
+    pieces, block = value // 8 + 1 if totals else 0, tile.warps_m * _STAGING_BYTES
     least = int(left >= warpgroups * queries + block)
     most = -(-pieces // _BLOCK_PIECES) if totals else least
     blocks = max(least, min((left - 2 * warpgroups * queries) // block, most))

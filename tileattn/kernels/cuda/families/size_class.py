@@ -20,13 +20,14 @@ from tileattn.kernels.cuda.tuning import Tuning
 FEW_ROWS = 128  # query rows that share a key head, at most, in one block of split-KV
 MOST_ROWS = 1 << 30  # query rows that share a key head, at most: kernels count them in 32 bits
 WHOLE = 1 << 30  # keys of a split that has all keys
-FEW_SPLITS = 2  # stands for any number of splits that a warp can join
+_SEVERAL = 2  # stands for any number of splits above 1
 
 # Keys of a split of all calls with ``invariant``, a multiple of the keys of a tile. Measured on an
 # H200 (docs/tuning-log.md, invariant calls).
 _INVARIANT_SPLIT = 4096
 _MANY_ROWS = 2048  # query rows that share a key head; with more, splits grow no longer
 _SHARED_ROWS = (16, 32, 64, FEW_ROWS, MOST_ROWS, MOST_ROWS + 1)
+_MANY_QUERIES = 2  # for each SM
 _NO_AXES: frozenset[str] = frozenset()
 # Queries and keys of tiles: of short ones, and of the others.
 _SHORT_BLOCKS, _LARGE_BLOCK = ((64, 64), (128, 96)), (128, 128)
@@ -47,6 +48,10 @@ class SizeClass(NamedTuple):
     shared_rows: int
     split_keys: int
     splits: int
+    groups: int
+    pieces: int
+    fills_groups: bool
+    has_many_queries: bool
     has_split_queries: bool
     packs_heads: bool
     has_dynamic_keys: bool
@@ -73,7 +78,11 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         positive_scale(P),
         shared_rows(P),
         keys,
-        splits(P, keys, tuning),
+        splits(P, keys),
+        splits(P, group_keys(P, tuning)),
+        splits(P, piece_keys(P, tuning)),
+        fills_groups(P, tuning, sm_count),
+        has_many_queries(P, sm_count),
         has_split_queries(P, tuning),
         packs_heads(P, tuning),
         has_dynamic_keys(P, tuning),
@@ -142,18 +151,52 @@ def split_keys(P: Problem, tuning: Tuning) -> int:
     few = rows <= FEW_ROWS or (has_split_queries(P, tuning) and not has_functions(P))
     if not few or (P.is_packed and not P.is_paged):
         return WHOLE
-    row_bytes = (bucket(P.D) + bucket(P.Dv)) * P.kv_itemsize
-    least = 1 << (tuning.split_bytes // row_bytes).bit_length() - 1
+    least = _keys_of(P, tuning.split_bytes)
     if rows <= FEW_ROWS:
         return least
     many = min(1 << (P.group * P.Nq - 1).bit_length(), _MANY_ROWS)
     return max(least, many * many // tuning.split_square)
 
 
-def splits(P: Problem, keys: int, tuning: Tuning) -> int:
-    """Return 0, 1, `FEW_SPLITS`, which a warp can join, or more."""
-    count = split_count(P, keys)
-    return count if count < 2 else FEW_SPLITS if count <= tuning.warp_splits else FEW_SPLITS + 1
+def splits(P: Problem, keys: int) -> int:
+    """Return 0, 1 or `_SEVERAL`."""
+    return min(split_count(P, keys), _SEVERAL)
+
+
+def group_keys(P: Problem, tuning: Tuning) -> int:
+    """Return the keys of a split of the Hopper kernel for few rows: a power of two."""
+    few = P.is_packed or P.group * P.Nq <= PACKED_ROWS
+    return _keys_of(P, tuning.group_bytes[0 if few else 1])
+
+
+def piece_keys(P: Problem, tuning: Tuning) -> int:
+    """Return the keys of a piece of such a split: a power of two."""
+    return _keys_of(P, tuning.piece_bytes)
+
+
+def fills_groups(P: Problem, tuning: Tuning, sm_count: int) -> bool:
+    """Return True if all SMs have work if a work tile has `group_keys`, and not `piece_keys`.
+
+    The answer depends on the batch, so the work tiles it decides between must give the same bits.
+    """
+    count = split_count(P, group_keys(P, tuning)) * P.entries * P.Hkv
+    return count >= tuning.group_waves * sm_count
+
+
+def has_many_queries(P: Problem, sm_count: int) -> bool:
+    """Return True if one warp for each query of each head gives work to all SMs."""
+    return P.B * P.Hq * P.Nq >= _MANY_QUERIES * sm_count
+
+
+def _keys_of(P: Problem, nbytes: int) -> int:
+    """Return how many keys and values take some bytes, rounded down to a power of two.
+
+    All, if heads are wider than the kernels for few rows take.
+    """
+    if max(P.D, P.Dv) > MAX_HEAD_DIM:
+        return WHOLE
+    row_bytes = (bucket(P.D) + bucket(P.Dv)) * P.kv_itemsize
+    return 1 << (nbytes // row_bytes).bit_length() - 1
 
 
 def has_split_queries(P: Problem, tuning: Tuning) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tileattn.call.problem import Problem
+from tileattn.kernels.cuda.families import decode
 from tileattn.kernels.cuda.families.context import (
     KernelLaunch,
     KernelTraits,
@@ -27,9 +28,9 @@ from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import split_bytes, split_static_bytes
 from tileattn.kernels.cuda.families.size_class import (
     FEW_ROWS,
-    FEW_SPLITS,
     WHOLE,
     empty_axes,
+    has_many_queries,
     has_split_queries,
     packs_heads,
     shared_rows,
@@ -41,8 +42,8 @@ from tileattn.kernels.cuda.tile_sizes import TileSize
 
 SPLIT, COMBINE, FOLD = "forward_split", "forward_combine", "forward_fold"
 
-_GROUPS = 8  # groups of the splits of a row: one warp joins each group, or one warp all
-_WARP_BYTES = 512  # largest row of sums whose groups fit in the registers of one warp
+_WARP_BYTES = 512  # largest row of sums that one warp joins in its registers
+_JOINING_WARPS = 8  # of a thread block: they share the splits of a row, or have a row each
 
 # By the number of rows that share keys: warps_m take 16 rows each, warps_n keys of their own.
 _NARROW = (
@@ -78,7 +79,7 @@ def concerns(problem: Problem, context: LaunchContext) -> bool:
         return False
     if P.is_quantised:
         return True
-    many = splits(P, split_keys(P, tuning), tuning) > 1
+    many = splits(P, split_keys(P, tuning)) > 1
     if shared_rows(P) <= FEW_ROWS:
         if reads_pages(P):
             return True
@@ -130,10 +131,12 @@ def launches_over_splits(problem: Problem, context: LaunchContext) -> tuple[Kern
 
 
 def _launch(P: Problem, context: LaunchContext, rows: int, grid: Grid, keys: int) -> KernelLaunch:
+    why = _8_BIT if P.is_quantised else _PAGED if P.is_paged else _FEW
+    if decode.why_not(P, context, rows) is None:
+        return decode.launch(P, context, rows, grid)._replace(why=why)
     tile = next(_tiles(P, context, rows))
     key = _key(P, context, tile)
     traits = KernelTraits(main=True, split_keys=keys)
-    why = _8_BIT if P.is_quantised else _PAGED if P.is_paged else _FEW
     grid = grid._replace(block=key.block_q, split_keys=keys)
     return KernelLaunch(key, grid, _bytes(P, tile), why, traits=traits)
 
@@ -143,13 +146,15 @@ def joined(
 ) -> tuple[KernelLaunch, ...]:
     """Add the kernel that joins the splits, if there are several."""
     P, key, keys = problem, split.key, split.traits.split_keys
-    count = splits(P, keys, context.tuning)
+    count = splits(P, keys)
     if count == 1:
         return (split,)
     split = split._replace(why=f"{split.why}, {_CUT.format(keys)}")
     row_bytes = key.value_dim * P.accum_dtype.itemsize
-    by_warp = P.is_invariant or (count <= FEW_SPLITS and row_bytes <= _WARP_BYTES)
-    rows, warps = (_GROUPS, 1) if by_warp else (1, _GROUPS)
+    by_warp = row_bytes <= _WARP_BYTES and has_many_queries(P, context.sm_count)
+    by_warp = by_warp or P.is_invariant
+    is_wide = P.accum_dtype.itemsize > 4 or key.value_dim > MAX_HEAD_DIM
+    rows, warps = (_JOINING_WARPS, 1) if by_warp else (1, _JOINING_WARPS)
     why = _JOIN.format("warp" if by_warp else "thread block")
     join = KernelKey(
         *(FOLD if P.is_invariant else COMBINE, key.dtype),
@@ -159,7 +164,7 @@ def joined(
         paged=key.packed and key.paged,  # where packed sequences have their keys
         warps_m=rows,
         warps_n=warps,
-        min_blocks_per_sm=2 if P.accum_dtype.itemsize == 4 else 1,  # 128 registers of a thread
+        min_blocks_per_sm=1 if is_wide else 2,  # two blocks leave a thread 128 registers
         invariant=key.invariant,
         bias=key.bias,
         score_mod=key.score_mod,

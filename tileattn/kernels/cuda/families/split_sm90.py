@@ -1,13 +1,12 @@
 """Split-KV with the Hopper forward kernel, if many rows share keys.
 
-A tile holds all rows of a key head. With few rows ``forward_split`` is as fast: it waits for the
-keys, not for the tensor cores.
+A tile holds all rows of a key head. Few rows have a kernel of their own (`decode`), where it can.
 """
 
 from dataclasses import replace
 
 from tileattn.call.problem import Problem
-from tileattn.kernels.cuda.families import hopper, split
+from tileattn.kernels.cuda.families import decode, hopper, split
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext, refused
 from tileattn.kernels.cuda.families.family import Family
 from tileattn.kernels.cuda.families.grid import Grid
@@ -64,6 +63,8 @@ def _concerns(problem: Problem, context: LaunchContext) -> bool:
     """
     P, tuning = problem, context.tuning
     many = shared_rows(P) > tuning.split_wgmma_rows or _is_small(P, tuning) or P.is_invariant
+    if many and not P.is_invariant:
+        many = decode.why_not(P, context, shared_rows(P)) is not None
     if not many or max(P.D, P.Dv) > MAX_HEAD_DIM or P.is_packed:
         return False
     return packs_heads(P, tuning) or split.concerns(P, context)

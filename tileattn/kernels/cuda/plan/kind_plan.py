@@ -151,7 +151,9 @@ def _kind_plan(
     if P.is_paged or split_keys or part_keys:
         # Packed sequences with many rows are split as well, unless another kernel takes those.
         few = any(launch.traits.persistent for launch in launches)
-        fields["split_keys"] = split_keys or part_keys or WHOLE
+        fields["split_keys"] = keys = split_keys or part_keys or WHOLE
+        for name in ("piece_keys", "group_keys"):
+            fields[name] = max((getattr(x.traits, name) for x in launches), default=0) or keys
         fields["max_split_rows"] = 0 if part_keys else FEW_ROWS if few else MOST_ROWS
     own = tuple(launches)
     return KindPlan(P.kind, context, device, direction, own, classifying, fields, functions, tile)

@@ -78,7 +78,8 @@ SECTIONS: dict[str, list[tuple[str, Any]]] = {
         (name, np.int64)
         for name in (
             *("pages_total", "page", "table_width"),
-            *("split_keys", "splits", "max_split_rows", "partial_rows"),
+            *("split_keys", "splits", "piece_keys", "group_keys"),
+            *("max_split_rows", "partial_rows"),
             *(f"{name}_rows" for name in DESCALES),
         )
     ],

@@ -1,10 +1,27 @@
-// Combine the sums of forward_split over the splits of each row. Share s adds up splits s, s + 8, s + 16
-// and so on, so the order of the sums depends only on the indices of the splits. A row has WARPS_N warps:
-// one for all shares, or one for each share.
+// Combine the sums of split-KV over the splits of each row. Splits are added up in their order to the sums over a
+// group, groups to the sums over a section of eight, and sections to the sums over all keys. So the order of the sums
+// depends only on the keys. A row has WARPS_N warps, one or eight.
+//
+// The code is short, since a short kernel waits for its instructions: those that it ran last time have left the
+// caches.
 #include "partial_sums.cuh"
 
-constexpr int SHARES = 8, OWN = SHARES / WARPS_N;  // OWN: shares of a warp
-static_assert(WARPS_N == 1 || (WARPS_N == SHARES && WARPS_M == 1), "__syncthreads joins the warps of a row");
+constexpr int SECTION = 8;  // groups
+constexpr int LANE_BYTES = COLUMNS * int(sizeof(Accum));
+constexpr int AHEAD = LANE_BYTES <= 16 ? 8 : LANE_BYTES <= 64 ? 128 / LANE_BYTES : 1;  // splits that are loaded ahead
+static_assert(WARPS_N == 1 || WARPS_M == 1, "__syncthreads joins the warps of a row");
+
+// Sums over keys: the statistics of a row, and this lane's columns.
+struct Sums {
+    RowSum row;
+    Accum columns[COLUMNS] = {};
+
+    __device__ void add(const Sums& next, Accum softmax_scale_log2) {
+        const RowSum::Factors factors = row.add(next.row, softmax_scale_log2);
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) columns[n] = factors.sum(columns[n], next.columns[n]);
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward_combine(const __grid_constant__ Params p) {
@@ -12,80 +29,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, share = warp % WARPS_N;
     const SplitRow row(p, int(blockIdx.x) * WARPS_M + warp / WARPS_N);
     if (!row.is_there) return;
-    const int begin = row.begin, end = row.end;
-    const i64 first = row.first;
-    const Accum softmax_scale_log2 = row.softmax_scale_log2;
+    const int together = int(p.group_keys / p.split_keys);  // splits of a group
+    const bool has_groups = together > 1;
+    const int span = has_groups ? together : SECTION, length = SECTION * together;
+    auto add = [&](Sums& sums, const Sums& next) { sums.add(next, row.softmax_scale_log2); };
+    __shared__ Accum columns[WARPS_N][WARPS_N > 1 ? VALUE_DIM : 1], statistics[WARPS_N][2];
+    Sums total, section;
 
-    // Issue the loads of all shares before the first wait.
-    Part parts[OWN];
-    auto is_there = [&](int split) { return split >= begin && split < end; };
-    auto load = [&](int next) {
+    // In each round a warp adds up a span: the splits of a group, or if a split is a group of its own, a section.
+#pragma unroll 1
+    for (int first = row.begin / length * length; first < row.end; first += WARPS_N * span) {
+        const int start = first + share * span;
+        const int begin = max(start, row.begin), end = min(start + span, row.end);
+        Part parts[AHEAD];
 #pragma unroll
-        for (int s = 0; s < OWN; ++s)
-            if (is_there(next + s)) parts[s].load(p, first + next + s, lane);
-    };
-    const int first_own = begin / SHARES * SHARES + share;
-    load(first_own);
-
-    RowSum total;
-    for (int split = begin + lane; split < end; split += WARP)
-        total.raise(sum_of(p, first + split), softmax_scale_log2);
+        for (int n = 0; n < AHEAD; ++n)
+            if (begin + n < end) parts[n].load(p, row.first + begin + n, lane);
+        Sums own;
+#pragma unroll 1
+        for (int split = begin; split < end; ++split) {
+            Sums next;
+            next.row = parts[0].sum;
 #pragma unroll
-    for (int step = 1; step < WARP; step *= 2) {
-        RowSum other;
-        other.m = __shfl_xor_sync(~0u, total.m, step), other.l = __shfl_xor_sync(~0u, total.l, step);
-        other.max_first = __shfl_xor_sync(~0u, int(total.max_first), step);
-        // Both lanes must keep the same one, also if the shifts are equal.
-        if (lane & step) {
-            const RowSum mine = total;
-            total = other, other = mine;
+            for (int n = 0; n < COLUMNS; ++n) next.columns[n] = parts[0].columns[n / VECTOR].values[n % VECTOR];
+#pragma unroll
+            for (int n = 1; n < AHEAD; ++n) parts[n - 1] = parts[n];
+            if (split + AHEAD < end) parts[AHEAD - 1].load(p, row.first + split + AHEAD, lane);
+            add(own, next);
         }
-        total.raise(other, softmax_scale_log2);
+        if constexpr (WARPS_N > 1) {
+#pragma unroll
+            for (int n = 0; n < COLUMNS; ++n) columns[share][column_of(n, lane)] = own.columns[n];
+            if (lane == 0) own.row.store(statistics[share]);
+            __syncthreads();
+        }
+#pragma unroll 1
+        for (int n = 0; n < WARPS_N; ++n) {
+            if constexpr (WARPS_N > 1) {
+                own.row = RowSum::load(statistics[n]);
+#pragma unroll
+                for (int i = 0; i < COLUMNS; ++i) own.columns[i] = columns[n][column_of(i, lane)];
+            }
+            if (has_groups)
+                add(section, own);
+            else
+                add(total, own);
+        }
+        if constexpr (WARPS_N > 1) __syncthreads();  // the sums have been read
+        const int next = first + WARPS_N * span;
+        if (has_groups && (next % length == 0 || next >= row.end)) {
+            add(total, section);
+            section = Sums();
+        }
     }
 
-    Accum acc[OWN][COLUMNS] = {}, l[OWN] = {};
-#pragma unroll(OWN == 1 ? 4 : 1)
-    for (int next = first_own; next < end; next += SHARES) {
-        if (next > first_own) load(next);
+    // All warps of a row have its total.
+    const Accum inverse = total.row.finish(p, row.lse_index, row.h, share == 0 && lane == 0);
 #pragma unroll
-        for (int s = 0; s < OWN; ++s) {
-            if (!is_there(next + s)) continue;
-            const RowSum& own = parts[s].sum;
-            const Accum factor = own.factor(total, softmax_scale_log2);
-            l[s] = fma(own.l, factor, l[s]);
-#pragma unroll
-            for (int n = 0; n < COLUMNS; ++n)
-                acc[s][n] = fma(parts[s].columns[n / VECTOR].values[n % VECTOR], factor, acc[s][n]);
-        }
-    }
-
-    total.l = 0;
-    Element* const out = row.out;
-    auto finish = [&](bool writes) { return total.finish(p, row.lse_index, row.h, writes); };
-    if constexpr (WARPS_N == 1) {
-#pragma unroll
-        for (int s = 0; s < SHARES; ++s) total.l += l[s];
-        const Accum inverse = finish(lane == 0);
-#pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) {
-            Accum all = 0;
-#pragma unroll
-            for (int s = 0; s < SHARES; ++s) all += acc[s][n];
-            const int d = column_of(n, lane);
-            if (d < p.Dv) out[d] = narrow<Element>(all * inverse);
-        }
-    } else {
-        __shared__ Accum sums[SHARES][VALUE_DIM], totals[SHARES];
-#pragma unroll
-        for (int n = 0; n < COLUMNS; ++n) sums[share][column_of(n, lane)] = acc[0][n];
-        if (lane == 0) totals[share] = l[0];
-        __syncthreads();
-        for (int s = 0; s < SHARES; ++s) total.l += totals[s];
-        const Accum inverse = finish(threadIdx.x == 0);
-        for (int d = threadIdx.x; d < p.Dv; d += THREADS) {
-            Accum all = 0;
-            for (int s = 0; s < SHARES; ++s) all += sums[s][d];
-            out[d] = narrow<Element>(all * inverse);
-        }
+    for (int n = 0; n < COLUMNS; ++n) {
+        const int d = column_of(n, lane);
+        if (share == 0 && d < p.Dv) row.out[d] = narrow<Element>((total.columns[n] + 0) * inverse);  // -0 becomes 0
     }
 }

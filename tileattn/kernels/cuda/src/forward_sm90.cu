@@ -130,11 +130,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         const int begin = length - last * BLOCK_K;  // positive: each tile has a key before the end
         const bool is_array_end = !PAGED && work.k_start + length >= p.Nk;
         if (!__any_sync(~0u, begin < BLOCK_K && !is_array_end)) return;
-        constexpr int CHUNKS = VALUE_DIM / 8;
-        const u32 zeros[4] = {};
-#pragma unroll 1
-        for (int i = begin * CHUNKS + threadIdx.x % WARPGROUP; i < BLOCK_K * CHUNKS; i += WARPGROUP)
-            store_shared(smem.v(v_pipe.stage).chunk(i / CHUNKS, i % CHUNKS * 16), zeros);
+        zero_rows(smem.v(v_pipe.stage), begin);
         fence_async_shared();
         named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
     };
@@ -381,23 +377,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     read = {q_pipe, work_pipe, k_pipe, v_pipe};
 }
 
-// If keys are gathered, only q has a tensor map.
-struct QueryMap {
-    TensorMap q;
-};
-template <bool>
-struct LoadedMaps {
-    using Type = ForwardMaps;
-};
-template <>
-struct LoadedMaps<true> {
-    using Type = QueryMap;
-};
 using Maps = LoadedMaps<GATHERED>::Type;
-__device__ inline void set_up(const Smem& smem, const ForwardMaps& maps) {
-    set_up(smem, maps.k, maps.q, maps.v);
-}
-__device__ inline void set_up(const Smem& smem, const QueryMap& maps) { set_up(smem, maps.q); }
 
 // Producers need more registers to find splits, packed sequences and pages.
 using Share = Registers<SPLIT_KV ? 40 : PACKED || PAGED ? 32 : 24>;

@@ -26,7 +26,7 @@ struct KeyLoads {
     template <class Tile>
     __device__ void load(const Tile& tile, const TensorMap& map, int k0, int kv,
                          const Barrier& full) const {
-        tile.template load<LOAD_UNROLL>(map, sequence.k_start + k0, kv, sequence.entry(), full);
+        tile.template load<LOAD_UNROLL, READS_ONCE>(map, sequence.k_start + k0, kv, sequence.entry(), full);
     }
 };
 // With paged keys each TMA box lies in one page: its rows divide both a page and a tile. Tiles are looked up
@@ -77,10 +77,28 @@ struct KeyLoads<true> {
         for (int at = 0, n = 0; at < BLOCK_K; at += box) {
             const BoxPlace place = next;
             next = places[++n];
-            tile.load_box(map, at, place.row, kv, int(PageTable::page(p, place.entry)), full);
+            tile.template load_box<Tile::SLICES, READS_ONCE>(map, at, place.row, kv,
+                                                             int(PageTable::page(p, place.entry)), full);
         }
     }
 };
+
+// If keys are gathered, only q has a tensor map.
+struct QueryMap {
+    TensorMap q;
+};
+template <bool>
+struct LoadedMaps {
+    using Type = ForwardMaps;
+};
+template <>
+struct LoadedMaps<true> {
+    using Type = QueryMap;
+};
+__device__ inline void set_up(const Smem& smem, const ForwardMaps& maps) {
+    set_up(smem, maps.k, maps.q, maps.v);
+}
+__device__ inline void set_up(const Smem& smem, const QueryMap& maps) { set_up(smem, maps.q); }
 
 // Prefetch q of the next work tile while this one is being computed, instead of after its last K/V load?
 // There must be stages for it. With two groups there is nothing to hide: the other group computes.
@@ -115,7 +133,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
     PipelineState<STAGES> k_pipe, v_pipe;
     WorkTile own_work{};
     WorkTile& work = HAS_SCHEDULER ? smem.found() : own_work;
-    // Publish the work tile to each warpgroup, with the warpgroup's 64 queries.
+    // Publish the work tile to each warpgroup, with the warpgroup's queries.
     auto publish_work = [&] {
 #pragma unroll 1
         for (int warpgroup = 0; warpgroup < CONSUMERS; ++warpgroup, q_pipe.advance()) {
@@ -128,9 +146,9 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                 continue;
             }
             // Rotate the warpgroups: with a causal mask the last rows have most tiles.
-            own.q0 += WARPGROUP_ROWS * ((warpgroup + (SPLIT_KV ? 0 : work.iteration)) % CONSUMERS);
+            own.q0 += ROWS * ((warpgroup + (SPLIT_KV ? 0 : work.iteration)) % CONSUMERS);
             // In a NaN-safe pass the warpgroups go through the same tiles in lockstep.
-            if (!work.nan_safe) own.tiles = key_tiles(p, work, work.window, own.q0, WARPGROUP_ROWS);
+            if (!work.nan_safe) own.tiles = key_tiles(p, work, work.window, own.q0, ROWS);
             if (HAS_TILE_LIST) own.tiles.begin = work.begin, own.tiles.end = work.end;
             if (SPLIT_KV)
                 full.arrive();  // the warpgroup loads its rows itself
@@ -250,9 +268,9 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 __device__ inline void load_shared_rows(const Params& p, const WorkTile& work,
                                         const QueryTile& tile) {
     constexpr int CHUNKS = HEAD_DIM * int(sizeof(Element)) / 16;
-    const int kv = work.h / int(p.group), rows = int(p.group * p.Nq);
+    const int kv = work.h / int(p.group), rows = int(p.group) * work.Nq(p);
 #pragma unroll 4
-    for (int n = threadIdx.x % WARPGROUP; n < WARPGROUP_ROWS * CHUNKS; n += WARPGROUP) {
+    for (int n = threadIdx.x % WARPGROUP; n < ROWS * CHUNKS; n += WARPGROUP) {
         const int r = n / CHUNKS, byte = n % CHUNKS * 16;
         const SharedRow row(p, kv, min(work.q0 + r, rows - 1));
         const Element* const from = q_row(p, work.sequence(p), row);
@@ -262,6 +280,15 @@ __device__ inline void load_shared_rows(const Params& p, const WorkTile& work,
     copy_commit();
     copy_wait<0>();
     fence_async_shared();
+}
+
+// A warpgroup zeroes the rows of a tile of values from row `begin` on.
+__device__ inline void zero_rows(const ValueTile& tile, int begin) {
+    constexpr int CHUNKS = VALUE_DIM / 8;
+    const u32 zeros[4] = {};
+#pragma unroll 1
+    for (int i = begin * CHUNKS + threadIdx.x % WARPGROUP; i < BLOCK_K * CHUNKS; i += WARPGROUP)
+        store_shared(tile.chunk(i / CHUNKS, i % CHUNKS * 16), zeros);
 }
 
 // Store 16 rows of each warp over a split, from row0 on: the output if it is the only split, else partial

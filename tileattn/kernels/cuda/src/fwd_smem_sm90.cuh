@@ -7,11 +7,13 @@
 #include "tile_scheduler_sm90.cuh"
 #include "warpgroups_sm90.cuh"
 
-static_assert(BLOCK_Q == WARPGROUP_ROWS * CONSUMERS && WARPS_N == 1, "64 queries a warpgroup");
+constexpr int ROWS = BLOCK_Q / CONSUMERS;  // queries of a warpgroup
+constexpr bool READS_ONCE = ROWS < WARPGROUP_ROWS;  // one block has all rows that share keys
+static_assert(BLOCK_Q == ROWS * CONSUMERS && WARPS_N == 1, "the warpgroups share the queries");
 static_assert(STAGES >= 2, "the next k stage is read before the v stage is released");
 
 using WorkTile = WindowedWorkTile;
-using QueryTile = SmemTile<WARPGROUP_ROWS, HEAD_DIM>;  // of one warpgroup
+using QueryTile = SmemTile<ROWS, HEAD_DIM>;  // of one warpgroup
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
 using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
 
@@ -28,6 +30,10 @@ static_assert(STAGING_BYTES == BLOCK_PIECES * WARP * 16, "a block is the staging
 
 // Each warp has staging memory for its output, unless a bias leaves no space. A q stage holds the queries
 // of one warpgroup. There are stages for the next work tile, too, as far as they fit, and after them more blocks.
+//
+// With SPLIT_KV successive work tiles mostly have the same queries, so each warpgroup has one tile of them, and
+// output is not staged. With fewer ROWS than a wgmma has, the space holds P, and at the end of a split a row of
+// each warp (forward_decode_sm90.cu).
 constexpr int BIAS_BYTES = WarpBias<false, 1, BLOCK_K / 8>::BYTES;
 constexpr int Q_SPACE =
     225 * 1024 / (GROUPS * MIN_BLOCKS_PER_SM) - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));
@@ -35,19 +41,22 @@ constexpr int OUT_LEAST = Q_SPACE >= CONSUMERS * QueryTile::BYTES + TOTAL_BLOCK;
 constexpr int OUT_MOST = TOTALS ? (TOTAL_PIECES + BLOCK_PIECES - 1) / BLOCK_PIECES : OUT_LEAST;
 constexpr int OUT_FIT = (Q_SPACE - 2 * CONSUMERS * QueryTile::BYTES) / TOTAL_BLOCK;
 constexpr int OUT_BLOCKS = OUT_FIT < OUT_LEAST ? OUT_LEAST : OUT_FIT < OUT_MOST ? OUT_FIT : OUT_MOST;
-constexpr int OUT_BYTES = OUT_BLOCKS * TOTAL_BLOCK;
-constexpr bool STAGED_OUT = OUT_BLOCKS > 0;
+constexpr int P_BYTES = ROWS * 128, ROW_BYTES = WARPS_M * VALUE_DIM * int(sizeof(Accum));
+constexpr int SPLIT_BYTES = ROWS == WARPGROUP_ROWS ? 0 : P_BYTES < ROW_BYTES ? ROW_BYTES : P_BYTES;
+constexpr int OUT_BYTES = SPLIT_KV ? SPLIT_BYTES : OUT_BLOCKS * TOTAL_BLOCK;
+constexpr bool STAGED_OUT = !SPLIT_KV && OUT_BLOCKS > 0;
 constexpr int Q_FIT = (Q_SPACE - OUT_BYTES) / QueryTile::BYTES;
-constexpr int Q_STAGES = Q_FIT < 2 * CONSUMERS ? Q_FIT : 2 * CONSUMERS;
+constexpr int Q_STAGES = SPLIT_KV || Q_FIT >= 2 * CONSUMERS ? 2 * CONSUMERS : Q_FIT;
+constexpr int Q_TILES = SPLIT_KV ? CONSUMERS : Q_STAGES;
 static_assert(Q_STAGES >= CONSUMERS, "a stage for every warpgroup");
-static_assert((BLOCK_Q - WARPGROUP_ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
+static_assert((BLOCK_Q - ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
               "a warpgroup fetches the next work tile before it skips the rest of this one");
 
 constexpr int TRACKED = 512;  // bits for unfinished work tiles: iterations modulo 512
 
-// Layout of dynamic shared memory. The staging memory of the warps and their parts of the bias follow.
+// Layout of dynamic shared memory. The staging memory of the warps, or P, and the parts of the bias follow.
 struct Tensors {
-    QueryTile::Storage q[Q_STAGES];
+    QueryTile::Storage q[Q_TILES];
     KeyValueStage kv[STAGES];
 };
 constexpr int GROUP_BYTES = int(sizeof(Tensors)) + OUT_BYTES + BIAS_BYTES;
@@ -56,7 +65,7 @@ static_assert(GROUPS == 1 || GROUP_BYTES % 1024 == 0, "where swizzled tiles may 
 
 // A scheduler thread finds the work tiles of packed sequences. Looking up a block takes several dependent
 // loads, for which the producer would keep the consumers waiting. With two groups the other group computes.
-constexpr bool HAS_SCHEDULER = PACKED && GROUPS == 1;
+constexpr bool HAS_SCHEDULER = PACKED && GROUPS == 1 && !SPLIT_KV;
 
 // The warps of the producer warpgroup that copy the rows of paged keys (gather_sm90.cuh). The first warp of a
 // group finds work tiles and loads q, and the scheduler thread has a warp of its own.

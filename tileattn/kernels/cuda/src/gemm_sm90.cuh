@@ -65,16 +65,19 @@ __device__ inline void gemm_async_mn(Fragment<float, 1, NT>& c, const SmemTile<R
     wgmma_commit();
 }
 
-// Issue C = X^T Y^T for 64 columns of x from column m0 on and all rows of y: X^T is MN-major, Y^T is
-// K-major.
-template <class T, int K, int C, int R2, int NT>
+// Issue C = X^T Y^T, or with ADD C += X^T Y^T, for 64 columns of x from column m0 on and all rows of y: X^T is
+// MN-major, Y^T is K-major.
+template <class T, bool ADD = false, int K, int C, int R2, int NT>
 __device__ inline void gemm_async_transposed(Fragment<float, 1, NT>& c, const SmemTile<K, C>& x,
                                              int m0, const SmemTile<R2, K>& y) {
     auto& d = accum_registers(c);
-    discard_operand(d);
+    if constexpr (ADD)
+        fence_operand(d);
+    else
+        discard_operand(d);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < K; k += 16) wgmma(T{}, d, x.mn_major(k, m0), y.k_major(0, k), k > 0);
+    for (int k = 0; k < K; k += 16) wgmma(T{}, d, x.mn_major(k, m0), y.k_major(0, k), ADD || k > 0);
     wgmma_commit();
 }
 

@@ -75,6 +75,15 @@ struct Sequence {
     }
 };
 
+// Packed sequences with up to this many rows are split. They have kernels of their own, since the host does
+// not know the rows of a sequence.
+constexpr int PACKED_ROWS = 16;
+
+// True if a packed sequence has rows, and few.
+__device__ inline bool has_few_rows(const Params& p, const Sequence& sequence) {
+    return sequence.Nq > 0 && p.group * sequence.Nq <= PACKED_ROWS;
+}
+
 // The number of blocks of a head with `rows` rows. Blocks are numbered. Block n of packed sequence b has
 // the number start / BLOCK + b + n: this needs no sum over sequences, and only few numbers have no block.
 template <int BLOCK>

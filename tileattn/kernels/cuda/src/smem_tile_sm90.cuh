@@ -27,12 +27,12 @@ struct SmemTile {
     u32 address;  // of a Storage
 
     // Start TMA loads of the whole tile from row `row` and column `column` on. Elements outside the tensor
-    // become zero. The loop over slices has UNROLL copies of a load.
-    template <int UNROLL = SLICES>
+    // become zero. The loop over slices has UNROLL copies of a load. ONCE: see tma_load.
+    template <int UNROLL = SLICES, bool ONCE = false>
     __device__ void load(const TensorMap& map, int row, int head, int batch, const Barrier& full,
                          int column = 0) const {
         full.arrive_and_expect_tx(BYTES);
-        load_box<UNROLL>(map, 0, row, head, batch, full, column);
+        load_box<UNROLL, ONCE>(map, 0, row, head, batch, full, column);
     }
 
     // The same, in two boxes of half of the rows, swapped if `swap` is 1.
@@ -47,13 +47,12 @@ struct SmemTile {
     }
 
     // Start TMA loads of one box of the map, to the rows from `at` on.
-    template <int UNROLL = SLICES>
+    template <int UNROLL = SLICES, bool ONCE = false>
     __device__ void load_box(const TensorMap& map, int at, int row, int head, int batch,
                              const Barrier& full, int column = 0) const {
 #pragma unroll UNROLL
         for (int n = 0; n < SLICES; ++n)
-            tma_load(address + n * SLICE + at * PITCH, map, column + n * WIDTH, row, head, batch,
-                     full);
+            tma_load<ONCE>(address + n * SLICE + at * PITCH, map, column + n * WIDTH, row, head, batch, full);
     }
 
     // Prefetch the data of `load` to the L2 cache.

@@ -13,10 +13,6 @@ struct SharedRow {
         : i(row / int(p.group)), h(kv * int(p.group) + row % int(p.group)) {}
 };
 
-// Packed sequences with up to this many rows are split. They have kernels of their own, since the host does
-// not know the rows of a sequence.
-constexpr int PACKED_ROWS = 16;
-
 // The index of a row and a split in partial_out and partial_sums. Packed sequences have PACKED_ROWS rows each, or
 // the rows of their tokens if tokens have fewer in all.
 __device__ inline i64 partial_index(const Params& p, const Sequence& sequence, i64 kv, int row, int split) {

@@ -4,6 +4,7 @@
 #include "query_split.cuh"
 #include "splits.cuh"
 #include "tile_scheduler.cuh"
+#include "work_order_sm90.cuh"
 
 // The key tiles of a block of queries: begin to end - 1. Tiles full_begin to full_end - 1 need no mask.
 struct TileRange {
@@ -60,6 +61,8 @@ struct WorkSequence {
 
     // Find a block by its place in the order of work. Returns its number in its sequence.
     __device__ int find(const Params&, int entry, int place) { return b = entry, place; }
+    // Take all rows of a sequence.
+    __device__ void take(const Params&, int sequence) { b = sequence; }
     template <int BLOCK>
     __device__ static int blocks(const Params& p, i64 rows) {
         return block_count<BLOCK>(p, rows);
@@ -82,6 +85,11 @@ struct WorkSequence<true> {
         b = found.b, q_start = found.q_start, k_start = found.k_start;
         queries = found.Nq, keys = found.Nk;
         return found.block;
+    }
+    __device__ void take(const Params& p, int sequence) {
+        const Sequence found(p, b = sequence);
+        q_start = int(found.q_start), k_start = int(found.k_start);
+        queries = int(found.Nq), keys = int(found.Nk);
     }
     template <int>
     __device__ static int blocks(const Params& p, i64) {
@@ -151,123 +159,6 @@ struct KeyTileList : TileList<int> {
         : TileList(p, work.b, work.h, work.q0 / BLOCK_Q) {}
 };
 
-// Each group of a CTA is a worker of the scheduler, with its own work tiles. The first groups of all CTAs
-// come before the second ones: with few work tiles each SM gets one before any SM gets two.
-__device__ inline u32 worker_count() { return gridDim.x * GROUPS; }
-__device__ inline u32 worker_of(int group) { return blockIdx.x + gridDim.x * group; }
-
-// The indices of a worker's work tiles, from the dynamic or the static scheduler; the same in each pass.
-template <bool SHARED = SPLIT_KV>
-struct WorkOrder {
-    int group, iteration = -1, index = 0, claimed = 0;
-
-    __device__ explicit WorkOrder(const Params&, int group = 0) : group(group) {}
-    __device__ int next(const Params& p) {
-        ++iteration;
-        return PACKED || p.next_tiles ? next_claimed(p) : next_assigned(p);
-    }
-    __device__ void restart() { iteration = -1; }
-
-    // Dynamic scheduler: a worker claims the next work tile when it needs one, and records it for later
-    // passes. Only lane 0 calls.
-    __device__ int next_claimed(const Params& p) {
-        if (iteration == 0) return index = int(worker_of(group));
-        int successor;
-        if (iteration > claimed) {
-            successor = int(worker_count() + atomicAdd(p.tile_counter, 1));
-            claimed = iteration, p.next_tiles[index] = successor;
-        } else {
-            successor = p.next_tiles[index];
-        }
-        return index = uniform(successor, 1);
-    }
-    // Static scheduler: the host's LPT assignment, or round robin in alternating directions. With a causal
-    // mask each work tile is a little shorter than the one before, and workers that drift apart would not
-    // share keys in the L2 cache.
-    __device__ int next_assigned(const Params& p) const {
-        const int workers = int(worker_count()), worker = int(worker_of(group));
-        const int first = iteration * workers;
-        if (p.assignment) return p.assignment[first + worker];
-        return first + (iteration % 2 ? workers - 1 - worker : worker);
-    }
-};
-// The sum over the lanes of a warp. The compiler knows that the result of the instruction is uniform. GPUs
-// before compute capability 8.0 compile this only for probes.
-__device__ inline int sum_of_warp(int x) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_add_sync(~0u, x);
-#else
-    for (int step = 1; step < WARP; step *= 2) x += __shfl_xor_sync(~0u, x, step);
-    return x;
-#endif
-}
-
-// Split-KV: lengths are on the device, so each worker counts the splits of all sequences, and takes an
-// equal number of consecutive work tiles. All splits come for one block of rows, then for the next: workers
-// of the same splits begin together, and share keys in the L2 cache. All lanes of a warp construct it.
-template <>
-struct WorkOrder<true> {
-    int iteration = -1, share;
-    int block = 0, b = 0, place = 0;  // place: index among the splits of a sequence
-    int first_block = 0, first_b = 0, first_place = 0, kv = 0, split = 0;
-
-    __device__ explicit WorkOrder(const Params& p, int group = 0) {
-        const int lane = threadIdx.x % WARP, B = int(p.B);
-        auto count = [&](int b) { return b < B ? splits_of(p, b).count * int(p.Hkv) : 0; };
-        int total = 0;  // of one block of rows
-        for (int n = lane; n < B; n += WARP) total += count(n);
-        total = sum_of_warp(total);
-        const i64 all = i64(total) * block_count<BLOCK_Q>(p, p.group * p.Nq);
-        auto start_of = [&](i64 worker) { return int(worker * all / worker_count()); };
-        int before = start_of(worker_of(group));  // splits of earlier workers from sequence n on
-        share = start_of(worker_of(group) + 1) - before;
-        if (share == 0) return;
-        first_block = before / total, before %= total;
-        for (int n = 0; n < B; n += WARP) {
-            const int own = count(n + lane);
-            int end = own;
-#pragma unroll
-            for (int step = 1; step < WARP; step *= 2) {
-                const int lower = __shfl_up_sync(~0u, end, step);
-                if (lane >= step) end += lower;
-            }
-            const u32 beyond = __ballot_sync(~0u, end > before);
-            if (beyond) {
-                const int found = __ffs(beyond) - 1;
-                first_b = n + found, first_place = before - __shfl_sync(~0u, end - own, found);
-                return;
-            }
-            before -= __shfl_sync(~0u, end, WARP - 1);
-        }
-    }
-
-    // The splits of a sequence that some query attends to. An only split also writes rows without keys.
-    struct Splits {
-        int first, count;
-    };
-    __device__ static Splits splits_of(const Params& p, int b) {
-        if (p.splits == 1) return {0, 1};
-        const SlidingWindow window(p, Sequence(p, b));
-        const Range keys = window.key_range(0, window.Nq);
-        const int split = int(p.split_keys), first = keys.lo / split;
-        return {first, (keys.hi + split - 1) / split - first};
-    }
-    __device__ bool next(const Params& p) {
-        if (++iteration >= share) return false;
-        ++place;
-        if (iteration == 0) block = first_block, b = first_b, place = first_place;
-        Splits splits = splits_of(p, b);
-        while (place >= splits.count * int(p.Hkv)) {
-            place -= splits.count * int(p.Hkv);
-            if (++b == int(p.B)) b = 0, ++block;
-            splits = splits_of(p, b);
-        }
-        kv = place / splits.count, split = splits.first + place % splits.count;
-        return true;
-    }
-    __device__ void restart() { iteration = -1; }
-};
-
 // The first `single_heads` heads come one by one, the others in groups (L2 swizzle).
 __device__ inline BlockCoord forward_coord(const Params& p, const WorkSequence<PACKED>& sequence,
                                            int blocks, int heads, int index) {
@@ -310,7 +201,8 @@ __device__ inline bool get_work(const Params& p, WorkOrder<false>& order, Work& 
 template <class Work>
 __device__ inline bool get_work(const Params& p, WorkOrder<true>& order, Work& work) {
     if (!order.next(p)) return false;
-    work.b = order.b, work.h = order.kv * int(p.group), work.q0 = order.block * BLOCK_Q;
+    work.take(p, order.b);
+    work.h = order.kv * int(p.group), work.q0 = order.block * BLOCK_Q;
     work.split = order.split, work.iteration = order.iteration;
     const SlidingWindow window(p, work.sequence(p));
     work.keep(window);

@@ -114,9 +114,19 @@ __device__ inline void fence_barrier_init() {
 }
 
 // Start a TMA load of the box at (column, row, head, batch). Elements outside the tensor become
-// zero.
+// zero. Data that is read ONCE leaves the L2 cache first: it would displace instructions, and partial sums.
+template <bool ONCE = false>
 __device__ inline void tma_load(u32 target, const TensorMap& map, int column, int row, int head,
                                 int batch, const Barrier& done) {
+    constexpr u64 EVICT_FIRST = 0x12f0000000000000;  // what createpolicy.fractional.L2::evict_first returns
+    if constexpr (ONCE) {
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+            "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(target),
+            "l"(&map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(done.address), "l"(EVICT_FIRST)
+            : "memory");
+        return;
+    }
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
         "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(target),

@@ -10,7 +10,7 @@ constexpr int WARPGROUP_ROWS = 64;   // rows of a wgmma
 constexpr int CONSUMERS = WARPS_M * WARPS_N / 4;  // consumer warpgroups of a group
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS;  // consumer warpgroups of the CTA
-static_assert(PRODUCER_WARPS == 4, "setmaxnreg takes a whole warpgroup");
+static_assert(PRODUCER_WARPS == 4 || SPLIT_KV, "setmaxnreg takes a whole warpgroup");
 
 // Registers of a thread, in units of 8 (setmaxnreg). The producer warpgroup keeps what it needs, which is
 // more if it has half of the columns, and gives the rest to the consumers.

@@ -26,8 +26,10 @@ struct Descriptor {
 #define SUMS(i) \
     "+f"(d[i + 0]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
     "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define NAMES_16 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_8 \
+    "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", " \
+    "%8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_24 NAMES_16 ", " \
     "%16, %17, %18, %19, %20, %21, %22, %23"
 #define NAMES_32 NAMES_24 ", " \
@@ -40,14 +42,30 @@ struct Descriptor {
     "%48, %49, %50, %51, %52, %53, %54, %55"
 #define NAMES_64 NAMES_56 ", " \
     "%56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_80 NAMES_64 ", " \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define NAMES_96 NAMES_80 ", " \
-    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_96 NAMES_64 ", " \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
+    "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define NAMES_128 NAMES_96 ", " \
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
     "%127"
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[8], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k16."
+                 "f32.f16.f16 {" NAMES_8 "}, %8, %9, p, 1, 1, %11, %12;}"
+        : SUMS(0)
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
+}
+template <bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[8], const u32 (&a)[4],
+                             Descriptor<B_MN> b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16."
+                 "f32.f16.f16 {" NAMES_8 "}, {%8, %9, %10, %11}, %12, p, 1, 1, %14;}"
+        : SUMS(0)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
+          "n"(int(B_MN)));
+}
 template <bool A_MN, bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[16], Descriptor<A_MN> a,
                              Descriptor<B_MN> b, bool add) {
@@ -168,25 +186,6 @@ __device__ inline void wgmma(float16, float (&d)[64], const u32 (&a)[4],
           "n"(int(B_MN)));
 }
 template <bool A_MN, bool B_MN>
-__device__ inline void wgmma(float16, float (&d)[80], Descriptor<A_MN> a,
-                             Descriptor<B_MN> b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %82, 0; wgmma.mma_async.sync.aligned.m64n160k16."
-                 "f32.f16.f16 {" NAMES_80 "}, %80, %81, p, 1, 1, %83, %84;}"
-        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
-          SUMS(72)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
-}
-template <bool B_MN>
-__device__ inline void wgmma(float16, float (&d)[80], const u32 (&a)[4],
-                             Descriptor<B_MN> b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %85, 0; wgmma.mma_async.sync.aligned.m64n160k16."
-                 "f32.f16.f16 {" NAMES_80 "}, {%80, %81, %82, %83}, %84, p, 1, 1, %86;}"
-        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
-          SUMS(72)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_MN)));
-}
-template <bool A_MN, bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[96], Descriptor<A_MN> a,
                              Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16."
@@ -221,6 +220,23 @@ __device__ inline void wgmma(float16, float (&d)[128], const u32 (&a)[4],
                  "f32.f16.f16 {" NAMES_128 "}, {%128, %129, %130, %131}, %132, p, 1, 1, %134;}"
         : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
           SUMS(72), SUMS(80), SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
+          "n"(int(B_MN)));
+}
+template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[8], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k16."
+                 "f32.bf16.bf16 {" NAMES_8 "}, %8, %9, p, 1, 1, %11, %12;}"
+        : SUMS(0)
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
+}
+template <bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[8], const u32 (&a)[4],
+                             Descriptor<B_MN> b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16."
+                 "f32.bf16.bf16 {" NAMES_8 "}, {%8, %9, %10, %11}, %12, p, 1, 1, %14;}"
+        : SUMS(0)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
           "n"(int(B_MN)));
 }
@@ -344,25 +360,6 @@ __device__ inline void wgmma(bfloat16, float (&d)[64], const u32 (&a)[4],
           "n"(int(B_MN)));
 }
 template <bool A_MN, bool B_MN>
-__device__ inline void wgmma(bfloat16, float (&d)[80], Descriptor<A_MN> a,
-                             Descriptor<B_MN> b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %82, 0; wgmma.mma_async.sync.aligned.m64n160k16."
-                 "f32.bf16.bf16 {" NAMES_80 "}, %80, %81, p, 1, 1, %83, %84;}"
-        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
-          SUMS(72)
-        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
-}
-template <bool B_MN>
-__device__ inline void wgmma(bfloat16, float (&d)[80], const u32 (&a)[4],
-                             Descriptor<B_MN> b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %85, 0; wgmma.mma_async.sync.aligned.m64n160k16."
-                 "f32.bf16.bf16 {" NAMES_80 "}, {%80, %81, %82, %83}, %84, p, 1, 1, %86;}"
-        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
-          SUMS(72)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
-          "n"(int(B_MN)));
-}
-template <bool A_MN, bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[96], Descriptor<A_MN> a,
                              Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16."
@@ -401,6 +398,7 @@ __device__ inline void wgmma(bfloat16, float (&d)[128], const u32 (&a)[4],
           "n"(int(B_MN)));
 }
 #undef SUMS
+#undef NAMES_8
 #undef NAMES_16
 #undef NAMES_24
 #undef NAMES_32
@@ -408,7 +406,6 @@ __device__ inline void wgmma(bfloat16, float (&d)[128], const u32 (&a)[4],
 #undef NAMES_48
 #undef NAMES_56
 #undef NAMES_64
-#undef NAMES_80
 #undef NAMES_96
 #undef NAMES_128
 

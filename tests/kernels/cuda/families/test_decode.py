@@ -1,0 +1,85 @@
+"""Which calls the Hopper kernel for few rows takes, and how it cuts the keys; no GPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.kernels.cuda.plan.planning import A100, H200, asked, forward
+from tileattn.kernels.cuda.families.decode import DECODE
+from tileattn.kernels.cuda.families.split import COMBINE
+from tileattn.kernels.cuda.plan.plan import LaunchPlan
+
+SIZES: dict[str, Any] = {"B": 1, "Hq": 32, "Hkv": 8, "Nq": 1, "Nk": 4096, "D": 128, "Dv": 128}
+
+
+def plan(options: Any = (), dtype: str = "bfloat16", **changed: Any) -> LaunchPlan:
+    return forward(asked(dtype, {"kv_lengths", *options}, **SIZES | changed), H200)
+
+
+def keys_of(made: LaunchPlan) -> tuple[int, ...]:
+    """Return the keys of a piece, of a split and of a group."""
+    return tuple(made.fields[f"{name}_keys"] for name in ("piece", "split", "group"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("Nq", [1, 4, 8])
+def test_splits_are_pieces_if_there_would_be_few(Nq: int, dtype: str) -> None:
+    """Pieces and groups depend on neither batch nor length: so the bits of a row do not."""
+    few, many = (plan(dtype=dtype, Nq=Nq, B=B) for B in (1, 64))
+    group = 1024 if Nq < 8 else 2048
+    assert keys_of(few) == (256, 256, group)
+    assert keys_of(many) == (256, group, group)
+    assert keys_of(plan(dtype=dtype, Nq=Nq, Nk=1 << 20)) == keys_of(many)
+    for made in (few, many):
+        first, join = made.launches
+        assert (first.key.kernel, join.key.kernel) == (DECODE, COMBINE)
+        assert first.key.block_q == (16 if Nq < 8 else 32)
+        assert first.grid == min(2 * H200.sm_count, first.grid)
+        assert made.fields["splits"] * made.fields["split_keys"] == 4096
+
+
+@pytest.mark.parametrize("dim", range(8, 257, 8))
+@pytest.mark.parametrize("page", [None, 8, 64])
+def test_every_head_dimension_fits(dim: int, page: int | None) -> None:
+    """Tiles divide pieces, pieces divide groups, and thread blocks have their shared memory."""
+    for D, Dv in ((dim, dim), (64, dim), (dim, 64)):
+        for Nq in (1, 8):
+            made = plan(D=D, Dv=Dv, Nq=Nq, page=page)
+            first = made.launches[0]
+            assert first.key.kernel == DECODE
+            assert first.key.value_dim % 64 == 0
+            piece, split, group = keys_of(made)
+            assert (piece % first.key.block_k, split % piece, group % split) == (0, 0, 0)
+            # The system takes 1 KiB of each thread block; the static memory takes 2 KiB at most.
+            each = first.shared_bytes + (3 << 10)
+            assert each * first.key.min_blocks_per_sm <= 228 << 10
+            assert first.key.producer_warps == (4 if page == 8 else 1)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"Nq": 9},
+        {"dtype": "float32"},
+        {"options": ["alibi_slopes"]},
+        {"options": ["bias"]},
+        {"options": ["mask"]},
+        {"Dv": 124},
+        {"scale": -1.0},
+    ],
+    ids=str,
+)
+def test_what_it_leaves_to_others(changed: dict[str, Any]) -> None:
+    scale = changed.pop("scale", None) if "scale" in changed else None
+    if scale is not None:
+        P = replace(asked("bfloat16", {"kv_lengths"}, **SIZES), scale=scale)
+        assert forward(P, H200).launches[0].key.kernel == DECODE  # scores are scaled one by one
+        assert not forward(P, H200).launches[0].key.fold_scale
+        return
+    assert plan(**changed).launches[0].key.kernel != DECODE
+
+
+def test_other_gpus_have_other_kernels() -> None:
+    made = forward(asked("bfloat16", {"kv_lengths"}, **SIZES), A100)
+    assert made.launches[0].key.kernel != DECODE

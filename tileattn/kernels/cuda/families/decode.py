@@ -1,0 +1,62 @@
+"""Split-KV with a Hopper kernel for few rows that share keys: its GEMMs are transposed.
+
+Keys take the 64 rows of a ``wgmma``, and the rows of the call are its columns.
+"""
+
+from dataclasses import replace
+
+from tileattn.call.problem import Problem
+from tileattn.kernels.cuda.families.context import (
+    KernelLaunch,
+    KernelTraits,
+    LaunchContext,
+    refused,
+)
+from tileattn.kernels.cuda.families.grid import Grid
+from tileattn.kernels.cuda.families.hopper import forward_launch, is_gathered, why_not_forward
+from tileattn.kernels.cuda.families.size_class import fills_groups, group_keys, piece_keys
+from tileattn.kernels.cuda.families.tiles import bucket
+from tileattn.kernels.cuda.tile_sizes import TileSize
+
+DECODE = "forward_decode_sm90"
+_ROWS, _KEYS = (16, 32), 64
+_COLUMNS = 64  # of v in a GEMM
+# Stages on an SM, by the larger head-dimension bucket: as many as fit. Two thread blocks share them
+# if they have registers enough.
+_STAGES, _SHARED_DIM, _SHARED_GATHER_ROWS = {64: 12, 128: 6, 192: 4, 256: 3}, 128, 16
+_LONE_PRODUCER, _GATHERING = 1, 4  # producer warps: one finds splits, others gather rows of pages
+
+
+def why_not(problem: Problem, context: LaunchContext, rows: int) -> str | None:
+    """Return why the kernel does not support a call whose key heads have some rows."""
+    P = problem
+    if rows > _ROWS[-1]:
+        return f"more than {_ROWS[-1]} rows share a key head"
+    if P.is_quantised:
+        return "k and v have 8 bits"
+    option = refused(P, "has_alibi", "has_bias", "has_mask", "mask_mod", "score_mod")
+    if option is not None:
+        return f"{option} is in use"
+    return why_not_forward(P, context)
+
+
+def launch(problem: Problem, context: LaunchContext, rows: int, grid: Grid) -> KernelLaunch:
+    """Launch the kernel over splits; like them, its tile depends on dimensions and rows.
+
+    A work tile is a split, or a piece of a split if that gives work to more SMs.
+    """
+    P, dim, tuning = problem, bucket(max(problem.D, problem.Dv)), context.tuning
+    rows = next(n for n in _ROWS if rows <= n)
+    together = 1 if dim > _SHARED_DIM or (is_gathered(P) and rows > _SHARED_GATHER_ROWS) else 2
+    stages = next(n for limit, n in _STAGES.items() if dim <= limit) // together
+    tile = TileSize(rows, _KEYS, 4, 1, stages, together)
+    found = forward_launch(P, context, (tile,), value_unit=_COLUMNS)
+    warps = _GATHERING if found.key.gathered else _LONE_PRODUCER
+    key = replace(found.key, kernel=DECODE, split_kv=True, producer_warps=warps)
+    group, piece = group_keys(P, tuning), piece_keys(P, tuning)
+    keys = group if fills_groups(P, tuning, context.sm_count) else piece
+    # The kernel is persistent: a thread block takes an equal share of the work tiles.
+    most = context.sm_count * together
+    grid = grid._replace(block=key.block_q, split_keys=keys, most=most)
+    traits = KernelTraits(main=True, split_keys=keys, piece_keys=piece, group_keys=group)
+    return found._replace(key=key, blocks=grid, traits=traits)

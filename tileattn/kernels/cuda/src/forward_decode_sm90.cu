@@ -1,0 +1,369 @@
+// Forward pass on Hopper for few rows that share keys (split-KV). The GEMMs are transposed: keys take the 64 rows
+// of a wgmma, and the rows of the call are its columns, so 16 rows cost what 16 rows need.
+//
+//     S^T = K Q^T      64 keys x ROWS, from shared memory
+//     O^T += V^T P^T   64 columns of v x ROWS; P goes through shared memory, since wgmma has it as its second operand
+//
+// A producer thread loads keys and values into circular buffers, split after split, and one consumer warpgroup
+// computes. CTAs are persistent, and take equal shares of the splits. With several splits the results are partial sums
+// that forward_combine joins, as in forward_split.
+#include "fwd_mainloop_sm90.cuh"
+#include "sum_row.cuh"
+
+static_assert(SPLIT_KV && CONSUMERS == 1 && GROUPS == 1 && BLOCK_K == WARPGROUP_ROWS, "a warp has 16 keys of a tile");
+static_assert(VALUE_DIM % WARPGROUP_ROWS == 0, "whole GEMMs");
+
+constexpr int ATOMS = ROWS / 8, VALUE_BLOCKS = VALUE_DIM / WARPGROUP_ROWS;
+using ProbTile = SmemTile<ROWS, BLOCK_K>;
+static_assert(OUT_BYTES >= ProbTile::BYTES, "what it holds");
+
+// Call visit(n, e) for each of a lane's rows, of which there are two in an atom. Lanes with the same lane.t have the
+// same rows.
+template <class Visit>
+__device__ inline void for_rows(Visit visit) {
+#pragma unroll
+    for (int n = 0; n < ATOMS; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) visit(n, e);
+}
+
+// The row of a lane's element e of atom n.
+__device__ inline int row_of(const Lane& lane, int n, int e) { return 8 * n + lane.column(e); }
+
+// A number of each of a lane's rows.
+struct OfRows {
+    Accum x[ATOMS][2];
+
+    // Call visit(x, n, e) for each.
+    template <class Visit>
+    __device__ void each(Visit visit) {
+        for_rows([&](int n, int e) { visit(x[n][e], n, e); });
+    }
+    // Combine with the lanes that have the same rows.
+    template <class Combine>
+    __device__ void reduce_lanes(Combine combine) {
+        each([&](Accum& x, int, int) {
+#pragma unroll
+            for (int step = 4; step < WARP; step *= 2) x = combine(x, __shfl_xor_sync(~0u, x, step));
+        });
+    }
+};
+
+// The numbers of each warp, in shared memory.
+struct OfWarps {
+    Accum x[4][ROWS];
+
+    __device__ void store(int warp, const Lane& lane, OfRows& own) {
+        own.each([&](Accum x, int n, int e) {
+            if (lane.g == 0) this->x[warp][row_of(lane, n, e)] = x;
+        });
+    }
+    template <class Combine>
+    __device__ Accum all(int row, Combine combine) const {
+        Accum all = x[0][row];
+#pragma unroll
+        for (int warp = 1; warp < 4; ++warp) all = combine(all, x[warp][row]);
+        return all;
+    }
+};
+
+// Where a row over a split is stored: the output if the keys are one split, else partial sums.
+struct RowPlace {
+    void* to;
+    Accum factor;  // which normalises the output
+
+    // Find the place of a row of a key head. One thread `writes` the statistics. Not inlined: it is long, and at the
+    // beginning of a kernel instructions come from device memory.
+    __device__ __noinline__ static RowPlace find(const Params& p, int b, int kv, int row, int split, Accum m, Accum l,
+                                                 bool writes) {
+        RowSum sum;
+        sum.m = m, sum.l = l, sum.max_first = true;
+        const SharedRow shared(p, kv, row);
+        const Sequence sequence(p, b);
+        if (p.splits == 1)
+            return {out_row(p, sequence, shared),
+                    sum.finish(p, lse_index(p, sequence, shared), shared.h, writes)};
+        const i64 index = partial_index(p, sequence, kv, row, split);
+        if (writes) sum.store(static_cast<Accum*>(p.partial_sums) + 2 * index);
+        return {static_cast<Accum*>(p.partial_out) + index * VALUE_DIM, 1};
+    }
+    // Store column d.
+    __device__ void store(const Params& p, int d, Accum x) const {
+        if (p.splits > 1)
+            static_cast<Accum*>(to)[d] = x;
+        else if (d < p.Dv)
+            static_cast<Element*>(to)[d] = narrow<Element>((x + 0) * factor);  // -0 becomes 0, as in forward_combine
+    }
+};
+
+// Sums over keys: the statistics of this lane's rows, and its part of their columns, 16 rows of each warp.
+struct Sums {
+    OfRows m, l;
+    Fragment<Accum, 1, ATOMS> columns[VALUE_BLOCKS];
+
+    __device__ void clear(Accum lowest) {
+        m.each([&](Accum& x, int, int) { x = lowest; });
+        l.each([](Accum& x, int, int) { x = 0; });
+        for (auto& block : columns) block.clear();
+    }
+    // Scale the columns of each row.
+    __device__ void scale(const OfRows& factors) {
+        for_rows([&](int n, int e) {
+            each_column(n, e, [&](int, Accum& x) { x *= factors.x[n][e]; });
+        });
+    }
+    // Call visit(d, x) for each column d of a row.
+    template <class Visit>
+    __device__ void each_column(int n, int e, Visit visit) {
+        const Lane lane;
+        const int first = 16 * (threadIdx.x / WARP);
+#pragma unroll
+        for (int block = 0; block < VALUE_BLOCKS; ++block)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                visit(WARPGROUP_ROWS * block + first + lane.row(2 * half), columns[block].x[0][n][e + 2 * half]);
+    }
+    // Add the sums over the next keys. `l` must be complete.
+    __device__ void add(Sums& next, Accum softmax_scale_log2) {
+        for_rows([&](int n, int e) {
+            RowSum sum = row(n, e);
+            const RowSum::Factors factors = sum.add(next.row(n, e), softmax_scale_log2);
+            m.x[n][e] = sum.m, l.x[n][e] = sum.l;
+#pragma unroll
+            for (int block = 0; block < VALUE_BLOCKS; ++block)
+#pragma unroll
+                for (int half = 0; half < 4; half += 2) {
+                    Accum& x = columns[block].x[0][n][e + half];
+                    x = factors.sum(x, next.columns[block].x[0][n][e + half]);
+                }
+        });
+    }
+    __device__ RowSum row(int n, int e) const {
+        RowSum sum;
+        sum.m = m.x[n][e], sum.l = l.x[n][e], sum.max_first = true;
+        return sum;
+    }
+};
+
+// The consumer warpgroup. The sums over a piece of a split start anew, and are added to those over the earlier
+// pieces: so a piece may be a split of its own without a difference in the result.
+__device__ inline void consume(const Params& p, const Smem& smem) {
+    __shared__ OfWarps maxima, totals;
+    __shared__ Accum repaired[4][2];  // m and l of the row that each warp has recomputed
+    const Lane lane;
+    const int warp = uniform(threadIdx.x / WARP);
+    const bool leader = threadIdx.x == 0;
+    const QueryTile q_tile = smem.q(0);
+    const ProbTile p_tile{smem.staging(0)};
+    Accum* const rows_of_warps = reinterpret_cast<Accum*>(smem.out());
+    const int piece_tiles = int(p.piece_keys) / BLOCK_K;
+    PipelineState<Q_STAGES> q_pipe;
+    PipelineState<2> work_pipe;
+    PipelineState<STAGES> pipe;
+    int loaded_head = -1;  // the key head whose rows are in q_tile, an index among all key heads
+    auto sync = [&] { named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(0)); };
+    auto largest_of = [](Accum x, Accum y) { return fmax(x, y); };
+    auto sum_of = [](Accum x, Accum y) { return x + y; };
+
+    for (;;) {
+        smem.q_full(0, work_pipe.stage).wait(work_pipe.phase);
+        work_pipe.advance();
+        const WorkTile& work = smem.storage.work_tiles[q_pipe.stage];  // not copied, to save registers
+        if (work.is_end) return;
+        const int kv = work.h / int(p.group), rows = int(p.group) * work.Nq(p);
+        const int head = work.b * int(p.Hkv) + kv;
+        if (head != loaded_head) {
+            loaded_head = head;
+            load_shared_rows(p, work, q_tile);  // all GEMMs with the previous rows are complete
+            sync();
+        }
+        const Accum softmax_scale_log2 = ScoreMod(p, work.b, work.h).softmax_scale_log2();
+        Sums total, own;
+        total.clear(-infinity<Accum>());
+
+        // Recompute the rows whose sums over keys k0 to k_end - 1 are not finite, four at a time.
+        auto repair = [&](int k0, int k_end) {
+#pragma unroll 1
+            for (int r0 = 0; r0 < rows; r0 += 4) {
+                const int r = r0 + warp;
+                if (r < rows && !is_finite(totals.all(r, sum_of))) {
+                    const SharedRow at(p, kv, r);
+                    Range keys = work.window.key_range(at.i, at.i + 1);
+                    keys.lo = max(keys.lo, k0), keys.hi = min(keys.hi, k_end);
+                    Accum* const to = rows_of_warps + warp * VALUE_DIM;
+                    const RowSum sum = sum_row(p, work.b, kv, at, keys, work.window.length, to);
+                    if (threadIdx.x % WARP == 0) repaired[warp][0] = sum.m, repaired[warp][1] = sum.l;
+                }
+                sync();  // the rows are stored
+                for_rows([&](int n, int e) {
+                    const int i = row_of(lane, n, e) - r0;
+                    if (i < 0 || i >= 4 || is_finite(own.l.x[n][e])) return;
+                    own.m.x[n][e] = repaired[i][0], own.l.x[n][e] = repaired[i][1];
+                    own.each_column(n, e, [&](int d, Accum& x) { x = rows_of_warps[i * VALUE_DIM + d]; });
+                });
+                sync();  // they have been read
+            }
+        };
+
+        int first = work.tiles.begin;  // of the piece
+#pragma unroll 1
+        for (int tile = first; tile < work.tiles.end; ++tile) {
+            if (tile == first) own.clear(-largest<Accum>());
+            const int k0 = tile * BLOCK_K, key0 = k0 + 16 * warp;
+            Fragment<Accum, 1, ATOMS> s;
+            smem.k_full(pipe.stage).wait(pipe.phase);
+            gemm_async<Element, HEAD_DIM>(s, smem.k(pipe.stage), 0, q_tile);
+            warpgroup_wait<0>(s);
+            if (leader) smem.k_empty(pipe.stage).arrive();
+
+            const bool partial = work.tiles.is_partial(tile);
+            if (!FOLD || partial) {
+#pragma unroll
+                for (int n = 0; n < ATOMS; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const SharedRow at(p, kv, min(row_of(lane, n, e), rows - 1));
+                        const int j = key0 + lane.row(e);
+                        Accum& x = s.x[0][n][e];
+                        if constexpr (!FOLD) {
+                            const ScoreMod score_mod(p, work.b, at.h);
+                            Accum dsoftcap, dfunction;
+                            x = score_mod.score(x, at.i, j, score_mod.bias_of(at.i, j), dsoftcap, dfunction);
+                        }
+                        const Range range = work.window.key_range(at.i, at.i + 1);
+                        if (j < range.lo || j >= range.hi) x = -infinity<Accum>();
+                    }
+            }
+
+            // The shift of a row, in units of scores, is its maximum.
+            OfRows most, rescale;
+            most.each([&](Accum& x, int n, int e) { x = fmax(s.x[0][n][e], s.x[0][n][e + 2]); });
+            most.reduce_lanes(largest_of);
+            maxima.store(warp, lane, most);
+            sync();  // the maxima are stored
+            bool rises = false;
+            own.m.each([&](Accum& x, int n, int e) {
+                const Accum before = x;
+                x = clip_finite(fmax(x, maxima.all(row_of(lane, n, e), largest_of)));
+                rescale.x[n][e] = exp2_of(difference(before, x) * softmax_scale_log2);
+                rises = rises || x != before;
+            });
+            own.l.each([&](Accum& x, int n, int e) {
+                auto probability = [&](Accum& s) {
+                    const Accum shifted = difference(s, own.m.x[n][e]);
+                    return s = exp2_of(fma(shifted, softmax_scale_log2, Accum(FORWARD_P_LOG2)));
+                };
+                const Accum first = probability(s.x[0][n][e]), second = probability(s.x[0][n][e + 2]);
+                x = fma(x, rescale.x[n][e], first + second);
+            });
+            typename Atom<Element>::A probs[ATOMS / 2];
+#pragma unroll
+            for (int i = 0; i < ATOMS / 2; ++i) probs[i] = Atom<Element>::a_of(s.x[0] + 2 * i);
+            store_transposed<Element>(p_tile, probs, 16 * warp);
+            smem.v_full(pipe.stage).wait(pipe.phase);
+            // P is 0 for keys past the end, but 0 x NaN is NaN.
+            if (partial) zero_rows(smem.v(pipe.stage), work.window.length - k0);
+            fence_async_shared();
+            sync();  // P and the zeros are stored
+            if (__any_sync(~0u, rises)) own.scale(rescale);
+#pragma unroll
+            for (int n = 0; n < VALUE_BLOCKS; ++n)
+                gemm_async_transposed<Element, true>(own.columns[n], smem.v(pipe.stage), WARPGROUP_ROWS * n, p_tile);
+            wgmma_wait<0>();
+            for (auto& block : own.columns) fence_operand(accum_registers(block));
+            if (leader) smem.v_empty(pipe.stage).arrive();
+            pipe.advance();
+
+            if (tile + 1 < work.tiles.end && (tile + 1) % piece_tiles) continue;
+            // 0 times what is not finite is NaN: it marks the row.
+            own.l.each([&](Accum& l, int n, int e) {
+                own.each_column(n, e, [&](int, Accum& x) { l = fma(x, Accum(0), l); });
+            });
+            own.l.reduce_lanes(sum_of);
+            totals.store(warp, lane, own.l);
+            sync();  // the sums are stored, and all GEMMs are done with P
+            bool finite = true;
+            own.l.each([&](Accum& x, int n, int e) {
+                const int r = row_of(lane, n, e);
+                x = totals.all(r, sum_of);
+                finite = finite && (r >= rows || is_finite(x));
+            });
+            if (!__all_sync(~0u, finite)) repair(first * BLOCK_K, k0 + BLOCK_K);
+            total.add(own, softmax_scale_log2);
+            first = tile + 1;
+        }
+
+        for_rows([&](int n, int e) {
+            const int r = row_of(lane, n, e);
+            if (r >= rows) return;
+            const bool writes = warp == 0 && lane.g == 0;
+            const auto place = RowPlace::find(p, work.b, kv, r, work.split, total.m.x[n][e], total.l.x[n][e], writes);
+            total.each_column(n, e, [&](int d, Accum x) { place.store(p, d, x); });
+        });
+        smem.q_empty(q_pipe.stage).arrive();  // all threads: the producer overwrites it with plain stores
+        q_pipe.advance();
+    }
+}
+
+// The producer thread: publish the splits of this CTA one after the other, and load their keys and values.
+template <class Maps>
+__device__ inline void produce_splits(const Params& p, const Maps& maps, const Smem& smem, WorkOrder<> order) {
+    PipelineState<Q_STAGES> q_pipe;
+    PipelineState<2> work_pipe;
+    PipelineState<STAGES> pipe;
+    WorkTile work{};
+    u32 request = 0;
+    auto publish = [&] {
+        smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
+        smem.storage.work_tiles[q_pipe.stage] = work;
+        smem.q_full(0, work_pipe.stage).arrive();
+        q_pipe.advance(), work_pipe.advance();
+    };
+#pragma unroll 1
+    while (get_work(p, order, work)) {
+        const int kv = work.h / int(p.group), begin = work.begin, end = work.end;
+        publish();
+        if constexpr (GATHERED) {
+            if (begin >= end) continue;
+            smem.send({work.b, kv, begin, end, end - 1});
+            smem.mailbox_empty().wait(request);
+            request ^= 1;
+        } else {
+            KeyLoads<PAGED> loads(p, smem, work, begin * BLOCK_K);
+#pragma unroll 1
+            for (int tile = begin; tile < end; ++tile, pipe.advance()) {
+                loads.look_up();
+                const Barrier k_full = smem.k_full(pipe.stage), v_full = smem.v_full(pipe.stage);
+                smem.k_empty(pipe.stage).wait(pipe.phase ^ 1);
+                loads.load(smem.k(pipe.stage), maps.k, tile * BLOCK_K, kv, k_full);
+                smem.v_empty(pipe.stage).wait(pipe.phase ^ 1);
+                loads.load(smem.v(pipe.stage), maps.v, tile * BLOCK_K, kv, v_full);
+            }
+        }
+    }
+    work.is_end = true;
+    publish();
+    smem.send({0, -1});
+}
+
+extern "C" __global__ void __launch_bounds__(WARPGROUP + WARP * PRODUCER_WARPS, MIN_BLOCKS_PER_SM)
+    forward_decode_sm90(const __grid_constant__ Params p, const __grid_constant__ LoadedMaps<GATHERED>::Type maps) {
+    extern __shared__ __align__(1024) char tensors[];
+    __shared__ SharedStorage storage;
+    const Smem smem(tensors, &storage, 0);
+    set_up(smem, maps);
+    wait_for_prerequisites();
+    launch_dependents();
+    __syncthreads();
+    const int warp = uniform(threadIdx.x / WARP);
+    if (warp < 4) {
+        consume(p, smem);
+        return;
+    }
+    const WorkOrder<> order(p);
+    if (warp == 4) {
+        if (is_first_lane()) produce_splits(p, maps, smem, order);
+    } else if (GATHERED) {
+        gather(p, smem, warp - 5);
+    }
+}
