@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tileattn.call.problem import problem_of
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
+from tileattn.kernels.cuda.families.decode import DECODE
 from tileattn.kernels.cuda.families.families import forward_launches
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
@@ -38,14 +39,15 @@ from tools.sass import Instruction, disassembled, nvdisasm, parsed
 ARCH = "sm_90a"
 LINES = ("-lineinfo",)  # the machine code is the same
 DTYPES = ("float16", "bfloat16")
-_KERNELS = (HOPPER, WIDE, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)
+_KERNELS = (HOPPER, DECODE, WIDE, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)
+_ROWS = (128, 4, 24)  # that share a key head, of calls over splits of the keys
 PAIRS = (
     *product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS),
     *((48, 112), (80, 80), (112, 48), (320, 320), (384, 512), (512, 512)),
 )
 OPTIONS: tuple[tuple[str, ...], ...] = (
     *((), ("softcap",), ("alibi_slopes",), ("block_mask",)),
-    *(("cu_seqlens_q",), ("kv_lengths",)),  # the latter of many rows, over splits of the keys
+    *(("cu_seqlens_q",), ("kv_lengths",)),  # the latter over splits of the keys
 )
 
 _BY_STORES = "threads write it, for whom an arrival releases what came before, loads included"
@@ -79,14 +81,14 @@ def keys(
     context = catalog.context_of(ARCH)
     found: dict[KernelKey, None] = {}
     for (dim, value), dtype, uses, window in product(pairs, dtypes, list(options), catalog.WINDOWS):
-        problem = replace(problem_of(dtype, dim, uses), Dv=value, window=window)
-        if "kv_lengths" in uses:
-            problem = replace(problem, Hq=128, Nk=1 << 16)
-        launches = (
-            *forward_launches(problem, context),
-            *backward_launches(problem, context, deterministic=True, sinks=False),
-        )
-        found |= dict.fromkeys(x.key for x in launches if x.key.kernel in _KERNELS)
+        asked = replace(problem_of(dtype, dim, uses), Dv=value, window=window)
+        over_splits = (replace(asked, Hq=rows, Nk=1 << 16) for rows in _ROWS)
+        for problem in over_splits if "kv_lengths" in uses else (asked,):
+            launches = (
+                *forward_launches(problem, context),
+                *backward_launches(problem, context, deterministic=True, sinks=False),
+            )
+            found |= dict.fromkeys(x.key for x in launches if x.key.kernel in _KERNELS)
     split = (_split_keys(*pair, dtype) for pair, dtype in product(pairs, dtypes))
     return [*found, *chain.from_iterable(split), *(_latent_key(dtype) for dtype in dtypes)]
 

@@ -16,10 +16,10 @@ HEADER = Path(__file__).parents[1] / "tileattn" / "kernels" / "cuda" / "src" / "
 BEGIN = "// Made by python -m tools.wgmma_header --write, from here"
 END = "// to here."
 
-COLUMNS = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)  # of keys in a block, or of a head
+COLUMNS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)  # of keys in a block, or of a head
 LENGTHS = [columns // 2 for columns in COLUMNS]  # a thread holds half of a column of 64 rows
 TYPES = {"float16": "f16", "bfloat16": "bf16"}  # and what the instruction calls them
-WIDTH = 100
+WIDTH = 118
 
 
 def lines() -> Iterator[str]:

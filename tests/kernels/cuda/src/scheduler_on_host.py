@@ -20,4 +20,5 @@ def scheduler_texts(key: KernelKey) -> dict[str, str]:
     texts["config.cuh"] += f"constexpr bool HEAD_MAJOR = {int(key.head_major)}, PAIR = false;\n"
     texts["config.cuh"] += f"constexpr bool SPLIT_Q = {int(key.split_q)};\n"
     texts["splits.cuh"] = "#pragma once\ntemplate <bool> struct WorkPart {};\n"
-    return texts | sources("query_split.cuh", "tile_scheduler.cuh", "tile_scheduler_sm90.cuh")
+    own = "tile_scheduler.cuh", "tile_scheduler_sm90.cuh", "work_order_sm90.cuh"
+    return texts | sources("query_split.cuh", *own)

@@ -32,7 +32,7 @@ KEYS = [
     *keys([(128, 128)], ["bfloat16"], [("cu_seqlens_q",)])[:2],
     *keys([(192, 128)], ["float16"], [("cu_seqlens_q",)])[1:2],
     *keys([(256, 256)], ["float16"], [("cu_seqlens_q",)])[1:3],
-    *keys([(128, 128)], ["bfloat16"], [("kv_lengths",)])[:1],
+    *(x for x in keys([(128, 128)], ["bfloat16"], [("kv_lengths",)]) if x.split_kv),
     *keys([(512, 512)], ["bfloat16"], [()])[:3],
     *keys([], ["bfloat16"]),  # latent attention
 ]

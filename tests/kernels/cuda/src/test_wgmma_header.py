@@ -10,7 +10,7 @@ from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
 from tools import wgmma_header
 
-COLUMNS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
+COLUMNS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)
 IN_SHARED = ("Descriptor<false>{1}", "Descriptor<true>{1}")
 
 

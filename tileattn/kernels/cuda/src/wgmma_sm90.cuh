@@ -42,13 +42,13 @@ struct Descriptor {
     "%48, %49, %50, %51, %52, %53, %54, %55"
 #define NAMES_64 NAMES_56 ", " \
     "%56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_96 NAMES_64 ", " \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
-    "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_80 NAMES_64 ", " \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define NAMES_96 NAMES_80 ", " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define NAMES_128 NAMES_96 ", " \
-    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
-    "%127"
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, " \
+    "%115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 template <bool A_MN, bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[8], Descriptor<A_MN> a,
                              Descriptor<B_MN> b, bool add) {
@@ -186,12 +186,29 @@ __device__ inline void wgmma(float16, float (&d)[64], const u32 (&a)[4],
           "n"(int(B_MN)));
 }
 template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[80], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %82, 0; wgmma.mma_async.sync.aligned.m64n160k16."
+                 "f32.f16.f16 {" NAMES_80 "}, %80, %81, p, 1, 1, %83, %84;}"
+        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUMS(72)
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
+}
+template <bool B_MN>
+__device__ inline void wgmma(float16, float (&d)[80], const u32 (&a)[4],
+                             Descriptor<B_MN> b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %85, 0; wgmma.mma_async.sync.aligned.m64n160k16."
+                 "f32.f16.f16 {" NAMES_80 "}, {%80, %81, %82, %83}, %84, p, 1, 1, %86;}"
+        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUMS(72)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
+          "n"(int(B_MN)));
+}
+template <bool A_MN, bool B_MN>
 __device__ inline void wgmma(float16, float (&d)[96], Descriptor<A_MN> a,
                              Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16."
                  "f32.f16.f16 {" NAMES_96 "}, %96, %97, p, 1, 1, %99, %100;}"
-        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
-          SUMS(72), SUMS(80), SUMS(88)
+        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUMS(72), SUMS(80),
+          SUMS(88)
         : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
 template <bool B_MN>
@@ -199,8 +216,8 @@ __device__ inline void wgmma(float16, float (&d)[96], const u32 (&a)[4],
                              Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %101, 0; wgmma.mma_async.sync.aligned.m64n192k16."
                  "f32.f16.f16 {" NAMES_96 "}, {%96, %97, %98, %99}, %100, p, 1, 1, %102;}"
-        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
-          SUMS(72), SUMS(80), SUMS(88)
+        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUMS(72), SUMS(80),
+          SUMS(88)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
           "n"(int(B_MN)));
 }
@@ -209,8 +226,8 @@ __device__ inline void wgmma(float16, float (&d)[128], Descriptor<A_MN> a,
                              Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16."
                  "f32.f16.f16 {" NAMES_128 "}, %128, %129, p, 1, 1, %131, %132;}"
-        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
-          SUMS(72), SUMS(80), SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
+        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUMS(72), SUMS(80),
+          SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
         : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
 template <bool B_MN>
@@ -218,8 +235,8 @@ __device__ inline void wgmma(float16, float (&d)[128], const u32 (&a)[4],
                              Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16."
                  "f32.f16.f16 {" NAMES_128 "}, {%128, %129, %130, %131}, %132, p, 1, 1, %134;}"
-        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
-          SUMS(72), SUMS(80), SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
+        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUMS(72), SUMS(80),
+          SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
           "n"(int(B_MN)));
 }
@@ -360,12 +377,29 @@ __device__ inline void wgmma(bfloat16, float (&d)[64], const u32 (&a)[4],
           "n"(int(B_MN)));
 }
 template <bool A_MN, bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[80], Descriptor<A_MN> a,
+                             Descriptor<B_MN> b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %82, 0; wgmma.mma_async.sync.aligned.m64n160k16."
+                 "f32.bf16.bf16 {" NAMES_80 "}, %80, %81, p, 1, 1, %83, %84;}"
+        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUMS(72)
+        : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
+}
+template <bool B_MN>
+__device__ inline void wgmma(bfloat16, float (&d)[80], const u32 (&a)[4],
+                             Descriptor<B_MN> b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %85, 0; wgmma.mma_async.sync.aligned.m64n160k16."
+                 "f32.bf16.bf16 {" NAMES_80 "}, {%80, %81, %82, %83}, %84, p, 1, 1, %86;}"
+        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUMS(72)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
+          "n"(int(B_MN)));
+}
+template <bool A_MN, bool B_MN>
 __device__ inline void wgmma(bfloat16, float (&d)[96], Descriptor<A_MN> a,
                              Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k16."
                  "f32.bf16.bf16 {" NAMES_96 "}, %96, %97, p, 1, 1, %99, %100;}"
-        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
-          SUMS(72), SUMS(80), SUMS(88)
+        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUMS(72), SUMS(80),
+          SUMS(88)
         : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
 template <bool B_MN>
@@ -373,8 +407,8 @@ __device__ inline void wgmma(bfloat16, float (&d)[96], const u32 (&a)[4],
                              Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %101, 0; wgmma.mma_async.sync.aligned.m64n192k16."
                  "f32.bf16.bf16 {" NAMES_96 "}, {%96, %97, %98, %99}, %100, p, 1, 1, %102;}"
-        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
-          SUMS(72), SUMS(80), SUMS(88)
+        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUMS(72), SUMS(80),
+          SUMS(88)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
           "n"(int(B_MN)));
 }
@@ -383,8 +417,8 @@ __device__ inline void wgmma(bfloat16, float (&d)[128], Descriptor<A_MN> a,
                              Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16."
                  "f32.bf16.bf16 {" NAMES_128 "}, %128, %129, p, 1, 1, %131, %132;}"
-        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
-          SUMS(72), SUMS(80), SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
+        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUMS(72), SUMS(80),
+          SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
         : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(A_MN)), "n"(int(B_MN)));
 }
 template <bool B_MN>
@@ -392,8 +426,8 @@ __device__ inline void wgmma(bfloat16, float (&d)[128], const u32 (&a)[4],
                              Descriptor<B_MN> b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; wgmma.mma_async.sync.aligned.m64n256k16."
                  "f32.bf16.bf16 {" NAMES_128 "}, {%128, %129, %130, %131}, %132, p, 1, 1, %134;}"
-        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64),
-          SUMS(72), SUMS(80), SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
+        : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUMS(72), SUMS(80),
+          SUMS(88), SUMS(96), SUMS(104), SUMS(112), SUMS(120)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "r"(int(add)),
           "n"(int(B_MN)));
 }
@@ -406,6 +440,7 @@ __device__ inline void wgmma(bfloat16, float (&d)[128], const u32 (&a)[4],
 #undef NAMES_48
 #undef NAMES_56
 #undef NAMES_64
+#undef NAMES_80
 #undef NAMES_96
 #undef NAMES_128
 
