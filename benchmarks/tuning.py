@@ -120,8 +120,8 @@ def cases() -> list[Case]:
         for D, heads, Nq in product((64, 128, 256), (32, 8, 1), (1, 4))
     ]
     found += [
-        Case(Configuration("forward", "bf16", 8, 32, N, 128, Hkv=4), queries=32)
-        for N in (1024, 8192)
+        Case(Configuration("forward", "bf16", 8, 32, N, 128, Hkv=4), queries=Nq)
+        for N, Nq in product((1024, 8192), (8, 32))
     ]
     found += [Case(Configuration("forward", "bf16", 1, 8, N, 128, True)) for N in (2048, 4096)]
     found += [Case(Configuration("forward", "bf16", 4, 16, 120, D), queries=4096) for D in (72, 96)]

@@ -191,12 +191,8 @@ class Tuning:
     split_wgmma_rows: int = _tuned(
         32, 128, "rows", "the Hopper kernel if > x share keys", _SPLIT_WGMMA
     )
-    split_small_rows: tuple[int, int] = _tuned(
-        (16, 64),
-        (64, 64),
-        "rows",
-        "D = 128: two small thread blocks an SM if > x[0] and <= x[1]",
-        _SMALL_SPLITS,
+    split_small_rows: int = _tuned(
+        64, 0, "rows", "D = 128: two small thread blocks an SM if <= x", _SMALL_SPLITS
     )
     # Gradient of a bias.
     dbias_tasks: int = _tuned(

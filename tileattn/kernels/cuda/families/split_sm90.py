@@ -6,7 +6,7 @@ A tile holds all rows of a key head. Few rows have a kernel of their own (`decod
 from dataclasses import replace
 
 from tileattn.call.problem import Problem
-from tileattn.kernels.cuda.families import decode, hopper, split
+from tileattn.kernels.cuda.families import hopper, split
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext, refused
 from tileattn.kernels.cuda.families.family import Family
 from tileattn.kernels.cuda.families.grid import Grid
@@ -51,8 +51,8 @@ def tile_of(problem: Problem, tuning: Tuning) -> TileSize:
 
 def _is_small(problem: Problem, tuning: Tuning) -> bool:
     """Return True if a small tile suits the head dimensions, and has room for all rows."""
-    P, (least, most) = problem, tuning.split_small_rows
-    return max(P.D, P.Dv) in _SMALL_DIMS and least < shared_rows(P) <= most
+    P, most = problem, tuning.split_small_rows
+    return max(P.D, P.Dv) in _SMALL_DIMS and shared_rows(P) <= most
 
 
 def _concerns(problem: Problem, context: LaunchContext) -> bool:
@@ -62,9 +62,7 @@ def _concerns(problem: Problem, context: LaunchContext) -> bool:
     on the sum, so the generic kernel takes packed calls.
     """
     P, tuning = problem, context.tuning
-    many = shared_rows(P) > tuning.split_wgmma_rows or _is_small(P, tuning) or P.is_invariant
-    if many and not P.is_invariant:
-        many = decode.why_not(P, context, shared_rows(P)) is not None
+    many = shared_rows(P) > tuning.split_wgmma_rows or P.is_invariant
     if not many or max(P.D, P.Dv) > MAX_HEAD_DIM or P.is_packed:
         return False
     return packs_heads(P, tuning) or split.concerns(P, context)
