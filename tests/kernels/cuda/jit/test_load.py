@@ -266,7 +266,8 @@ def test_a_kernel_knows_its_resources(folder: Path, fake_cupy: SimpleNamespace) 
     assert load(KEY, folders=(folder,)) is kernel
     kernel.allow_shared(100_000)
     assert fake_cupy.set == [(7, "dynamic", 100_000)]
-    assert kernel.occupancy(128, 3) == 131
+    assert kernel.occupancy(128, 70_000) == 70_128
+    assert fake_cupy.set[1:] == [(7, "dynamic", 70_000)]
 
 
 @pytest.mark.parametrize(("status", "known"), [(200, True), (209, True), (222, True), (2, False)])

@@ -51,9 +51,13 @@ class Kernel:
         driver.funcSetAttribute(self.function.ptr, attribute, nbytes)
 
     def occupancy(self, threads: int, shared: int) -> int:
-        """Return the number of thread blocks of this size that one SM runs at a time."""
+        """Return the number of thread blocks of this size that one SM runs at a time.
+
+        The driver says 0 unless a launch may have so much shared memory, so this allows it.
+        """
         from cupy_backends.cuda.api import driver
 
+        self.allow_shared(shared)
         blocks: int = driver.occupancyMaxActiveBlocksPerMultiprocessor(
             self.function.ptr, threads, shared
         )
