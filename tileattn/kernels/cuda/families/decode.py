@@ -1,6 +1,6 @@
-"""Split-KV with a Hopper kernel for few rows that share keys: its GEMMs are transposed.
+"""Split-KV for few rows on Hopper, with transposed GEMMs.
 
-Keys take the 64 rows of a ``wgmma``, and the rows of the call are its columns.
+The 64 rows of a ``wgmma`` are keys, and its columns are the rows that share them.
 """
 
 from dataclasses import replace
@@ -21,29 +21,27 @@ from tileattn.kernels.cuda.tile_sizes import TileSize
 DECODE = "forward_decode_sm90"
 _ROWS, _KEYS = (16, 32), 64
 _COLUMNS = 64  # of v in a GEMM
-# Stages on an SM, by the larger head-dimension bucket: as many as fit. Two thread blocks share them
-# if they have registers enough.
-_STAGES, _SHARED_DIM, _SHARED_GATHER_ROWS = {64: 12, 128: 6, 192: 4, 256: 3}, 128, 16
+# Stages that fit on an SM, by the larger head-dimension bucket.
+_STAGES = {64: 12, 128: 6, 192: 4, 256: 3}
+# Two thread blocks share an SM up to this dimension, and up to so many rows if warps gather keys:
+# above, registers would spill.
+_SHARED_DIM, _SHARED_GATHER_ROWS = 128, 16
 _LONE_PRODUCER, _GATHERING = 1, 4  # producer warps: one finds splits, others gather rows of pages
 
 
-def why_not(problem: Problem, context: LaunchContext, rows: int) -> str | None:
-    """Return why the kernel does not support a call whose key heads have some rows."""
+def supports(problem: Problem, context: LaunchContext, rows: int) -> bool:
+    """Return True if the kernel supports a call in which ``rows`` rows share a key head."""
     P = problem
-    if rows > _ROWS[-1]:
-        return f"more than {_ROWS[-1]} rows share a key head"
-    if P.is_quantised:
-        return "k and v have 8 bits"
+    if rows > _ROWS[-1] or P.is_quantised:
+        return False
     option = refused(P, "has_alibi", "has_bias", "has_mask", "mask_mod", "score_mod")
-    if option is not None:
-        return f"{option} is in use"
-    return why_not_forward(P, context)
+    return option is None and why_not_forward(P, context) is None
 
 
 def launch(problem: Problem, context: LaunchContext, rows: int, grid: Grid) -> KernelLaunch:
-    """Launch the kernel over splits; like them, its tile depends on dimensions and rows.
+    """Launch the kernel over splits of the keys, with a tile for ``rows`` rows.
 
-    A work tile is a split, or a piece of a split if that gives work to more SMs.
+    If splits are too few for all SMs, a work tile is a piece of a split.
     """
     P, dim, tuning = problem, bucket(max(problem.D, problem.Dv)), context.tuning
     rows = next(n for n in _ROWS if rows <= n)

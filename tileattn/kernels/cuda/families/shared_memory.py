@@ -134,8 +134,8 @@ def hopper_forward_memory(
     Each group of warps holds the stages of keys and values, its queries and a tile of the bias. If
     they fit, it also holds 64 columns of the output, the next queries of some warpgroups, and more
     of a running total, if the kernel has ``totals``. ``bias_size`` is as in `generic_bytes`. A
-    kernel over ``splits`` has the queries of one work tile, and with fewer rows than a wgmma has P,
-    or in its place a row of the output for each warp.
+    kernel over ``splits`` holds the queries of one work tile. With fewer than 64 rows it also holds
+    P, and later one row of the output for each warp in the same place.
     """
     warpgroups = tile.warps_m // 4
     queries = _swizzled(tile.block_q // warpgroups, dim)

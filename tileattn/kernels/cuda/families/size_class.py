@@ -175,9 +175,9 @@ def piece_keys(P: Problem, tuning: Tuning) -> int:
 
 
 def fills_groups(P: Problem, tuning: Tuning, sm_count: int) -> bool:
-    """Return True if all SMs have work if a work tile has `group_keys`, and not `piece_keys`.
+    """Return True if work tiles of `group_keys` are enough for all SMs; else use `piece_keys`.
 
-    The answer depends on the batch, so the work tiles it decides between must give the same bits.
+    The answer depends on the batch, so both must give bitwise identical results.
     """
     count = split_count(P, group_keys(P, tuning)) * P.entries * P.Hkv
     return count >= tuning.group_waves * sm_count
@@ -189,9 +189,9 @@ def has_many_queries(P: Problem, sm_count: int) -> bool:
 
 
 def _keys_of(P: Problem, nbytes: int) -> int:
-    """Return how many keys and values take some bytes, rounded down to a power of two.
+    """Return how many keys have ``nbytes`` with their values, rounded down to a power of two.
 
-    All, if heads are wider than the kernels for few rows take.
+    Heads above `MAX_HEAD_DIM` columns have other kernels: `WHOLE` for them.
     """
     if max(P.D, P.Dv) > MAX_HEAD_DIM:
         return WHOLE

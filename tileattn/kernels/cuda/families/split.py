@@ -132,7 +132,7 @@ def launches_over_splits(problem: Problem, context: LaunchContext) -> tuple[Kern
 
 def _launch(P: Problem, context: LaunchContext, rows: int, grid: Grid, keys: int) -> KernelLaunch:
     why = _8_BIT if P.is_quantised else _PAGED if P.is_paged else _FEW
-    if decode.why_not(P, context, rows) is None:
+    if decode.supports(P, context, rows):
         return decode.launch(P, context, rows, grid)._replace(why=why)
     tile = next(_tiles(P, context, rows))
     key = _key(P, context, tile)
@@ -151,8 +151,8 @@ def joined(
         return (split,)
     split = split._replace(why=f"{split.why}, {_CUT.format(keys)}")
     row_bytes = key.value_dim * P.accum_dtype.itemsize
-    by_warp = row_bytes <= _WARP_BYTES and has_many_queries(P, context.sm_count)
-    by_warp = by_warp or P.is_invariant
+    fits = row_bytes <= _WARP_BYTES
+    by_warp = P.is_invariant or (fits and has_many_queries(P, context.sm_count))
     is_wide = P.accum_dtype.itemsize > 4 or key.value_dim > MAX_HEAD_DIM
     rows, warps = (_JOINING_WARPS, 1) if by_warp else (1, _JOINING_WARPS)
     why = _JOIN.format("warp" if by_warp else "thread block")

@@ -1,6 +1,6 @@
 """Split-KV with the Hopper forward kernel, if many rows share keys.
 
-A tile holds all rows of a key head. Few rows have a kernel of their own (`decode`), where it can.
+A tile holds all rows of a key head. Up to 32 rows have a kernel of their own: `decode`.
 """
 
 from dataclasses import replace

@@ -53,7 +53,7 @@ class Kernel:
     def occupancy(self, threads: int, shared: int) -> int:
         """Return the number of thread blocks of this size that one SM runs at a time.
 
-        The driver says 0 unless a launch may have so much shared memory, so this allows it.
+        This allows launches with the shared memory: otherwise the driver returns 0 above 48 KiB.
         """
         from cupy_backends.cuda.api import driver
 

@@ -1,9 +1,9 @@
-// Combine the sums of split-KV over the splits of each row. Splits are added up in their order to the sums over a
-// group, groups to the sums over a section of eight, and sections to the sums over all keys. So the order of the sums
-// depends only on the keys. A row has WARPS_N warps, one or eight.
+// Combine the sums of split-KV over the splits of each row. Splits are added in order to a group, groups to a section
+// of eight groups, and sections to the result. So the order of the sums depends only on the indices of the keys.
+// WARPS_N warps share a row: one, or eight.
 //
-// The code is short, since a short kernel waits for its instructions: those that it ran last time have left the
-// caches.
+// The loops are rolled, to keep the code short: if other kernels ran since the last call, the instructions come from
+// device memory, and this kernel waits for them.
 #include "partial_sums.cuh"
 
 constexpr int SECTION = 8;  // groups
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     __shared__ Accum columns[WARPS_N][WARPS_N > 1 ? VALUE_DIM : 1], statistics[WARPS_N][2];
     Sums total, section;
 
-    // In each round a warp adds up a span: the splits of a group, or if a split is a group of its own, a section.
+    // In each round a warp adds up the splits of one span. A span is a group, or a section if each group is one split.
 #pragma unroll 1
     for (int first = row.begin / length * length; first < row.end; first += WARPS_N * span) {
         const int start = first + share * span;

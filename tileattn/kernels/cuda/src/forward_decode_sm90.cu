@@ -1,12 +1,12 @@
-// Forward pass on Hopper for few rows that share keys (split-KV). The GEMMs are transposed: keys take the 64 rows
-// of a wgmma, and the rows of the call are its columns, so 16 rows cost what 16 rows need.
+// Forward pass on Hopper for few rows that share keys (split-KV). The GEMMs are transposed: the 64 rows of a wgmma
+// are keys, and its columns are the rows that share them. So the tensor cores compute no empty rows.
 //
 //     S^T = K Q^T      64 keys x ROWS, from shared memory
 //     O^T += V^T P^T   64 columns of v x ROWS; P goes through shared memory, since wgmma has it as its second operand
 //
-// A producer thread loads keys and values into circular buffers, split after split, and one consumer warpgroup
-// computes. CTAs are persistent, and take equal shares of the splits. With several splits the results are partial sums
-// that forward_combine joins, as in forward_split.
+// A producer thread loads keys and values into circular buffers, and one consumer warpgroup computes. CTAs are
+// persistent, and take equal shares of the splits. With several splits the results are partial sums, which
+// forward_combine adds up.
 #include "fwd_mainloop_sm90.cuh"
 #include "sum_row.cuh"
 
@@ -72,8 +72,8 @@ struct RowPlace {
     void* to;
     Accum factor;  // which normalises the output
 
-    // Find the place of a row of a key head. One thread `writes` the statistics. Not inlined: it is long, and at the
-    // beginning of a kernel instructions come from device memory.
+    // Find the place of a row of a key head. One thread `writes` the statistics. Not inlined: the kernel waits for its
+    // first instructions, and has four or more calls of this.
     __device__ __noinline__ static RowPlace find(const Params& p, int b, int kv, int row, int split, Accum m, Accum l,
                                                  bool writes) {
         RowSum sum;
@@ -145,8 +145,8 @@ struct Sums {
     }
 };
 
-// The consumer warpgroup. The sums over a piece of a split start anew, and are added to those over the earlier
-// pieces: so a piece may be a split of its own without a difference in the result.
+// The consumer warpgroup. It computes the sums over each piece of a split from zero, and adds them to the sums over
+// the earlier pieces. forward_combine adds pieces in the same way, so results do not depend on the length of a split.
 __device__ inline void consume(const Params& p, const Smem& smem) {
     __shared__ OfWarps maxima, totals;
     __shared__ Accum repaired[4][2];  // m and l of the row that each warp has recomputed

@@ -32,8 +32,8 @@ static_assert(STAGING_BYTES == BLOCK_PIECES * WARP * 16, "a block is the staging
 // of one warpgroup. There are stages for the next work tile, too, as far as they fit, and after them more blocks.
 //
 // With SPLIT_KV successive work tiles mostly have the same queries, so each warpgroup has one tile of them, and
-// output is not staged. With fewer ROWS than a wgmma has, the space holds P, and at the end of a split a row of
-// each warp (forward_decode_sm90.cu).
+// output is not staged. In forward_decode_sm90 the space holds P, and at the end of a piece one row for each warp,
+// which sum_row recomputes.
 constexpr int BIAS_BYTES = WarpBias<false, 1, BLOCK_K / 8>::BYTES;
 constexpr int Q_SPACE =
     225 * 1024 / (GROUPS * MIN_BLOCKS_PER_SM) - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));

@@ -99,8 +99,8 @@ struct Fields {
     i64 table_width;     // pages that one sequence may have
     i64 split_keys;      // keys of a split
     i64 splits;          // of the longest sequence that the arrays have room for
-    i64 piece_keys;      // a split consists of whole pieces, or is one
-    i64 group_keys;      // a group consists of whole splits, or is one
+    i64 piece_keys;      // keys of a piece; a split consists of pieces (forward_decode_sm90)
+    i64 group_keys;      // keys of a group; a group consists of splits (forward_combine)
     i64 max_split_rows;  // forward_split takes packed sequences with at most this many rows
     i64 partial_rows;    // of a key head in partial_out and partial_sums, if sequences are packed
     i64 k_descale_rows, v_descale_rows;  // 1: factors are by row of the cache; 0: by sequence

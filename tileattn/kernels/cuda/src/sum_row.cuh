@@ -1,10 +1,11 @@
-// Layer 3. Split-KV: one row over some keys without mma, for rows that values which are not finite would spoil.
+// Layer 3. Split-KV: one row over a range of keys without mma. In a GEMM, a masked-out key with a non-finite value
+// spoils all rows.
 #pragma once
 
 #include "descale.cuh"
 
-// Compute one row over the keys of a split, by one warp and without mma, and store its unnormalised output
-// in `sums`. Masked-out keys are skipped, whatever they hold. Each lane has one of 32 columns at a time.
+// Compute one row over some keys, by one warp and without mma, and store its unnormalised output in `sums`. The warp
+// skips masked-out keys, so their values may be NaN. The lanes compute 32 columns at a time, one column each.
 __device__ __noinline__ RowSum sum_row(const Params& p, int b, int kv, const SharedRow& row,
                                        Range keys, int length, Accum* sums) {
     const int lane = threadIdx.x % WARP;

@@ -114,7 +114,7 @@ __device__ inline void fence_barrier_init() {
 }
 
 // Start a TMA load of the box at (column, row, head, batch). Elements outside the tensor become
-// zero. Data that is read ONCE leaves the L2 cache first: it would displace instructions, and partial sums.
+// zero. With ONCE the L2 cache evicts the data first: a call reads it once.
 template <bool ONCE = false>
 __device__ inline void tma_load(u32 target, const TensorMap& map, int column, int row, int head,
                                 int batch, const Barrier& done) {

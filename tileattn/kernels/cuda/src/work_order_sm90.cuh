@@ -54,8 +54,8 @@ __device__ inline int sum_of_warp(int x) {
 #endif
 }
 
-// A function that forward_decode_sm90 does not inline: it is short, and waits for its first instructions. In
-// forward_sm90 registers would spill around the calls.
+// forward_decode_sm90 does not inline such a function, because the kernel waits for its first instructions.
+// forward_sm90 inlines it, because registers would spill around the calls.
 #if KEY_BLOCK_Q < 64
 #define ONCE_IN_CODE __noinline__
 #else
