@@ -110,8 +110,10 @@ def calls(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, A
 def few(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, Any]]]:
     """Yield options of few queries over many keys, some of them in pages."""
     table = rng.permutation(60)[: 2 * 25].reshape(2, 25)
+    small = rng.permutation(310)[: 2 * 150].reshape(2, 150)
     for dtype in DTYPES:
         yield dtype, 128, 128, {"kv_lengths": np.array([2400, 37]), "causal": True}
+        yield dtype, 128, 128, {"kv_lengths": np.array([2400, 37]), "block_table": small}
         yield dtype, 17, 33, {"kv_lengths": np.array([0, 2399]), "softcap": 2.0}
         yield dtype, 64, 64, {"kv_lengths": np.array([2399, 1]), "block_table": table}
     for dtype in (np.float16, ml_dtypes.bfloat16):  # latent attention
@@ -119,19 +121,26 @@ def few(rng: np.random.Generator) -> Iterator[tuple[Any, int, int, dict[str, Any
         yield dtype, 576, 512, {"kv_lengths": np.array([1599, 1]), "block_table": table}
 
 
+def cache_shape(given: dict[str, Any], page: int | None = None) -> tuple[int, int]:
+    """Return the number of caches, or of pages, and the keys of each."""
+    if "block_table" not in given:
+        return 2, 2400
+    table = given["block_table"]
+    return int(table.max()) + 1, page or 2500 // table.shape[1]
+
+
 def run_few(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     """Run the forward pass of few queries."""
     import cupy
 
     rng = np.random.default_rng(2)
-    page = 100 if D < 576 else 64
-    lead, keys = (60, page) if "block_table" in given else (2, 2400)
-    for heads, Nq in ((4, 1), (16, 5)):
+    lead, keys = cache_shape(given, page=64 if D == 576 else None)
+    for heads, Nq in ((4, 1), (8, 3), (16, 5)):
         shapes = (2, heads, Nq, D), (lead, 1, keys, D), (lead, 1, keys, Dv)
         q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
         if D == 576:
             v = k[..., :Dv]
-        v[0, 0, 20] = np.inf
+        v[0, 0, 20 % keys] = np.inf
         there = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
         for x in tileattn.forward(q, k, v, **there):
             x.get()
@@ -144,7 +153,7 @@ def run_quantised(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     if max(D, Dv) > 256 or dtype == np.float64:
         return
     rng = np.random.default_rng(6)
-    lead, keys = (60, 100) if "block_table" in given else (2, 2400)
+    lead, keys = cache_shape(given)
     there = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
     places = {n: x for n, x in there.items() if n in ("kv_lengths", "block_table")}
     for heads, Nq, kind in ((4, 1, np.int8), (16, 5, ml_dtypes.float8_e4m3fn)):
@@ -155,7 +164,7 @@ def run_quantised(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
             factors: dict[str, Any] = {f"{n}_descale": cupy.ones(shape, np.float32) for n in "kv"}
             tileattn.append_kv(keys8, values8, k, v, **places, **factors).get()
             if len(shape) == 3:
-                factors["v_descale"][0, 0, 20] = np.inf
+                factors["v_descale"][0, 0, 20 % keys] = np.inf
             for x in tileattn.forward(q, keys8, values8, **there, **factors):
                 x.get()
 
@@ -181,7 +190,7 @@ def run_many(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     lead, keys = (95, 100) if "block_table" in given else (2, 4500)
     shapes = (2, 4, 200, D), (lead, 1, keys, D), (lead, 1, keys, Dv)
     q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
-    v[0, 0, 20] = np.inf
+    v[0, 0, 20 % keys] = np.inf
     there = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
     for rows in (q, q[:, :, -2:]):
         for x in tileattn.forward(rows, k, v, **there):
@@ -221,7 +230,7 @@ def append(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     import cupy
 
     rng = np.random.default_rng(3)
-    lead, keys = (60, 100) if "block_table" in given else (2, 2400)
+    lead, keys = cache_shape(given)
     shapes = *((lead, 3, keys, n) for n in (D, Dv)), *((2, 3, 9, n) for n in (D, Dv))
     arrays = [cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
     tables = tuple(cupy.asarray(rng.standard_normal((2, 2405, D // 3)).astype(np.float32)))
