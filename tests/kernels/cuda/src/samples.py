@@ -216,6 +216,8 @@ def _split_keys(arch: str, combination: int) -> Iterator[KernelKey]:
             yield from keys(name, dim, softcap, MAX_ALIGNMENT, Hq=128, Dv=value)
             page, rows = (None, 16, 8)[n % 3], (4, 24)[n % 2]
             yield from keys(name, dim, softcap, MAX_ALIGNMENT, Hq=rows, Dv=value, page=page)
+            cache = {"kv_dtype": (INT8, FLOAT8_E4M3FN)[n % 2], "page": (None, 16)[n // 2 % 2]}
+            yield from keys(name, dim, softcap, MAX_ALIGNMENT, Hq=16, Dv=value, **cache)
 
 
 def _invariant_keys(arch: str, combination: int) -> Iterator[KernelKey]:

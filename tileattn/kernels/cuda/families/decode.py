@@ -19,21 +19,28 @@ from tileattn.kernels.cuda.families.tiles import bucket
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
 DECODE = "forward_decode_sm90"
-_ROWS, _KEYS = (16, 32), 64
+_ROWS = (16, 32)
+_TILE_BYTES = 128  # of a column of the keys of a tile
 _COLUMNS = 64  # of v in a GEMM
+_8_BIT_UNIT, _8_BIT_WIDTH = 16, 128  # columns whose bytes TMA can address, and of a slice of a tile
 # Stages that fit on an SM, by the larger head-dimension bucket.
 _STAGES = {64: 12, 128: 6, 192: 4, 256: 3}
 # Two thread blocks share an SM up to this dimension, and up to so many rows if warps gather keys:
 # above, registers would spill.
 _SHARED_DIM, _SHARED_GATHER_ROWS = 128, 16
-_LONE_PRODUCER, _GATHERING = 1, 4  # producer warps: one finds splits, others gather rows of pages
+# Producer warps: one finds splits. Others gather rows of pages, or one copies descales.
+_LONE_PRODUCER, _GATHERING, _DESCALING = 1, 4, 2
 
 
 def supports(problem: Problem, context: LaunchContext, rows: int) -> bool:
     """Return True if the kernel supports a call in which ``rows`` rows share a key head."""
     P = problem
-    if rows > _ROWS[-1] or P.is_quantised:
+    if rows > _ROWS[-1]:
         return False
+    if P.is_quantised:
+        fits = P.D % _8_BIT_UNIT == 0 == P.Dv % _8_BIT_UNIT
+        if rows > _ROWS[0] or is_gathered(P) or not fits:
+            return False
     option = refused(P, "has_alibi", "has_bias", "has_mask", "mask_mod", "score_mod")
     return option is None and why_not_forward(P, context) is None
 
@@ -46,10 +53,11 @@ def launch(problem: Problem, context: LaunchContext, rows: int, grid: Grid) -> K
     P, dim, tuning = problem, bucket(max(problem.D, problem.Dv)), context.tuning
     rows = next(n for n in _ROWS if rows <= n)
     together = 1 if dim > _SHARED_DIM or (is_gathered(P) and rows > _SHARED_GATHER_ROWS) else 2
-    stages = next(n for limit, n in _STAGES.items() if dim <= limit) // together
-    tile = TileSize(rows, _KEYS, 4, 1, stages, together)
+    columns = -(-dim // _8_BIT_WIDTH) * _8_BIT_WIDTH if P.is_quantised else dim
+    stages = next(n for limit, n in _STAGES.items() if columns <= limit) // together
+    tile = TileSize(rows, _TILE_BYTES // P.kv_itemsize, 4, 1, stages, together)
     found = forward_launch(P, context, (tile,), value_unit=_COLUMNS)
-    warps = _GATHERING if found.key.gathered else _LONE_PRODUCER
+    warps = _GATHERING if found.key.gathered else _DESCALING if P.is_quantised else _LONE_PRODUCER
     key = replace(found.key, kernel=DECODE, split_kv=True, producer_warps=warps)
     group, piece = group_keys(P, tuning), piece_keys(P, tuning)
     keys = group if fills_groups(P, tuning, context.sm_count) else piece

@@ -149,9 +149,8 @@ def forward_launch(
     if splits:
         dim, value = bucket(P.D), bucket(P.Dv, value_unit)
     has_totals = P.is_invariant and not splits
-    memory = hopper_forward_memory(
-        tile, dim, value, _bias_size(context), totals=has_totals, splits=splits
-    )
+    sizes = dim, value, _bias_size(context), P.kv_itemsize
+    memory = hopper_forward_memory(tile, *sizes, totals=has_totals, splits=splits)
     key = key_of(HOPPER, P, context, dim, value, tile, memory.nbytes)
     # The kernel is persistent: a thread block takes one query block after another.
     grid = Grid("queries", key.block_q, most=context.sm_count)
@@ -377,6 +376,7 @@ def key_of(
         producer_warps=_PRODUCER_WARPS,
         smem_bytes=shared,
         paged=P.is_paged,
+        kv_dtype="" if P.kv_dtype is None else P.kv_dtype.name,
         **option_fields(P, context),
     )
 

@@ -125,6 +125,7 @@ def hopper_forward_memory(
     dim: int,
     value: int,
     bias_size: int = 0,
+    kv_size: int = 2,
     *,
     totals: bool = False,
     splits: bool = False,
@@ -135,14 +136,16 @@ def hopper_forward_memory(
     they fit, it also holds 64 columns of the output, the next queries of some warpgroups, and more
     of a running total, if the kernel has ``totals``. ``bias_size`` is as in `generic_bytes`. A
     kernel over ``splits`` holds the queries of one work tile. With fewer than 64 rows it also holds
-    P, and later one row of the output for each warp in the same place.
+    P, and later one row of the output for each warp in the same place. ``kv_size`` is the bytes of
+    an element of k and v.
     """
     warpgroups = tile.warps_m // 4
     queries = _swizzled(tile.block_q // warpgroups, dim)
-    stages = tile.stages * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
+    keys, values = (_swizzled(tile.block_k, n * kv_size // 2) for n in (dim, value))
+    stages = tile.stages * (keys + values)
     if splits:
         rows = tile.block_q // warpgroups
-        staged = max(_swizzled(rows, 64), tile.warps_m * value * _SUM_BYTES)
+        staged = max(_swizzled(rows, tile.block_k), tile.warps_m * value * _SUM_BYTES)
         out = staged if rows < HOPPER_GROUP_ROWS else 0
         return ForwardMemory(stages + warpgroups * queries + out, 0)
     bias = _tiled(tile.block_q, tile.block_k, bias_size)

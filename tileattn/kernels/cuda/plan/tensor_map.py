@@ -10,7 +10,8 @@ from tileattn.kernels.cuda.plan.layout import ArrayLayout
 
 MAX_STRIDE = 1 << 40  # bytes; the driver accepts smaller strides only
 _UNIT = 16  # bytes; alignment of addresses and strides
-COLUMNS = 64  # columns of a box: 128 bytes, the width of the swizzle
+_ELEMENT = 2  # bytes of an element of a map; two numbers of 8 bits are one
+COLUMNS = 64  # elements of a row of a box: 128 bytes, the width of the swizzle
 
 
 class TensorMap(NamedTuple):
@@ -30,7 +31,7 @@ class TensorMap(NamedTuple):
 
 
 def tensor_map(name: str, x: ArrayLayout, rows: int) -> TensorMap:
-    """Describe the tensor map of 16-bit elements (B, H, N, D), in boxes of ``rows`` rows."""
+    """Describe the tensor map of (B, H, N, D) as 16-bit elements, in boxes of ``rows`` rows."""
     return TensorMap(name, x.dtype, *sizes_and_strides(x, x.itemsize), (COLUMNS, rows, 1, 1))
 
 
@@ -40,7 +41,7 @@ def sizes_and_strides(x: Any, itemsize: int) -> tuple[tuple[int, ...], tuple[int
     # The driver also checks the stride of an axis of length 1, which may be anything.
     pitch = -(-D * itemsize // _UNIT) * _UNIT
     strides = (n if N > 1 else pitch, h if H > 1 else pitch, b if B > 1 else pitch)
-    return (D, N, H, B), strides
+    return (D * itemsize // _ELEMENT, N, H, B), strides
 
 
 def can_map(x: ArrayLayout) -> bool:

@@ -81,8 +81,8 @@ struct ValueUnit {
     // Raise the unit to the factors of a tile. Returns the factor for the sums of earlier tiles. All lanes
     // of a warp call.
     __device__ Accum raise(const float* factors) {
-        const int lane = threadIdx.x % WARP;
-        const float own = fabsf(factors[lane % BLOCK_K]), before = unit;
+        float own = 0, before = unit;
+        for (int n = threadIdx.x % WARP % BLOCK_K; n < BLOCK_K; n += WARP) own = fmaxf(own, fabsf(factors[n]));
         unit = fmaxf(unit, power_of_two_below(warp_maximum(own)));
         return before * inverse();
     }

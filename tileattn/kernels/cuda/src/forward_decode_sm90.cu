@@ -1,21 +1,15 @@
 // Forward pass on Hopper for few rows that share keys (split-KV). The GEMMs are transposed: the 64 rows of a wgmma
-// are keys, and its columns are the rows that share them. So the tensor cores compute no empty rows.
-//
-//     S^T = K Q^T      64 keys x ROWS, from shared memory
-//     O^T += V^T P^T   64 columns of v x ROWS; P goes through shared memory, since wgmma has it as its second operand
+// are keys, and its columns are the rows that share them (decode_gemms_sm90.cuh). So the tensor cores compute no empty
+// rows. P goes through shared memory, since wgmma has it as its second operand.
 //
 // A producer thread loads keys and values into circular buffers, and one consumer warpgroup computes. CTAs are
 // persistent, and take equal shares of the splits. With several splits the results are partial sums, which
 // forward_combine adds up.
-#include "fwd_mainloop_sm90.cuh"
+#include "decode_gemms_sm90.cuh"
 #include "sum_row.cuh"
 
-static_assert(SPLIT_KV && CONSUMERS == 1 && GROUPS == 1 && BLOCK_K == WARPGROUP_ROWS, "a warp has 16 keys of a tile");
-static_assert(VALUE_DIM % WARPGROUP_ROWS == 0, "whole GEMMs");
-
-constexpr int ATOMS = ROWS / 8, VALUE_BLOCKS = VALUE_DIM / WARPGROUP_ROWS;
-using ProbTile = SmemTile<ROWS, BLOCK_K>;
-static_assert(OUT_BYTES >= ProbTile::BYTES, "what it holds");
+using Gemms = DecodeGemms<KvElement>;
+static_assert(Q_STAGES == 2, "work tiles, each with a full and an empty barrier");
 
 // Call visit(n, e) for each of a lane's rows, of which there are two in an atom. Lanes with the same lane.t have the
 // same rows.
@@ -99,7 +93,7 @@ struct RowPlace {
 // Sums over keys: the statistics of this lane's rows, and its part of their columns, 16 rows of each warp.
 struct Sums {
     OfRows m, l;
-    Fragment<Accum, 1, ATOMS> columns[VALUE_BLOCKS];
+    Transposed columns[VALUE_BLOCKS];
 
     __device__ void clear(Accum lowest) {
         m.each([&](Accum& x, int, int) { x = lowest; });
@@ -121,7 +115,7 @@ struct Sums {
         for (int block = 0; block < VALUE_BLOCKS; ++block)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                visit(WARPGROUP_ROWS * block + first + lane.row(2 * half), columns[block].x[0][n][e + 2 * half]);
+                visit(WARPGROUP_ROWS * block + first + Gemms::column(lane, 2 * half), columns[block].x[0][n][e + 2 * half]);
     }
     // Add the sums over the next keys. `l` must be complete.
     __device__ void add(Sums& next, Accum softmax_scale_log2) {
@@ -147,34 +141,30 @@ struct Sums {
 
 // The consumer warpgroup. It computes the sums over each piece of a split from zero, and adds them to the sums over
 // the earlier pieces. forward_combine adds pieces in the same way, so results do not depend on the length of a split.
-__device__ inline void consume(const Params& p, const Smem& smem) {
+__device__ inline void consume(const Params& p, const Smem& smem, Gemms gemms) {
     __shared__ OfWarps maxima, totals;
     __shared__ Accum repaired[4][2];  // m and l of the row that each warp has recomputed
     const Lane lane;
     const int warp = uniform(threadIdx.x / WARP);
-    const bool leader = threadIdx.x == 0;
-    const QueryTile q_tile = smem.q(0);
     const ProbTile p_tile{smem.staging(0)};
     Accum* const rows_of_warps = reinterpret_cast<Accum*>(smem.out());
     const int piece_tiles = int(p.piece_keys) / BLOCK_K;
-    PipelineState<Q_STAGES> q_pipe;
     PipelineState<2> work_pipe;
     PipelineState<STAGES> pipe;
-    int loaded_head = -1;  // the key head whose rows are in q_tile, an index among all key heads
+    int loaded_head = -1;  // the key head whose rows are loaded, an index among all key heads
     auto sync = [&] { named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(0)); };
     auto largest_of = [](Accum x, Accum y) { return fmax(x, y); };
     auto sum_of = [](Accum x, Accum y) { return x + y; };
 
     for (;;) {
         smem.q_full(0, work_pipe.stage).wait(work_pipe.phase);
-        work_pipe.advance();
-        const WorkTile& work = smem.storage.work_tiles[q_pipe.stage];  // not copied, to save registers
+        const WorkTile& work = smem.storage.work_tiles[work_pipe.stage];  // not copied, to save registers
         if (work.is_end) return;
         const int kv = work.h / int(p.group), rows = int(p.group) * work.Nq(p);
         const int head = work.b * int(p.Hkv) + kv;
         if (head != loaded_head) {
             loaded_head = head;
-            load_shared_rows(p, work, q_tile);  // all GEMMs with the previous rows are complete
+            gemms.load_queries(p, work);  // all GEMMs with the previous rows are complete
             sync();
         }
         const Accum softmax_scale_log2 = ScoreMod(p, work.b, work.h).softmax_scale_log2();
@@ -210,21 +200,25 @@ __device__ inline void consume(const Params& p, const Smem& smem) {
         for (int tile = first; tile < work.tiles.end; ++tile) {
             if (tile == first) own.clear(-largest<Accum>());
             const int k0 = tile * BLOCK_K, key0 = k0 + 16 * warp;
-            Fragment<Accum, 1, ATOMS> s;
-            smem.k_full(pipe.stage).wait(pipe.phase);
-            gemm_async<Element, HEAD_DIM>(s, smem.k(pipe.stage), 0, q_tile);
-            warpgroup_wait<0>(s);
-            if (leader) smem.k_empty(pipe.stage).arrive();
-
+            Transposed s[KEY_BLOCKS];
             const bool partial = work.tiles.is_partial(tile);
+            // P is 0 for keys past the end, but 0 x NaN is NaN.
+            auto wait_for_values = [&] {
+                smem.v_full(pipe.stage).wait(pipe.phase);
+                if (partial) zero_rows(smem.v(pipe.stage), work.window.length - k0);
+            };
+            if (QUANTISED) wait_for_values();
+            smem.k_full(pipe.stage).wait(pipe.phase);
+            gemms.scores(s, pipe.stage);
+            gemms.release_read_keys(smem.k_empty(pipe.stage));
             if (!FOLD || partial) {
 #pragma unroll
-                for (int n = 0; n < ATOMS; ++n)
+                for (int n = 0; n < ATOMS * KEY_BLOCKS; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        const SharedRow at(p, kv, min(row_of(lane, n, e), rows - 1));
-                        const int j = key0 + lane.row(e);
-                        Accum& x = s.x[0][n][e];
+                        const SharedRow at(p, kv, min(row_of(lane, n % ATOMS, e), rows - 1));
+                        const int j = key0 + n / ATOMS * WARPGROUP_ROWS + lane.row(e);
+                        Accum& x = s[n / ATOMS].x[0][n % ATOMS][e];
                         if constexpr (!FOLD) {
                             const ScoreMod score_mod(p, work.b, at.h);
                             Accum dsoftcap, dfunction;
@@ -237,10 +231,14 @@ __device__ inline void consume(const Params& p, const Smem& smem) {
 
             // The shift of a row, in units of scores, is its maximum.
             OfRows most, rescale;
-            most.each([&](Accum& x, int n, int e) { x = fmax(s.x[0][n][e], s.x[0][n][e + 2]); });
+            most.each([&](Accum& x, int n, int e) {
+                x = -infinity<Accum>();
+                for (auto& block : s) x = fmax(x, fmax(block.x[0][n][e], block.x[0][n][e + 2]));
+            });
             most.reduce_lanes(largest_of);
             maxima.store(warp, lane, most);
-            sync();  // the maxima are stored
+            sync();  // the maxima are stored, and the zeros of 8 bits
+            gemms.convert_values(pipe.stage);
             bool rises = false;
             own.m.each([&](Accum& x, int n, int e) {
                 const Accum before = x;
@@ -253,28 +251,35 @@ __device__ inline void consume(const Params& p, const Smem& smem) {
                     const Accum shifted = difference(s, own.m.x[n][e]);
                     return s = exp2_of(fma(shifted, softmax_scale_log2, Accum(FORWARD_P_LOG2)));
                 };
-                const Accum first = probability(s.x[0][n][e]), second = probability(s.x[0][n][e + 2]);
-                x = fma(x, rescale.x[n][e], first + second);
+                Accum sum = 0;
+                for (auto& block : s) sum += probability(block.x[0][n][e]) + probability(block.x[0][n][e + 2]);
+                x = fma(x, rescale.x[n][e], sum);
             });
-            typename Atom<Element>::A probs[ATOMS / 2];
+            const Accum factor = gemms.weigh(s, pipe.stage);
+            if (factor != 1) {
+                rises = true;
+                rescale.each([&](Accum& x, int, int) { x *= factor; });
+            }
 #pragma unroll
-            for (int i = 0; i < ATOMS / 2; ++i) probs[i] = Atom<Element>::a_of(s.x[0] + 2 * i);
-            store_transposed<Element>(p_tile, probs, 16 * warp);
-            smem.v_full(pipe.stage).wait(pipe.phase);
-            // P is 0 for keys past the end, but 0 x NaN is NaN.
-            if (partial) zero_rows(smem.v(pipe.stage), work.window.length - k0);
+            for (int n = 0; n < KEY_BLOCKS; ++n) {
+                typename Atom<Operand>::A probs[ATOMS / 2];
+#pragma unroll
+                for (int i = 0; i < ATOMS / 2; ++i) probs[i] = Atom<Operand>::a_of(s[n].x[0] + 2 * i);
+                store_transposed<Operand>(p_tile, probs, WARPGROUP_ROWS * n + 16 * warp);
+            }
+            if (!QUANTISED) wait_for_values();
             fence_async_shared();
             sync();  // P and the zeros are stored
+            gemms.release_fenced_keys(smem.k_empty(pipe.stage));
             if (__any_sync(~0u, rises)) own.scale(rescale);
-#pragma unroll
-            for (int n = 0; n < VALUE_BLOCKS; ++n)
-                gemm_async_transposed<Element, true>(own.columns[n], smem.v(pipe.stage), WARPGROUP_ROWS * n, p_tile);
-            wgmma_wait<0>();
-            for (auto& block : own.columns) fence_operand(accum_registers(block));
-            if (leader) smem.v_empty(pipe.stage).arrive();
+            gemms.attend(own.columns, pipe.stage, p_tile);
+            Gemms::release_values(smem.v_empty(pipe.stage));
             pipe.advance();
 
             if (tile + 1 < work.tiles.end && (tile + 1) % piece_tiles) continue;
+            const Accum unit = gemms.next_piece();
+            if (unit != 1)
+                for (auto& block : own.columns) block.scale(unit);
             // 0 times what is not finite is NaN: it marks the row.
             own.l.each([&](Accum& l, int n, int e) {
                 own.each_column(n, e, [&](int, Accum& x) { l = fma(x, Accum(0), l); });
@@ -300,24 +305,23 @@ __device__ inline void consume(const Params& p, const Smem& smem) {
             const auto place = RowPlace::find(p, work.b, kv, r, work.split, total.m.x[n][e], total.l.x[n][e], writes);
             total.each_column(n, e, [&](int d, Accum x) { place.store(p, d, x); });
         });
-        smem.q_empty(q_pipe.stage).arrive();  // all threads: the producer overwrites it with plain stores
-        q_pipe.advance();
+        smem.q_empty(work_pipe.stage).arrive();  // all threads: the producer overwrites it with plain stores
+        work_pipe.advance();
     }
 }
 
 // The producer thread: publish the splits of this CTA one after the other, and load their keys and values.
 template <class Maps>
 __device__ inline void produce_splits(const Params& p, const Maps& maps, const Smem& smem, WorkOrder<> order) {
-    PipelineState<Q_STAGES> q_pipe;
     PipelineState<2> work_pipe;
     PipelineState<STAGES> pipe;
     WorkTile work{};
     u32 request = 0;
     auto publish = [&] {
-        smem.q_empty(q_pipe.stage).wait(q_pipe.phase ^ 1);
-        smem.storage.work_tiles[q_pipe.stage] = work;
+        smem.q_empty(work_pipe.stage).wait(work_pipe.phase ^ 1);
+        smem.storage.work_tiles[work_pipe.stage] = work;
         smem.q_full(0, work_pipe.stage).arrive();
-        q_pipe.advance(), work_pipe.advance();
+        work_pipe.advance();
     };
 #pragma unroll 1
     while (get_work(p, order, work)) {
@@ -350,14 +354,16 @@ extern "C" __global__ void __launch_bounds__(WARPGROUP + WARP * PRODUCER_WARPS, 
     forward_decode_sm90(const __grid_constant__ Params p, const __grid_constant__ LoadedMaps<GATHERED>::Type maps) {
     extern __shared__ __align__(1024) char tensors[];
     __shared__ SharedStorage storage;
+    __shared__ Gemms::Storage factors;
     const Smem smem(tensors, &storage, 0);
+    const Gemms gemms(smem, &factors);
     set_up(smem, maps);
     wait_for_prerequisites();
     launch_dependents();
     __syncthreads();
     const int warp = uniform(threadIdx.x / WARP);
     if (warp < 4) {
-        consume(p, smem);
+        consume(p, smem, gemms);
         return;
     }
     const WorkOrder<> order(p);
@@ -365,5 +371,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUP + WARP * PRODUCER_WARPS, 
         if (is_first_lane()) produce_splits(p, maps, smem, order);
     } else if (GATHERED) {
         gather(p, smem, warp - 5);
+    } else {
+        gemms.load_factors(p, order);
     }
 }

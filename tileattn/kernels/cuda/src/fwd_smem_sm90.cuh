@@ -14,8 +14,9 @@ static_assert(STAGES >= 2, "the next k stage is read before the v stage is relea
 
 using WorkTile = WindowedWorkTile;
 using QueryTile = SmemTile<ROWS, HEAD_DIM>;  // of one warpgroup
-using KeyTile = SmemTile<BLOCK_K, HEAD_DIM>;
-using ValueTile = SmemTile<BLOCK_K, VALUE_DIM>;
+constexpr int KV_SIZE = int(sizeof(KvElement));  // two numbers of 8 bits are an element of a tile
+using KeyTile = SmemTile<BLOCK_K, HEAD_DIM * KV_SIZE / 2>;
+using ValueTile = SmemTile<BLOCK_K, VALUE_DIM * KV_SIZE / 2>;
 
 struct KeyValueStage {
     KeyTile::Storage k;
@@ -41,7 +42,7 @@ constexpr int OUT_LEAST = Q_SPACE >= CONSUMERS * QueryTile::BYTES + TOTAL_BLOCK;
 constexpr int OUT_MOST = TOTALS ? (TOTAL_PIECES + BLOCK_PIECES - 1) / BLOCK_PIECES : OUT_LEAST;
 constexpr int OUT_FIT = (Q_SPACE - 2 * CONSUMERS * QueryTile::BYTES) / TOTAL_BLOCK;
 constexpr int OUT_BLOCKS = OUT_FIT < OUT_LEAST ? OUT_LEAST : OUT_FIT < OUT_MOST ? OUT_FIT : OUT_MOST;
-constexpr int P_BYTES = ROWS * 128, ROW_BYTES = WARPS_M * VALUE_DIM * int(sizeof(Accum));
+constexpr int P_BYTES = ROWS * 2 * BLOCK_K, ROW_BYTES = WARPS_M * VALUE_DIM * int(sizeof(Accum));
 constexpr int SPLIT_BYTES = ROWS == WARPGROUP_ROWS ? 0 : P_BYTES < ROW_BYTES ? ROW_BYTES : P_BYTES;
 constexpr int OUT_BYTES = SPLIT_KV ? SPLIT_BYTES : OUT_BLOCKS * TOTAL_BLOCK;
 constexpr bool STAGED_OUT = !SPLIT_KV && OUT_BLOCKS > 0;
@@ -212,10 +213,11 @@ struct Smem {
     __device__ void init_group() const {
         for (int g = 0; g < CONSUMERS; ++g) q_full(g, 0).init(1), q_full(g, 1).init(1);
         for (int s = 0; s < Q_STAGES; ++s) q_empty(s).init(WARPGROUP);
-        constexpr int LOADERS = GATHERED ? GATHER_WARPS * WARP : 1;
+        constexpr int LOADERS = GATHERED ? GATHER_WARPS * WARP : QUANTISED ? 1 + WARP : 1;
+        constexpr int READERS = QUANTISED ? WARPS_M : CONSUMERS;  // of values
         for (int s = 0; s < STAGES; ++s) {
             k_full(s).init(LOADERS), k_empty(s).init(CONSUMERS);
-            v_full(s).init(LOADERS), v_empty(s).init(CONSUMERS);
+            v_full(s).init(LOADERS), v_empty(s).init(READERS);
         }
         if (GATHERED) mailbox_full().init(1), mailbox_empty().init(GATHER_WARPS);
         pass_done().init(CONSUMERS);

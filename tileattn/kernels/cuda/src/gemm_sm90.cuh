@@ -24,16 +24,19 @@ __device__ inline void gemm_async(Fragment<float, 1, NT>& c, const SmemTile<R, C
     wgmma_commit();
 }
 
-// Issue C = A Y^T for all rows of y: A is in registers, Y^T is K-major.
-template <class T, int K, int R, int C, int NT>
+// Issue C = A Y^T, or with ADD C += A Y^T, for all rows of y: A is in registers, Y^T is K-major.
+template <class T, bool ADD = false, int K, int R, int C, int NT>
 __device__ inline void gemm_async_k(Fragment<float, 1, NT>& c, const typename Atom<T>::A (&a)[K],
                                     const SmemTile<R, C>& y) {
     static_assert(16 * K == C);
     auto& d = accum_registers(c);
-    discard_operand(d);
+    if constexpr (ADD)
+        fence_operand(d);
+    else
+        discard_operand(d);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < K; ++k) wgmma(T{}, d, a[k].r, y.k_major(0, 16 * k), k > 0);
+    for (int k = 0; k < K; ++k) wgmma(T{}, d, a[k].r, y.k_major(0, 16 * k), ADD || k > 0);
     wgmma_commit();
 }
 
