@@ -1,11 +1,13 @@
-"""Speed of decoding on the GPU, with cuDNN and FlashAttention-3 and 4 as baselines.
+"""Speed of decoding on the GPU, with other libraries as baselines.
 
     python -m tileattn bench decode
     python -m tileattn bench decode --only "1 of 65,536" --head-dim 64 --peers cudnn
 
 The rate counts the bytes of the keys and values within the lengths. Calls are replayed as CUDA
 graphs, as in serving, over caches several times as large as the L2. cuDNN takes caches of equal
-lengths, FlashAttention-3 and 4 also other lengths and pages. Results are compared with tileattn's.
+lengths; FlashAttention-3 and 4 and FlashInfer also take other lengths and pages. FlashInfer and
+FlashMLA take latent caches (MLA), whose keys of 576 columns contain the values. FlashInfer and
+FlashMLA plan a call before it is timed. Results are compared with tileattn's.
 Caches of 8 bits, with a descale for each token and head, are timed beside tileattn's call on the
 same numbers in bf16. A row that failed says why. The file is gpu_decode.json.
 """
@@ -26,8 +28,10 @@ from benchmarks.device import Gpu
 from benchmarks.libraries import Arrays, Library, Step
 from benchmarks.report import Row
 
-PEERS = ("cudnn", "fa3", "fa4")
+PEERS = ("cudnn", "fa3", "fa4", "flashinfer", "flashinfer_cuda_cores", "flashmla")
+LATENT_PEERS = ("flashinfer", "flashmla")
 HEAD_DIMS = (128,)
+LATENT_HEAD_DIMS = (576, 512)  # of the keys, and of the values in their first columns
 ITEM, DESCALE = 2, 4  # bytes of bfloat16, and of the factor of a key or value of 8 bits
 CACHES = {"int8": np.dtype(np.int8), "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
 
@@ -42,15 +46,27 @@ class Decoding(NamedTuple):
     Nq: int = 1
     page: int | None = None
     cache: str = "bf16"  # dtype of keys and values
+    is_latent: bool = False  # values are columns of the keys
 
     @property
     def is_plain(self) -> bool:
         """True if all lengths are equal, and no keys are in pages."""
         return self.page is None and len(set(self.lengths)) == 1
 
+    def head_dims(self, D: int) -> tuple[int, int]:
+        """Return the head dimensions of keys and values."""
+        return LATENT_HEAD_DIMS if self.is_latent else (D, D)
+
     def cache_bytes(self, D: int) -> int:
-        row = D * ITEM if self.cache == "bf16" else D + DESCALE
-        return 2 * sum(self.lengths) * self.Hkv * row
+        rows = sum(self.lengths) * self.Hkv
+        if self.is_latent:
+            return rows * LATENT_HEAD_DIMS[0] * ITEM
+        return 2 * rows * (D * ITEM if self.cache == "bf16" else D + DESCALE)
+
+    def flops(self, D: int) -> int:
+        """Return the operations of both products on the keys that the queries see."""
+        seen = sum(self.Nq * N - self.Nq * (self.Nq - 1) // 2 for N in self.lengths)
+        return 2 * self.Hq * seen * sum(self.head_dims(D))
 
 
 def cases() -> list[Decoding]:
@@ -87,11 +103,21 @@ def cases() -> list[Decoding]:
             Decoding(f"4 of 8,192, 2,048 queries each{where}", 32, 8, [8192] * 4, 2048, page)
             for where, page in (("", None), (", pages of 64", 64), (", pages of 16", 16))
         ),
+        *(
+            Decoding(
+                f"128 of 4,096, latent, {Hq} heads, {queries}pages of 64",
+                *(Hq, 1, [4096] * 128, Nq, 64),
+                is_latent=True,
+            )
+            for Hq in (128, 64)
+            for Nq, queries in ((1, ""), (2, "2 queries each, "))
+        ),
     ]
 
 
 def step_of(xp: Any, case: Decoding, D: int, seed: int) -> Step:
     """Draw the arrays of a call: caches are (B, Hkv, N, D), or (pages, Hkv, page, D)."""
+    D, Dv = case.head_dims(D)
     B, longest = len(case.lengths), max(case.lengths)
     shape: tuple[int, ...] = B, case.Hkv, longest, D
     options: dict[str, Any] = {"causal": True} if case.Nq > 1 else {}
@@ -103,6 +129,9 @@ def step_of(xp: Any, case: Decoding, D: int, seed: int) -> Step:
         options["block_table"] = xp.asarray(places.reshape(B, pages).astype(np.int32))
         shape = B * pages, case.Hkv, case.page, D
     q = normal(xp, (B, case.Hq, case.Nq, D), "bf16", seed)
+    if case.is_latent:
+        k = normal(xp, shape, "bf16", seed + 1)
+        return Step((q, k, k[..., :Dv]), options)
     k, v = (normal(xp, shape, "bf16", seed + n) for n in (1, 2))
     if case.cache == "bf16":
         return Step((q, k, v), options)
@@ -135,13 +164,18 @@ def compared(case: Decoding, D: int, libraries: Mapping[str, Library], device: G
     in_16_bits = case.cache == "bf16"
     if not in_16_bits:
         libraries = {"tileattn": libraries["tileattn"], "in bf16": Dequantised("in bf16")}
+    if case.is_latent:
+        libraries = {n: x for n, x in libraries.items() if x.ours or n in LATENT_PEERS}
     ((_, found),) = compare(steps, libraries, device, "bf16", graph)
     us = found["us"]
+    D, Dv = case.head_dims(D)
     return {
         **{"case": case.name, "dtype": "bf16", "B": len(case.lengths), "D": D, "Nq": case.Nq},
+        **({"Dv": Dv} if case.is_latent else {}),
         **{"Hq": case.Hq, "Hkv": case.Hkv, "page": case.page, "keys": sum(case.lengths)},
         **{"cache": case.cache},
         "gbytes_per_second": {n: size / x / 1e3 for n, x in us.items() if n != "in bf16"},
+        "tflops": {n: case.flops(D) / x / 1e6 for n, x in us.items()},
         **found,
         "times_bf16": None if in_16_bits else round(us["in bf16"] / us["tileattn"], 3),
     }
@@ -168,10 +202,10 @@ def replayed(library: Library, call: Call, device: Gpu) -> Call:
 def rows(
     names: list[str], head_dims: list[int], libraries: Mapping[str, Library], device: Gpu
 ) -> Iterator[Row]:
-    """Measure the cases of these names."""
+    """Measure the cases of these names; head_dims do not apply to latent ones."""
     for D in head_dims:
         for case in cases():
-            if case.name in names:
+            if case.name in names and not (case.is_latent and head_dims[0] != D):
                 yield compared(case, D, libraries, device)
                 device.release()
 

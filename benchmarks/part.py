@@ -3,8 +3,9 @@
     python -m tileattn bench part                               list the parts
     python -m tileattn bench part grid --site FOLDER --update   measure one
 
-Each part runs on one GPU. FOLDER holds the packages of FlashAttention-4 and the kernels of
-FlashAttention-3 in fa3/_C.so. Whoever changes a kernel measures the parts that it speeds up.
+Each part runs on one GPU. FOLDER holds the packages of FlashAttention-4, FlashInfer and FlashMLA,
+and the kernels of FlashAttention-3 in fa3/_C.so. Whoever changes a kernel measures the parts that
+it speeds up.
 """
 
 import argparse

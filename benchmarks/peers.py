@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.decoders import FlashInfer, FlashInferCudaCores, FlashMLA
 from benchmarks.flash import FlashAttention2, FlashAttention3, FlashAttention4
 from benchmarks.libraries import Arrays, Flex, Library, Sdpa, TileattnTorch, VarlenAttn
 
@@ -25,9 +26,13 @@ PEERS: dict[str, Callable[[], Library]] = {
     "fa3": FlashAttention3,
     "fa4": FlashAttention4,
     "flex": partial(Flex, "FlexAttention"),
+    "flashinfer": FlashInfer,
+    "flashinfer_cuda_cores": FlashInferCudaCores,
+    "flashmla": FlashMLA,
 }
 ON_CPU = ("sdpa",)
-IN_LOOPS = tuple(name for name in PEERS if name != "math")
+DECODERS = ("flashinfer", "flashinfer_cuda_cores", "flashmla")
+IN_LOOPS = tuple(name for name in PEERS if name not in ("math", *DECODERS))
 FA3 = Path("fa3")  # in a folder of packages: _C.so, and VERSION, which names the build
 
 
@@ -56,12 +61,12 @@ def add_options(parser: ArgumentParser, names: Iterable[str] = PEERS) -> None:
     add = parser.add_argument
     choose = partial(report.names, allowed)
     add("--peers", type=choose, default=list(allowed), help=",".join(allowed))
-    about = "folder of packages: FlashAttention-4, and fa3/_C.so"
+    about = "folder of packages: FlashAttention-4, FlashInfer, FlashMLA, and fa3/_C.so"
     add("--site", type=add_folder, metavar="FOLDER", help=about)
 
 
 def add_folder(text: str) -> Path:
-    """Find FlashAttention-4 among the packages in a folder, and FlashAttention-3 in fa3/_C.so."""
+    """Find libraries among the packages in a folder, and FlashAttention-3 in fa3/_C.so."""
     folder = Path(text)
     sys.path[:0] = [str(folder), str(folder / "nvidia_cutlass_dsl" / "dsl_packages")]
     kernels = folder / FA3 / "_C.so"
@@ -84,6 +89,9 @@ def versions() -> dict[str, str]:
         named = [Path(folder) / FA3 / "VERSION" for folder in sys.path]
         known = [x.read_text(encoding="utf-8").strip() for x in named if x.is_file()]
         found["fa3"] = known[0] if known else _installed("flash-attn-3")
+    for name, module in {"flashinfer": "flashinfer", "flashmla": "flash_mla"}.items():
+        if module in sys.modules:
+            found[name] = sys.modules[module].__version__
     return found
 
 

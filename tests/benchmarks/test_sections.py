@@ -30,6 +30,7 @@ CACHES = [
     Decoding("pages", 4, 2, [24] * 3, page=5),
     Decoding("int8", 4, 2, [24] * 3, cache="int8"),
     Decoding("float8", 4, 2, [5, 24, 17], page=5, cache="float8_e4m3fn"),
+    Decoding("latent", 4, 1, [24, 17], Nq=2, page=8, is_latent=True),
 ]
 
 
@@ -81,6 +82,9 @@ def test_decoding_rates_count_the_keys_that_exist(tmp_path: Path) -> None:
     for row, case in zip(rows, CACHES, strict=True):
         # Keys and values of two heads: two bytes each, or one, and a factor of four bytes a row.
         read = sum(case.lengths) * 2 * 2 * (8 * 2 if case.cache == "bf16" else 8 + 4)
+        if case.is_latent:
+            read, flops = (24 + 17) * 576 * 2, (23 + 24 + 16 + 17) * 4 * 2 * (576 + 512)
+            assert row["tflops"]["tileattn"] == pytest.approx(flops / 2e-3 / 1e12)
         assert (row["times_bf16"] == 1) is (case.cache != "bf16")
         assert row["gbytes_per_second"]["tileattn"] == pytest.approx(read / 2e-3 / 1e9)
 
