@@ -72,7 +72,7 @@ class Decoding(NamedTuple):
 def cases() -> list[Decoding]:
     """Return the cases."""
     rng = np.random.default_rng(0)
-    drawn = rng.integers(100, 16_001, 16).tolist()
+    drawn, shorter = rng.integers(100, 16_001, 16).tolist(), rng.integers(100, 8193, 64).tolist()
     return [
         Decoding("1 of 4,096", 32, 8, [4096]),
         Decoding("1 of 65,536", 32, 8, [65536]),
@@ -87,6 +87,7 @@ def cases() -> list[Decoding]:
         Decoding("16 of 8,192, MQA", 128, 1, [8192] * 16),
         Decoding("16 of 8,192, 4 queries each", 32, 8, [8192] * 16, Nq=4),
         Decoding("16 of 100 to 16,000", 32, 8, drawn),
+        Decoding("64 of 100 to 8,192", 32, 8, shorter),
         Decoding("16 of 8,192, pages of 16", 32, 8, [8192] * 16, page=16),
         Decoding("16 of 8,192, pages of 1", 32, 8, [8192] * 16, page=1),
         Decoding("16 of 8,192, int8", 32, 8, [8192] * 16, cache="int8"),
@@ -97,6 +98,7 @@ def cases() -> list[Decoding]:
                 (64, 1, None, ""),
                 (8, 8, None, ", 8 queries each"),
                 (16, 1, 16, ", pages of 16"),
+                (4, 2048, None, ", 2,048 queries each"),
             )
         ),
         *(
