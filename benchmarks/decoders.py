@@ -15,6 +15,7 @@ WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation recommends
 CACHE_PAGE = 64  # keys; how FlashInfer reads a contiguous cache
 MANY_QUERIES = 64  # from here on, FlashInfer's users call the wrapper for prefill
 FLASHMLA_PAGE = 64  # keys; FlashMLA has no other pages
+LARGEST_GROUP = 8  # query heads of a key head for which FlashInfer has kernels on CUDA cores
 
 
 class Decoder(Torch):
@@ -138,7 +139,9 @@ class FlashInferCudaCores(FlashInfer):
         super().__init__("FlashInfer, CUDA cores")
 
     def planned(self, step: Step) -> Callable[..., Any] | None:
-        has_kernel = step.lengths[0] == 1 and not is_latent(step)
+        q, k, _ = step.rows
+        group = q.shape[1] // k.shape[1]
+        has_kernel = step.lengths[0] == 1 and group <= LARGEST_GROUP and not is_latent(step)
         return super().planned(step) if has_kernel else None
 
 
