@@ -48,6 +48,7 @@ PUBLIC = {
     "append_kv",
     "available_backends",
     "backward",
+    "cascade",
     "dropout_mask",
     "explain",
     "forward",
@@ -162,6 +163,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends.threads": set(),
     "backends": FACTS | KERNELS | {"algorithm", "backends.threads", "traffic", "traffic.record"},
     "api": FACTS | {"algorithm", "backends"},
+    "cascading": FACTS | {"api", "backends", "merging"},
     "differentiation": FACTS | {"api"},
     "merging": FACTS | {"algorithm", "backends"},
     "kv_cache": FACTS | {"backends", "quantise", "rotary"},
@@ -172,8 +174,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing.test_contract": FACTS | {"", "backends", "reference", "testing", "testing.selfcheck"},
     "testing.selfcheck": FACTS | KERNELS | {"backends", "reference", "testing"},
     "": FACTS
-    | {"algorithm", "api", "backends", "differentiation", "kv_cache", "merging", "reference"}
-    | {"rotary", "testing"},
+    | {"algorithm", "api", "backends", "cascading", "differentiation", "kv_cache", "merging"}
+    | {"reference", "rotary", "testing"},
     "jax": FACTS | {"", "backends", "distributed", "distributed.layout"},
     # What a rank has of a call, the messages, and the schedules: none of them knows the model.
     "distributed.arrays": {"backends"},

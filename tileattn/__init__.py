@@ -12,6 +12,7 @@ from tileattn.algorithm.philox import dropout_mask
 from tileattn.api import backward, explain, forward
 from tileattn.backends.registry import available_backends, register_backend
 from tileattn.call.block_mask import BlockMask
+from tileattn.cascading import cascade
 from tileattn.differentiation import vjp
 from tileattn.errors import BackendUnavailableError, UnsupportedError
 from tileattn.kv_cache import append_kv
@@ -34,6 +35,7 @@ __all__ = [
     "append_kv",
     "available_backends",
     "backward",
+    "cascade",
     "dropout_mask",
     "explain",
     "forward",

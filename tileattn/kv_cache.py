@@ -9,7 +9,7 @@ from tileattn.backends.buffers import ensure_writable
 from tileattn.backends.registry import ensure_one_owner
 from tileattn.call.descale import descale_arrays, descale_of_heads, is_of_tokens
 from tileattn.call.parse import check_dtype
-from tileattn.call.sequences import Paging, integers, offsets_of, paging
+from tileattn.call.sequences import Paging, integers, offsets_of, paging, together
 from tileattn.dtypes import CACHE_DTYPES, DTYPES, QUERY_DTYPES
 from tileattn.messages import called, must_be
 from tileattn.quantise import fitting_descale, quantised
@@ -150,7 +150,7 @@ def _append(
 ) -> Any:
     """Append by array expressions."""
     (k, v, rotary, interleaved), (old, starts, pages), k_cache = new, places, caches["k_cache"]
-    old, starts = (x.astype(np.int64, copy=False) for x in _together(old, starts))
+    old, starts = (x.astype(np.int64, copy=False) for x in together(old, starts))
     T = k.shape[-2] * (len(k) if k.ndim == 4 else 1)
     sequence, positions = _positions(old, starts, T)
     if rotary is not None:
@@ -330,13 +330,6 @@ def _starts(k: Any, cu_seqlens: Any, B: int, whose: str) -> Any:
     return starts
 
 
-def _together(*integers: Any) -> list[Any]:
-    """Copy arrays of the host to the device, if some are there."""
-    there = (x for x in integers if not isinstance(x, np.ndarray))
-    like = next(there, integers[0])
-    return [np.asarray(x, like=like) for x in integers]
-
-
 def _positions(old: Any, starts: Any, T: int) -> tuple[Any, Any]:
     """Return the sequence of each new token, and its position there."""
     token = np.arange(T, like=starts)
@@ -348,5 +341,5 @@ def _places(sequence: Any, j: Any, pages: Paging | None) -> tuple[Any, Any]:
     """Return the batch entry or page of each new token, and its row there."""
     if pages is None:
         return sequence, j
-    table, sequence, j = _together(pages.block_table, sequence, j)
+    table, sequence, j = together(pages.block_table, sequence, j)
     return table[sequence, j // pages.page], j % pages.page

@@ -288,6 +288,13 @@ def _copied(x: Any) -> Any:
     return x.astype(np.int64) if isinstance(x, np.ndarray) else x
 
 
+def together(*integers: Any) -> list[Any]:
+    """Copy arrays of the host to the device, if some are there."""
+    there = (x for x in integers if not isinstance(x, np.ndarray))
+    like = next(there, integers[0])
+    return [np.asarray(x, like=like) for x in integers]
+
+
 def as_integers(name: str, x: Any, what: str) -> Any:
     """Convert an integer, a sequence or an array to an array of integers."""
     given = x
