@@ -139,8 +139,10 @@ def cascade(
     both |= {"backend": backend}
     if B in (0, len(shared)) or not pages.page or (on_host and not shared.any()):
         return forward(q, k, v, block_table=pages.block_table, kv_lengths=lengths, **both, **last)
-    split = getattr(owner, "cascade_tables", cascade_tables)
-    tables = Tables(*split(pages.block_table, lengths, shared, pages.page))
+    split, given = cascade_tables, (pages.block_table, lengths, shared)
+    if not all(isinstance(x, np.ndarray) for x in given):
+        split = getattr(owner, "cascade_tables", cascade_tables)
+    tables = Tables(*split(*given, pages.page))
     return _merged((q, k, v), tables, both, last)
 
 

@@ -9,10 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.backends.cupy.fake_cupy import Machine  # noqa: E402 - PyTorch may be absent
-from tests.kernels.cuda.src.token_rows_on_host import kernel_on_host  # noqa: E402 - as above
+from tests.kernels.cuda.src.single_launch_on_host import kernel_on_host  # noqa: E402 - as above
 from tests.torch import fake_gpu  # noqa: E402 - as above
 from tests.torch.fake_gpu import STREAM, OnGpu, on_gpu  # noqa: E402 - as above
-from tileattn.backends.cupy import token_rows  # noqa: E402 - as above
+from tileattn.backends.cupy import single_launch  # noqa: E402 - as above
 from tileattn.torch import append_kv, explain, rope  # noqa: E402 - as above
 
 B, H, N, D, DV = 2, 3, 5, 24, 16
@@ -31,10 +31,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Machine]:
 
             return SimpleNamespace(function=start)
 
-        monkeypatch.setattr(token_rows, "load", load)
-        token_rows._prepared.cache_clear()
+        monkeypatch.setattr(single_launch, "load", load)
+        single_launch._prepared.cache_clear()
         yield made
-        token_rows._prepared.cache_clear()
+        single_launch._prepared.cache_clear()
 
 
 def drawn(*shape: int, seed: int) -> Any:

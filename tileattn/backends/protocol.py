@@ -107,10 +107,12 @@ class Backend(Protocol):
     A method ``prepare(problem)`` may return a new `tileattn.call.prepared.PreparedCall`, which then
     runs all calls of one signature; `PreparingBackend` derives the two passes from it.
 
-    Methods ``append_kv`` and ``rope`` are optional. They get validated arguments; without them
-    array expressions run. ``append_kv`` gets ``descales`` by name, with three axes as in
-    `tileattn.call.problem.Operands`, if the cache has 8 bits and new keys have more; it
-    writes the descales ``of_tokens``. For an example see ``tileattn.backends.cupy.token_rows``.
+    Methods ``append_kv``, ``rope``, ``merge`` and ``cascade_tables`` are optional. They get
+    validated arguments; without them array expressions run. ``append_kv`` gets ``descales`` by
+    name, with three axes as in `tileattn.call.problem.Operands`, if the cache has 8 bits and new
+    keys have more; it writes the descales ``of_tokens``. ``merge`` may return None: then array
+    expressions run. For examples see ``tileattn.backends.cupy.token_rows``, ``merged_rows`` and
+    ``shared_pages``.
 
     An optional method ``asarray`` copies a NumPy array to one of the backend, if it does not own
     NumPy arrays: ``tileattn.testing`` checks such a backend by it.

@@ -361,6 +361,16 @@ def at_host(x: Any) -> Any:
     return np.ndarray(x.shape, x.dtype, memory, before, x.strides)
 
 
+def sent(gpu: Machine, x: Any) -> Any:
+    """Copy an array, with its strides but for their sizes, to the machine."""
+    x = np.asarray(x)
+    order = np.argsort([-abs(step) for step in x.strides], kind="stable")
+    there = gpu.array(tuple(x.shape[n] for n in order), x.dtype)
+    there = there.transpose(tuple(np.argsort(order))) if x.ndim else there
+    at_host(there)[...] = x
+    return there
+
+
 class Pointer:
     """Stand in for ``cupy.cuda.function.CPointer``, whose address cannot be read."""
 

@@ -1,7 +1,5 @@
 """``append_kv`` and ``rope`` on CuPy arrays in host memory: their kernels run on the CPU."""
 
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,61 +7,14 @@ import pytest
 from numpy.typing import NDArray
 
 import tileattn
-from tests.backends.cupy.fake_cupy import Machine, at_host
-from tests.kernels.cuda.src.token_rows_on_host import kernel_on_host
-from tileattn.backends.cupy import token_rows
+from tests.backends.cupy.fake_cupy import Machine, at_host, sent
 from tileattn.dtypes import BFLOAT16, DTYPES
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.plan.token_rows import CELLS
 
 Array = NDArray[Any]
 
 HKV, D, DV, M = 3, 24, 40, 40
-BUILT: dict[KernelKey, Any] = {}
 ROTATED = [dtype for dtype in DTYPES if dtype.name != "float16"]  # which this CPU does not convert
-
-
-@pytest.fixture
-def kernels(
-    gpu: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[KernelKey]]:
-    """Run what is loaded; give the keys."""
-    import cupy
-
-    loaded: list[KernelKey] = []
-
-    def load(key: KernelKey, device: int) -> Any:
-        assert device == gpu.device
-        if key not in BUILT:
-            folder = tmp_path_factory.mktemp(f"{key.kernel}_{key.dtype}")
-            BUILT[key] = kernel_on_host(folder, key)
-        run = BUILT[key]
-        loaded.append(key)
-
-        def start(grid: Any, threads: Any, arguments: Any, shared: int) -> None:
-            assert (threads, shared) == ((key.threads,), 0)
-            assert run(arguments[0].address, grid) == 8 * CELLS
-
-        return SimpleNamespace(function=start)
-
-    def upload(x: Array) -> Any:
-        return sent(gpu, x)
-
-    monkeypatch.setattr(token_rows, "load", load)
-    monkeypatch.setattr(cupy, "asarray", upload)
-    token_rows._prepared.cache_clear()
-    yield loaded
-    token_rows._prepared.cache_clear()
-
-
-def sent(gpu: Machine, x: Any) -> Any:
-    """Copy an array, with its strides but for their sizes, to the machine."""
-    x = np.asarray(x)
-    order = np.argsort([-abs(step) for step in x.strides], kind="stable")
-    there = gpu.array(tuple(x.shape[n] for n in order), x.dtype)
-    there = there.transpose(tuple(np.argsort(order))) if x.ndim else there
-    at_host(there)[...] = x
-    return there
 
 
 def drawn(rng: np.random.Generator, dtype: Any, *shape: int) -> Array:

@@ -10,7 +10,7 @@ from weakref import ref
 
 import numpy as np
 
-from tileattn.backends.cupy import describe, token_rows
+from tileattn.backends.cupy import describe, merged_rows, shared_pages, token_rows
 from tileattn.backends.cupy.cached_passes import ArrayPass, Pass
 from tileattn.backends.cupy.describe import addresses_of, inputs_of, layout_of
 from tileattn.backends.cupy.executable import Executable, KindKernels
@@ -68,6 +68,8 @@ class CupyBackend(PreparingBackend):
     name = "cupy"
     append_kv = staticmethod(token_rows.append_kv)
     rope = staticmethod(token_rows.rope)
+    merge = staticmethod(merged_rows.merge)
+    cascade_tables = staticmethod(shared_pages.cascade_tables)
     external_memory = MappingProxyType({"cuda": CupyMemory})
 
     def owns(self, x: Any) -> bool:

@@ -31,7 +31,7 @@ from tileattn.kernels.cuda.plan.plan import LaunchPlan, plan_backward, plan_forw
 
 # Kernels that compute no scores: what a score depends on is nothing to them.
 SCORELESS = {
-    *("add_halves", "add_rows", "append_kv", "join_rows", "rope"),
+    *("add_halves", "add_rows", "append_kv", "cascade_tables", "join_rows", "merge_rows", "rope"),
     *("backward_daux_sum", "backward_dbias_sum"),
     *("backward_dq_convert", "backward_dq_convert_sm90"),
     *("backward_dsinks", "backward_preprocess", "forward_combine", "forward_fold"),

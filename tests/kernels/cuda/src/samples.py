@@ -25,9 +25,11 @@ from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.latent import LATENT_FAMILY
 from tileattn.kernels.cuda.families.tiles import HEAD_DIM_BUCKETS, tuned_tiles
 from tileattn.kernels.cuda.families.wide import WIDE
+from tileattn.kernels.cuda.plan import shared_pages
 from tileattn.kernels.cuda.plan.catalog import WINDOWS, context_of
 from tileattn.kernels.cuda.plan.device import device_of_arch
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, contiguous, contiguous_inputs
+from tileattn.kernels.cuda.plan.merged_rows import plan_merge
 from tileattn.kernels.cuda.plan.plan import plans_of
 from tileattn.kernels.cuda.plan.tile_lists import KERNELS as TILE_LISTS
 from tileattn.kernels.cuda.plan.token_rows import plan_append, plan_rope
@@ -234,8 +236,9 @@ def _invariant_keys(arch: str, combination: int) -> Iterator[KernelKey]:
 
 
 def _row_keys(combination: int) -> Iterator[KernelKey]:
-    """List the kernels that write rows of tokens, for one dtype, and carried arrays."""
+    """List the kernels that write rows of tokens or merge rows, for one dtype, and integers."""
     yield KernelKey("store_values", "float32")
+    yield shared_pages.KEY
     dtype = DTYPES[combination % len(DTYPES)].name
     columns = (128, 15)[combination % 2]  # in vectors of 16 bytes, and element by element
     x = contiguous((2, 3, 4, columns), dtype)
@@ -249,6 +252,9 @@ def _row_keys(combination: int) -> Iterator[KernelKey]:
     quantised_layouts = tuple((arrays | {"k": new, "v": new} | quantised).items())
     yield plan_append(quantised_layouts, 2, None, interleaved=False).key
     yield plan_rope(layouts, interleaved=True, inverse=False).key
+    sums = contiguous(x.shape[:-1], "float64" if dtype == "float64" else "float32")
+    merged = {"outs[0]": x, "lses[0]": sums, "out": x, "lse": sums}
+    yield plan_merge(tuple(merged.items())).key
 
 
 def is_tuned(key: KernelKey, arch: str) -> bool:

@@ -22,6 +22,8 @@ from tools.sass import Instruction, Section, disassembled, parsed
 ALONE = {
     "append_kv",
     "append_quantised",
+    "cascade_tables",
+    "merge_rows",
     "rope",
     "join_rows",
     "add_halves",

@@ -10,7 +10,9 @@ from tileattn.kernels.cuda.families.context import LaunchContext
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan.device import device_of_arch
 from tileattn.kernels.cuda.plan.layout import MAX_ALIGNMENT, contiguous, contiguous_inputs
+from tileattn.kernels.cuda.plan.merged_rows import plan_merge
 from tileattn.kernels.cuda.plan.plan import STORE, plans_of
+from tileattn.kernels.cuda.plan.shared_pages import KEY as CASCADE_TABLES
 from tileattn.kernels.cuda.plan.token_rows import plan_append, plan_rope
 
 ARCHS = ("sm_80", "sm_89", "sm_90a")
@@ -110,11 +112,14 @@ def shipped_keys(
 
 
 def _token_rows(dtype: str, dim: int) -> Iterator[KernelKey]:
-    """Yield the kernels of ``rope``, and of ``append_kv`` with and without it."""
+    """Yield the kernels of ``rope``, of ``append_kv`` with and without it, and of ``cascade``."""
     rows = contiguous((1, 8, 16, dim), dtype)
     caches = {"k": rows, "v": rows, "k_cache": rows, "v_cache": rows}
     tables = dict.fromkeys(("cos", "sin"), contiguous((16, dim // 2), "float32"))
     yield plan_rope(tuple((caches | tables).items()), interleaved=False, inverse=False).key
+    sums = contiguous(rows.shape[:-1], "float32")
+    yield plan_merge((("outs[0]", rows), ("lses[0]", sums), ("out", rows), ("lse", sums))).key
+    yield CASCADE_TABLES
     for more in ({}, tables):
         yield plan_append(tuple((caches | more).items()), 1, None, interleaved=False).key
 

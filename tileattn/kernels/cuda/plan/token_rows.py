@@ -7,11 +7,11 @@ They belong to no attention call, and have a parameter block of their own: count
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from tileattn.kernels.cuda.families.context import WARP
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan.layout import ArrayLayout
+from tileattn.kernels.cuda.plan.single_launch import Layouts, SingleLaunch
 
 APPEND, QUANTISE, ROPE = "append_kv", "append_quantised", "rope"
 
@@ -37,16 +37,6 @@ _SIZES = (
 CELLS = len(POINTERS) + 1 + sum(map(len, _ARRAYS.values())) + len(_SIZES)
 """Fields of eight bytes of the parameter block."""
 
-Layouts = tuple[tuple[str, ArrayLayout], ...]
-
-
-class RowsPlan(NamedTuple):
-    """One launch, and the cells of its parameter block after the addresses and ``position``."""
-
-    key: KernelKey
-    grid: tuple[int, int, int]
-    cells: tuple[int, ...]
-
 
 def plan_append(
     layouts: Layouts,
@@ -54,7 +44,7 @@ def plan_append(
     table_width: int | None,
     interleaved: bool,
     of_tokens: frozenset[str] = frozenset(),
-) -> RowsPlan:
+) -> SingleLaunch:
     """Plan ``append_kv``; arrays have their names in the parameter block.
 
     New tokens are packed if ``k`` has three axes. ``table_width`` is the largest number of pages of
@@ -76,7 +66,7 @@ def plan_append(
     return _plan(kernel, x, written, sizes | lead | tokens, of_tokens)
 
 
-def plan_rope(layouts: Layouts, interleaved: bool, inverse: bool) -> RowsPlan:
+def plan_rope(layouts: Layouts, interleaved: bool, inverse: bool) -> SingleLaunch:
     """Plan ``rope`` of ``k``, of four axes, to ``k_cache``."""
     x = dict(layouts)
     B, heads, N, _ = x["k"].shape
@@ -91,7 +81,7 @@ def _plan(
     written: tuple[tuple[str, str], ...],
     sizes: Mapping[str, int],
     of_tokens: frozenset[str] = frozenset(),
-) -> RowsPlan:
+) -> SingleLaunch:
     pairs = x["cos"].shape[1] if "cos" in x and x["cos"].shape[0] else 0
     itemsize = x["k"].itemsize
     key = KernelKey(kernel, x["k"].dtype, warps_m=_WARPS)
@@ -125,7 +115,7 @@ def _plan(
     cells = [cell for each in values.values() for cell in each]
     cells += [int({**sizes, **known}.get(name, 0)) for name in _SIZES]
     heads = max(1, min(sizes["heads"], _MANY_BLOCKS // (blocks * len(written))))
-    return RowsPlan(key, (blocks, heads, len(written)), tuple(cells))
+    return SingleLaunch(key, (blocks, heads, len(written)), tuple(cells))
 
 
 def _strides(x: ArrayLayout) -> tuple[int, ...]:

@@ -14,3 +14,12 @@ struct Integers {
 
     __device__ i64 operator[](i64 n) const { return integer_at(data, bytes, n); }
 };
+
+// An integer array: bytes of an element, and strides in elements.
+struct IntegerStrides {
+    i64 bytes, i, j;
+
+    __device__ i64 of(const void* data, i64 n, i64 m = 0) const {
+        return integer_at(data, bytes, n * i + m * j);
+    }
+};

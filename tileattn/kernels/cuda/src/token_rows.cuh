@@ -18,14 +18,6 @@ struct RowArray {
     Strides from, to;
     i64 columns, pairs, row_threads;
 };
-// An integer array: bytes of an element, and strides in elements.
-struct IntegerStrides {
-    i64 bytes, i, j;
-
-    __device__ i64 of(const void* data, i64 n, i64 m = 0) const {
-        return integer_at(data, bytes, n * i + m * j);
-    }
-};
 // Factors of a cache of 8 bits: strides of entries, heads and rows. by_row: 1 if each row has a factor,
 // which is written; 0 if each sequence and head has one, which is read.
 struct Factors {

@@ -1,4 +1,4 @@
-"""Run ``append_kv.cu`` and ``rope.cu`` on the CPU, as a C++ compiler takes them."""
+"""Run kernels that belong to no attention call on the CPU, as a C++ compiler takes them."""
 
 import ctypes
 from collections.abc import Callable
@@ -10,15 +10,23 @@ from tileattn.kernels.cuda.families.key import KernelKey
 _LAUNCH = """\
 #include "KERNEL.cu"
 
-extern "C" i64 launch(const TokenParams* p, int x, int y, int z) {
+extern "C" i64 launch(const PARAMS* p, int x, int y, int z) {
     gridDim.x = x, gridDim.y = y, gridDim.z = z;
     for (blockIdx.z = 0; blockIdx.z < z; ++blockIdx.z)
         for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y)
             for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x)
                 for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x) KERNEL(*p);
-    return sizeof(TokenParams);
+    return sizeof(PARAMS);
 }
 """
+
+_ROWS = "integers.cuh", "token_rows.cuh", "new_tokens.cuh"
+_NEEDS: dict[str, tuple[str, ...]] = {  # the parameter block, and headers
+    "append_kv": ("TokenParams", *_ROWS),
+    "rope": ("TokenParams", *_ROWS),
+    "merge_rows": ("MergeParams", "partial_rows.cuh"),
+    "cascade_tables": ("CascadeParams", "integers.cuh"),
+}
 
 
 def kernel_on_host(folder: Path, key: KernelKey) -> Callable[[int, tuple[int, int, int]], int]:
@@ -33,10 +41,10 @@ def kernel_on_host(folder: Path, key: KernelKey) -> Callable[[int, tuple[int, in
         f"using Accum = {accum};",
         f"constexpr int ALIGNMENT_BYTES = {key.alignment_bytes}, THREADS = {key.threads};",
     ]
-    names = "integers.cuh", "token_rows.cuh", "new_tokens.cuh", f"{key.kernel}.cu"
-    texts = sources(*names) | {
+    params, *headers = _NEEDS[key.kernel]
+    texts = sources(*headers, f"{key.kernel}.cu") | {
         "config.cuh": "\n".join(own),
-        f"{key.kernel}.cpp": _LAUNCH.replace("KERNEL", key.kernel),
+        f"{key.kernel}.cpp": _LAUNCH.replace("KERNEL", key.kernel).replace("PARAMS", params),
     }
     library = built(folder, texts, f"{key.kernel}.cpp")
 
