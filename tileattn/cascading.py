@@ -177,13 +177,13 @@ def _merged(
     rows = q.reshape(G, R, Hq, Nq, D).swapaxes(1, 2).reshape(G, Hq, R * Nq, D)
     shared = {"block_table": tables.shared_table, "kv_lengths": tables.shared_lengths}
     first = forward(rows, k, v, **shared, **both | descales)
-    # Views with the axes G, R, Hq and Nq of both results.
+    # Views with the axes G, R, Hq and Nq. NumPy's result has the order in memory of the first part.
     outs, lses = (
         [
-            x.reshape(G, Hq, R, Nq, *x.shape[3:]).swapaxes(1, 2),
-            y.reshape(G, R, Hq, Nq, *y.shape[3:]),
+            x.reshape(G, R, Hq, Nq, *x.shape[3:]),
+            y.reshape(G, Hq, R, Nq, *y.shape[3:]).swapaxes(1, 2),
         ]
-        for x, y in zip(first, rest, strict=True)
+        for x, y in zip(rest, first, strict=True)
     )
     out, lse = merge(outs, lses)
     return Attention(out.reshape(rest.out.shape), lse.reshape(rest.lse.shape))

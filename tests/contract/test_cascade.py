@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import tileattn
 from tests.conftest import Runner
+from tests.on_gpu import sent
 from tests.shared_pages import SharedCache, shared_cache
 from tileattn import reference
 from tileattn.dtypes import BFLOAT16, CACHE_DTYPES
@@ -19,8 +20,11 @@ pytestmark = pytest.mark.usefixtures("one_blas_thread")
 
 
 def run(runner: Runner, made: SharedCache, shared: Any, **options: Any) -> tileattn.Attention:
-    given, sent = runner._sent(made[:1] + made[4:6]), runner._sent_options(made.paged | options)
-    found = tileattn.cascade(*given, shared_lengths=shared, backend=runner.name, **sent)
+    there = made.paged | options | {"shared_lengths": shared}
+    there |= {"q": made.q, "k": made.k_pages, "v": made.v_pages}
+    if runner.name == "cupy":
+        there = {name: sent(x) for name, x in there.items()}
+    found = tileattn.cascade(**there, backend=runner.name)
     return tileattn.Attention(*map(runner._fetched, found))
 
 

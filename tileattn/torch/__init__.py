@@ -8,6 +8,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("tileattn.torch needs PyTorch: pip install torch") from error
 
+from tileattn.torch.cascading import cascade
 from tileattn.torch.distributed import distributed_attention
 from tileattn.torch.drop_in import scaled_dot_product_attention, sdpa
 from tileattn.torch.explaining import explain
@@ -19,6 +20,7 @@ from tileattn.torch.rotary import rope
 __all__ = [
     "append_kv",
     "attention",
+    "cascade",
     "distributed_attention",
     "explain",
     "merge",

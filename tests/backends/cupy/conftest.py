@@ -44,7 +44,10 @@ def kernels(
         return SimpleNamespace(function=start)
 
     def upload(x: Any) -> Any:
-        return sent(gpu, x)
+        assert not gpu.capturing, "a stream that is captured cannot be waited for"
+        there = sent(gpu, x)
+        gpu.uploads.append(there)
+        return there
 
     monkeypatch.setattr(single_launch, "load", load)
     monkeypatch.setattr(cupy, "asarray", upload)
