@@ -176,7 +176,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": FACTS
     | {"algorithm", "api", "backends", "cascading", "differentiation", "kv_cache", "merging"}
     | {"reference", "rotary", "testing"},
-    "jax": FACTS | {"", "backends", "distributed", "distributed.layout"},
+    "jax": FACTS | {"", "backends", "cascading", "distributed", "distributed.layout"},
     # What a rank has of a call, the messages, and the schedules: none of them knows the model.
     "distributed.arrays": {"backends"},
     "distributed.comm": LEAVES | {"distributed.arrays"},

@@ -1,5 +1,6 @@
 """Cascade attention: sequences that share pages of keys read these pages once."""
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,34 +117,52 @@ def cascade(
     arrays = {"q": q, "k": k, "v": v}
     for name, x in arrays.items():
         require_array(name, x)
-        if x.ndim != 4:
-            shape = "(B, Hq, Nq, D)" if name == "q" else "(pages, Hkv, page, D)"
-            raise ValueError(f"{called(name)} must have shape {shape}; got {x.shape}")
-    integers = {"block_table": block_table, "kv_lengths": kv_lengths}
-    owner = ensure_one_owner(
-        arrays | last | descale_arrays(both), integers | {"shared_lengths": shared_lengths}
-    )
-    pages = paging(integers, k)
-    if pages is None:
-        what = "integers of shape (B, pages of a sequence)"
-        raise TypeError(must_be("block_table", what, block_table))
-    B, _, Nq, _ = q.shape
-    lengths = kv_lengths_of(kv_lengths, B, pages.capacity)
-    pages.check(lengths)
-    shared = _shared_lengths(shared_lengths, B)
-    on_host = isinstance(shared, np.ndarray)
-    if on_host:
-        _check_lengths(shared, lengths, (B, Nq), pages)
-        _check_pages(shared // max(pages.page, 1), pages.block_table)
-    last |= {"causal": causal}
+    check_axes(arrays)
+    integers = {"shared_lengths": shared_lengths, "block_table": block_table}
+    integers["kv_lengths"] = kv_lengths
+    owner = ensure_one_owner(arrays | last | descale_arrays(both), integers)
+    pages, lengths, shared = places_of(q, k, integers)
     both |= {"backend": backend}
-    if B in (0, len(shared)) or not pages.page or (on_host and not shared.any()):
+    last |= {"causal": causal}
+    if shares_nothing(q, pages, shared):
         return forward(q, k, v, block_table=pages.block_table, kv_lengths=lengths, **both, **last)
     split, given = cascade_tables, (pages.block_table, lengths, shared)
     if not all(isinstance(x, np.ndarray) for x in given):
         split = getattr(owner, "cascade_tables", cascade_tables)
     tables = Tables(*split(*given, pages.page))
-    return _merged((q, k, v), tables, both, last)
+    return merged((q, k, v), tables, both, last, forward, merge)
+
+
+def check_axes(arrays: Mapping[str, Any]) -> None:
+    """Raise ValueError unless q, k and v have four axes."""
+    for name, x in arrays.items():
+        if x.ndim != 4:
+            shape = "(B, Hq, Nq, D)" if name == "q" else "(pages, Hkv, page, D)"
+            raise ValueError(f"{called(name)} must have shape {shape}; got {x.shape}")
+
+
+def places_of(q: Any, k: Any, integers: Mapping[str, Any]) -> tuple[Paging, Any, Any]:
+    """Validate the integers of a call; return pages, lengths, and the shared length of each group.
+
+    Values on a device are not looked at.
+    """
+    pages = paging(integers, k)
+    if pages is None:
+        raise TypeError(must_be("block_table", "integers of shape (B, pages of a sequence)", None))
+    B, _, Nq, _ = q.shape
+    lengths = kv_lengths_of(integers["kv_lengths"], B, pages.capacity)
+    pages.check(lengths)
+    shared = _shared_lengths(integers["shared_lengths"], B)
+    if isinstance(shared, np.ndarray):
+        _check_lengths(shared, lengths, (B, Nq), pages)
+        _check_pages(shared // max(pages.page, 1), pages.block_table)
+    return pages, lengths, shared
+
+
+def shares_nothing(q: Any, pages: Paging, shared: Any) -> bool:
+    """Return True if a plain call reads no key twice: without shared keys, or in groups of one."""
+    on_host = isinstance(shared, np.ndarray)
+    return q.shape[0] in (0, len(shared)) or not pages.page or (on_host and not shared.any())
 
 
 class Tables(NamedTuple):
@@ -163,20 +182,29 @@ class Tables(NamedTuple):
     shared_lengths: Any
 
 
-def _merged(
-    arrays: tuple[Any, Any, Any], tables: Tables, both: dict[str, Any], last: dict[str, Any]
+def merged(
+    arrays: tuple[Any, Any, Any],
+    tables: Tables,
+    both: dict[str, Any],
+    last: dict[str, Any],
+    attend: Callable[..., Attention],
+    join: Callable[..., Attention],
 ) -> Attention:
-    """Attend to the shared keys and to the others, and merge; the last keys have more options."""
+    """Attend to the shared keys and to the others, and merge the results.
+
+    Options in ``both`` are those of both calls; ``last`` concerns the last keys only. ``attend``
+    and ``join`` are ``forward`` and ``merge``, or their counterparts for other arrays.
+    """
     q, k, v = arrays
     (B, Hq, Nq, D), G = q.shape, len(tables.shared_lengths)
     R = B // G
     # This call validates what both calls have: its messages show what the caller has passed.
     own = {"block_table": tables.table, "kv_lengths": tables.kv_lengths}
-    rest = forward(q, k, v, **own, **both, **last)
+    rest = attend(q, k, v, **own, **both, **last)
     descales = {name: _of_groups(name, x, G) for name, x in descale_arrays(both).items()}
     rows = q.reshape(G, R, Hq, Nq, D).swapaxes(1, 2).reshape(G, Hq, R * Nq, D)
     shared = {"block_table": tables.shared_table, "kv_lengths": tables.shared_lengths}
-    first = forward(rows, k, v, **shared, **both | descales)
+    first = attend(rows, k, v, **shared, **both | descales)
     # Views with the axes G, R, Hq and Nq. NumPy's result has the order in memory of the first part.
     outs, lses = (
         [
@@ -185,7 +213,7 @@ def _merged(
         ]
         for x, y in zip(rest, first, strict=True)
     )
-    out, lse = merge(outs, lses)
+    out, lse = join(outs, lses)
     return Attention(out.reshape(rest.out.shape), lse.reshape(rest.lse.shape))
 
 

@@ -8,7 +8,8 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("tileattn.jax needs JAX: pip install jax") from error
 
+from tileattn.jax.cascading import cascade
 from tileattn.jax.distributed import ring_attention
 from tileattn.jax.functional import attention
 
-__all__ = ["attention", "ring_attention"]
+__all__ = ["attention", "cascade", "ring_attention"]

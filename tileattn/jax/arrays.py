@@ -34,9 +34,9 @@ def arrays_of(q: Any, k: Any, v: Any, options: Mapping[str, Any]) -> Arrays:
         name: np.float32(descale_number(name, x)) for name, x in numbers if type(x) in (int, float)
     }
     return {
-        name: tuple(_array(*named) for named in aux_arrays(options).items())
+        name: tuple(array_of(*named) for named in aux_arrays(options).items())
         if name == "aux"
-        else (_integers if name in INTEGERS else _array)(name, x)
+        else (integers_of if name in INTEGERS else array_of)(name, x)
         for name, x in given.items()
     }
 
@@ -50,7 +50,8 @@ def holds_arrays_of_jax(x: Any) -> bool:
     )
 
 
-def _integers(name: str, x: Any) -> jax.Array:
+def integers_of(name: str, x: Any) -> jax.Array:
+    """Convert integers to a JAX array."""
     if holds_arrays_of_jax(x):
         return _converted(name, x, _INTEGERS)
     found = as_integers(name, x, _INTEGERS)
@@ -59,7 +60,8 @@ def _integers(name: str, x: Any) -> jax.Array:
     return _converted(name, found, _INTEGERS)
 
 
-def _array(name: str, x: Any) -> jax.Array:
+def array_of(name: str, x: Any) -> jax.Array:
+    """Convert an array to a JAX array."""
     refuse_masked(name, x)
     of_numpy = isinstance(x, _NUMPY) and not isinstance(x, np.matrix)
     if isinstance(x, list | tuple) or not (of_numpy or holds_arrays_of_jax(x)):

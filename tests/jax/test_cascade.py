@@ -1,0 +1,85 @@
+"""Cascades on JAX arrays, against the oracle over the same keys without pages."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.shared_pages import SharedCache, shared_cache
+from tileattn import reference
+from tileattn.dtypes import BFLOAT16, CACHE_DTYPES
+from tileattn.testing import assert_attention_close, error_bound
+
+jax = pytest.importorskip("jax", reason="it takes arrays of JAX: pip install jax")
+
+from tileattn.jax import cascade  # noqa: E402 - after the skip
+
+
+def call(made: SharedCache, **options: Any) -> dict[str, Any]:
+    given = {"q": made.q, "k": made.k_pages, "v": made.v_pages, **made.paged}
+    return given | {"shared_lengths": made.shared_lengths} | options
+
+
+def check(found: Any, made: SharedCache, **options: Any) -> None:
+    given = made.dense | options
+    expected = reference.forward(*made[:3], **given)
+    assert_attention_close(tuple(found), expected, error_bound(*made[:3], **given))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("traced", ["nothing", "arrays", "integers"])
+def test_results_are_those_of_the_oracle(traced: str, dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    made = shared_cache(rng, [3, 0], [6, 5, 9, 20], 4, Nq=5, dtype=dtype)
+    names = {"nothing": (), "arrays": ("q", "k", "v")}.get(traced, (*"qkv", *INTEGERS))
+    for options in ({}, {"causal": True, "sinks": np.ones(4, np.float32), "softcap": 3.0}):
+        given = call(made, **options)
+        given["shared_lengths"] = np.array(given["shared_lengths"])
+        moving = {name: given.pop(name) for name in names}
+        check(jax.jit(lambda moving, own=given: cascade(**moving, **own))(moving), made, **options)
+
+
+INTEGERS = "shared_lengths", "block_table", "kv_lengths"
+
+
+@pytest.mark.parametrize("kind", CACHE_DTYPES, ids=str)
+def test_pages_of_8_bits(kind: Any) -> None:
+    made = shared_cache(np.random.default_rng(1), [2], [1, 7, 3], 8, kv_dtype=kind)
+    check(cascade(**call(made)), made)
+    heads = {name: np.full((3, 2), 0.01, np.float32) for name in ("k_descale", "v_descale")}
+    made = made._replace(dense=made.dense | heads, paged=made.paged | heads)
+    check(cascade(**call(made)), made)
+
+
+def test_groups_of_one_and_numbers_as_lengths() -> None:
+    made = shared_cache(np.random.default_rng(2), [2], [5, 5], 8)
+    check(cascade(**call(made, shared_lengths=[16, 16])), made)
+    check(cascade(**call(made, shared_lengths=jax.numpy.array(16), kv_lengths=21)), made)
+    check(cascade(**call(made, kv_lengths=jax.numpy.array(21))), made)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"shared_lengths": None}, TypeError, "shared_lengths must be integers; got None"),
+        ({"shared_lengths": [8, 8, 8]}, ValueError, "shared_lengths must be an integer, or integ"),
+        ({"shared_lengths": 7}, ValueError, "shared_lengths must be multiples of the page size"),
+        ({"kv_lengths": [3.0, 2]}, TypeError, "kv_lengths must be an integer, or integers"),
+        ({"block_table": None}, TypeError, "block_table must be integers; got None"),
+        ({"q": np.ones((4, 1, 24), np.float32)}, ValueError, r"q must have shape \(B, Hq, Nq, D\)"),
+        ({"k": 3}, TypeError, "k must be a JAX or NumPy array; got 3"),
+        ({"causal": 1}, TypeError, "causal must be True or False; got 1"),
+    ],
+)
+def test_what_is_not_accepted_is_named(
+    changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    made = shared_cache(np.random.default_rng(3), [2], [5, 5], 8)
+    with pytest.raises(error, match=f"^{message}"):
+        cascade(**call(made) | changed)
+
+
+def test_there_are_no_gradients() -> None:
+    given = call(shared_cache(np.random.default_rng(4), [2], [5, 5], 8))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="does not support block_table"):
+        jax.grad(lambda q: cascade(**given | {"q": q}).out.sum())(jax.numpy.asarray(given["q"]))
