@@ -245,6 +245,27 @@ def append(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
         tileattn.rope(arrays[2], *tables, positions=positions, interleaved=interleaved).get()
 
 
+def run_cascade(dtype: Any, D: int, Dv: int, page: int) -> None:
+    """Attend to shared pages, and merge; some integers on the device are beyond the table."""
+    import cupy
+
+    rng = np.random.default_rng(9)
+    shapes = (6, 4, 3, D), (40, 2, page, D), (40, 2, page, Dv)
+    q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes)
+    table, lengths = rng.permutation(40)[:36].reshape(6, 6), np.array([6, 5, 5, 4, 6, 6]) * page
+    table[1:3, :4], table[4:, :4] = table[0, :4], table[3, :4]
+    places = {"block_table": cupy.asarray(table), "kv_lengths": cupy.asarray(lengths)}
+    for shared in (4 * page, [0, 3 * page], cupy.asarray([7 * page + 1, -5])):
+        for x in tileattn.cascade(q, k, v, shared_lengths=shared, **places):
+            x.get()
+    outs = [q[..., n : D - 1 + n] for n in (0, 1)]
+    for count in (1, 3, 9):
+        lses = [cupy.asarray(rng.standard_normal(q.shape[:-1])) for _ in range(count)]
+        lses = [x.astype(np.float64 if dtype == np.float64 else np.float32) for x in lses]
+        for x in tileattn.merge([outs[n % 2] for n in range(count)], lses):
+            x.get()
+
+
 def run(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     """Run both passes, the backward one in either order of its sums."""
     import cupy
@@ -282,6 +303,10 @@ JOBS: dict[str, tuple[Callable[..., None], Callable[[], Iterable[Any]]]] = {
     "few": (run_few, _few),
     "append": (append, _few),
     "quantised": (run_quantised, _few),
+    "cascade": (
+        run_cascade,
+        lambda: ((x, *sizes) for x in DTYPES for sizes in ((64, 64, 16), (40, 24, 5))),
+    ),
     "pages": (run_many, lambda: many({})),
     "invariant": (run_many, lambda: many({"invariant": True})),
     "claimed": (run_claimed, lambda: ((D,) for D in (64, 128, 256))),

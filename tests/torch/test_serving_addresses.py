@@ -1,4 +1,4 @@
-"""``append_kv``, ``rope`` and ``explain`` on GPU tensors in host memory; kernels run on the CPU."""
+"""Functions of serving on GPU tensors in host memory; kernels outside attention run on the CPU."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from tests.kernels.cuda.src.single_launch_on_host import kernel_on_host  # noqa:
 from tests.torch import fake_gpu  # noqa: E402 - as above
 from tests.torch.fake_gpu import STREAM, OnGpu, on_gpu  # noqa: E402 - as above
 from tileattn.backends.cupy import single_launch  # noqa: E402 - as above
-from tileattn.torch import append_kv, explain, rope  # noqa: E402 - as above
+from tileattn.torch import append_kv, cascade, explain, merge, rope  # noqa: E402 - as above
 
 B, H, N, D, DV = 2, 3, 5, 24, 16
 
@@ -62,6 +62,35 @@ def test_appended_and_rotated_tensors_stay_on_the_gpu() -> None:
     assert isinstance(rotated, OnGpu)
     expected = rope(k, cos, sin, positions=positions)
     assert torch.equal(rotated.as_subclass(torch.Tensor), expected)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_merged_tensors_stay_on_the_gpu() -> None:
+    outs = [drawn(B, H, N, D, seed=n) for n in range(2)]
+    lses = [drawn(B, H, N, seed=n + 2).float() for n in range(2)]
+    expected = merge(outs, lses)
+    found = merge([*map(on_gpu, outs)], [*map(on_gpu, lses)])
+    for x, y in zip(found, expected, strict=True):
+        assert isinstance(x, OnGpu)
+        torch.testing.assert_close(x.as_subclass(torch.Tensor), y)
+
+
+def test_a_cascade_is_two_calls_on_the_memory_of_tensors(gpu: Machine) -> None:
+    q, (k, v) = drawn(4, 4, 1, 64, seed=0), (drawn(9, 2, 16, 64, seed=n) for n in (1, 2))
+    integers = {
+        "shared_lengths": torch.tensor([16, 32]),
+        "block_table": torch.tensor([[0, 1, 2], [0, 3, 4], [5, 6, 7], [5, 6, 8]]),
+        "kv_lengths": torch.tensor([40, 33, 48, 41]),
+    }
+    there = {name: on_gpu(x) for name, x in ({"q": q, "k": k, "v": v} | integers).items()}
+    found = cascade(**there)
+    assert [x.shape for x in found] == [(4, 4, 1, 64), (4, 4, 1)]
+    assert all(isinstance(x, OnGpu) for x in found)
+    launches = [params for key, _, _, params in gpu.launches if key.kernel.startswith("forward")]
+    assert {int(params["B"]) for params in launches} == {2, 4}
+    assert {int(params["q"]) for params in launches} == {there["q"].data_ptr()}
+    assert {int(params["k"]) for params in launches} == {there["k"].data_ptr()}
+    assert gpu.uploads == []
 
 
 def test_explain_names_the_kernel_and_starts_none(gpu: Machine) -> None:
