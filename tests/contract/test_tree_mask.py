@@ -126,6 +126,37 @@ def test_trees_over_pages(runner: Runner, page: int, Nq: int) -> None:
     assert_attention_close(found, expected, error_bound(q, made.k, made.v, **dense))
 
 
+def visible(b: Any, h: Any, i: Any, j: Any, tree: Any, first: Any) -> Any:  # noqa: ARG001 - a mask_mod's
+    return (j < first[b]) | tree[b, i, j - first[b]]
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_trees_in_packed_sequences_are_a_mask_mod(runner: Runner, page: int) -> None:
+    """The recipe of the docs; the last sequence has no tree."""
+    able(runner)
+    has_pages(runner)
+    rng = np.random.default_rng(page)
+    counts, lengths = [4, 1, 6, 30], np.array([150, 77, 6, 35])
+    made = cache(lengths.tolist(), page, np.float32, rng)
+    starts = np.cumsum([0, *counts])
+    q = rng.normal(size=(HQ, starts[-1], D)).astype(np.float32)
+    tree = np.zeros((4, 6, 6), bool)
+    for b, n in enumerate(counts[:3]):
+        tree[b, :n, :n] = trees(n, b, 1)[0]
+    first = lengths - counts
+    first[3] = lengths[3]
+    packed = {"cu_seqlens_q": starts, "causal": True, "mask_mod": visible, "aux": (tree, first)}
+    out, lse = runner.forward(q, made.k_pages, made.v_pages, **made.paged, **packed)
+    for b, n in enumerate(counts):
+        at, length = slice(starts[b], starts[b + 1]), int(lengths[b])
+        given = q[np.newaxis, :, at], made.k[b : b + 1, :, :length], made.v[b : b + 1, :, :length]
+        own: dict[str, Any] = {"causal": True}
+        if b < 3:
+            own["tree_mask"] = tree[b : b + 1, :n, :n]
+        found = out[np.newaxis, :, at], lse[np.newaxis, :, at]
+        assert_attention_close(found, reference.forward(*given, **own), error_bound(*given, **own))
+
+
 @pytest.mark.parametrize("Nq", [1, 9, 64])
 def test_a_chain_is_causal(runner: Runner, Nq: int) -> None:
     able(runner)
@@ -195,7 +226,7 @@ def test_keys_that_no_query_sees_may_hold_anything(runner: Runner, wrong: float)
         (
             {"cu_seqlens_q": [0, 2], "cu_seqlens_k": [0, NK]},
             tileattn.UnsupportedError,
-            "tree_mask is not supported with cu_seqlens_q; use score_mod or mask_mod",
+            "tree_mask is not supported with cu_seqlens_q; use mask_mod=lambda b, h, i, j, tree, ",
         ),
         ({"aux": (np.zeros(3),)}, ValueError, "aux must be empty without score_mod or"),
     ],

@@ -180,6 +180,13 @@ def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
     return Paging(_copied(table), *(k.shape[n] for n in (0, 2)))
 
 
+_INSTEAD_PACKED = {  # of an option that packed sequences do not have
+    "tree_mask": "use mask_mod=lambda b, h, i, j, tree, first: (j < first[b]) | "
+    "tree[b, i, j - first[b]] with aux=(tree, first), where first is the index of the first of the "
+    "last keys of each sequence"
+}
+
+
 def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing | None:
     """Return the offsets of packed sequences; None if sequences are batch entries."""
     given = {n: options.get(n) for n in Packing._fields if options.get(n) is not None}
@@ -188,9 +195,10 @@ def packing(options: Mapping[str, Any], batch: int, Nq: int, Nk: int) -> Packing
     name = next(iter(given))
     for option in options_with(packed=False):
         if options.get(option) is not None:
+            instead = _INSTEAD_PACKED.get(option, "use score_mod or mask_mod")
             raise UnsupportedError(
-                f"{called(option)} is not supported with {called(name)}; use score_mod or "
-                "mask_mod, or pad the sequences to a batch"
+                f"{called(option)} is not supported with {called(name)}; {instead}, or pad the "
+                "sequences to a batch"
             )
     if batch != 1:
         raise ValueError(
