@@ -26,6 +26,19 @@ def on_torch(**call: Any) -> Any:
     return attention(**{name: _tensors(x) for name, x in call.items()})
 
 
+def cascade_on_torch(**call: Any) -> Any:
+    """Make a call of ``cascade`` on tensors, as `on_torch`."""
+    from tileattn.torch import cascade
+
+    return cascade(**{name: _tensors(x) for name, x in call.items()})
+
+
+def cascade_on_jax(**call: Any) -> Any:
+    from tileattn.jax import cascade
+
+    return cascade(**call)
+
+
 def _tensors(x: Any) -> Any:
     import torch
 

@@ -10,8 +10,11 @@ import warnings
 import pytest
 
 import tileattn
-from tests.bad_calls import ENTRIES, bad_calls
+from tests import bad_cascades
+from tests.bad_calls import ENTRIES as OF_OTHERS
+from tests.bad_calls import bad_calls
 
+ENTRIES = OF_OTHERS | bad_cascades.ENTRIES
 COUNT = int(os.environ.get("TILEATTN_BAD_CALLS", "60"))
 
 

@@ -64,7 +64,7 @@ def test_groups_of_one_and_numbers_as_lengths() -> None:
         ({"shared_lengths": None}, TypeError, "shared_lengths must be integers; got None"),
         ({"shared_lengths": [8, 8, 8]}, ValueError, "shared_lengths must be an integer, or integ"),
         ({"shared_lengths": 7}, ValueError, "shared_lengths must be multiples of the page size"),
-        ({"kv_lengths": [3.0, 2]}, TypeError, "kv_lengths must be an integer, or integers"),
+        ({"kv_lengths": [3.0, 2]}, TypeError, "kv_lengths must be an integer, or a sequence"),
         ({"block_table": None}, TypeError, "block_table must be integers; got None"),
         ({"q": np.ones((4, 1, 24), np.float32)}, ValueError, r"q must have shape \(B, Hq, Nq, D\)"),
         ({"k": 3}, TypeError, "k must be a JAX or NumPy array; got 3"),

@@ -52,12 +52,16 @@ def holds_arrays_of_jax(x: Any) -> bool:
 
 def integers_of(name: str, x: Any) -> jax.Array:
     """Convert integers to a JAX array."""
-    if holds_arrays_of_jax(x):
-        return _converted(name, x, _INTEGERS)
+    found = x if holds_arrays_of_jax(x) else integers_on_host(name, x)
+    return _converted(name, found, _INTEGERS)
+
+
+def integers_on_host(name: str, x: Any) -> Any:
+    """Convert integers that are no JAX array to a NumPy array."""
     found = as_integers(name, x, _INTEGERS)
     if not isinstance(found, _NUMPY):
         raise TypeError(must_be(name, _INTEGERS, x))
-    return _converted(name, found, _INTEGERS)
+    return found
 
 
 def array_of(name: str, x: Any) -> jax.Array:

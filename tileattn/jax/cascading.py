@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from tileattn import cascading
 from tileattn.jax import ring
-from tileattn.jax.arrays import array_of, holds_arrays_of_jax, integers_of
+from tileattn.jax.arrays import array_of, holds_arrays_of_jax, integers_of, integers_on_host
 from tileattn.jax.functional import attention
 from tileattn.messages import must_be
 from tileattn.results import Attention
@@ -105,8 +105,8 @@ def cascade(
     for name, x in integers.items():
         if x is None:
             raise TypeError(must_be(name, "integers", None))
-        if holds_arrays_of_jax(x):
-            integers[name] = integers_of(name, x)
+        convert = integers_of if holds_arrays_of_jax(x) else integers_on_host
+        integers[name] = convert(name, x)
     if holds_arrays_of_jax(kv_lengths) and not integers["kv_lengths"].shape:
         integers["kv_lengths"] = jnp.broadcast_to(integers["kv_lengths"], q.shape[:1])
     pages, lengths, shared = cascading.places_of(q, k, integers)
