@@ -14,6 +14,10 @@ from tileattn.messages import called, must_be
 from tileattn.results import Attention
 from tileattn.validation import check_flags, require_array
 
+# Queries with which a GPU attends to shared keys at once, at most and at least: split-KV takes as
+# many (`split_queries` in kernels/cuda/tuning.py). Measured on an H200: docs/tuning-log.md, cascade.
+_MOST_QUERIES, _LEAST_QUERIES = 64, 16
+
 
 def cascade(
     q: Any,
@@ -197,13 +201,16 @@ def merged(
     """
     q, k, v = arrays
     (B, Hq, Nq, D), G = q.shape, len(tables.shared_lengths)
-    R = B // G
+    R = B // G if isinstance(q, np.ndarray) else _members(B // G, Nq)
+    shared = {"block_table": tables.shared_table, "kv_lengths": tables.shared_lengths}
+    if R * G < B:
+        shared = {name: x.repeat(B // (R * G), axis=0) for name, x in shared.items()}
+        G = B // R
     # This call validates what both calls have: its messages show what the caller has passed.
     own = {"block_table": tables.table, "kv_lengths": tables.kv_lengths}
     rest = attend(q, k, v, **own, **both, **last)
     descales = {name: _of_groups(name, x, G) for name, x in descale_arrays(both).items()}
     rows = q.reshape(G, R, Hq, Nq, D).swapaxes(1, 2).reshape(G, Hq, R * Nq, D)
-    shared = {"block_table": tables.shared_table, "kv_lengths": tables.shared_lengths}
     first = attend(rows, k, v, **shared, **both | descales)
     # Views with the axes G, R, Hq and Nq. NumPy's result has the order in memory of the first part.
     outs, lses = (
@@ -215,6 +222,14 @@ def merged(
     )
     out, lse = join(outs, lses)
     return Attention(out.reshape(rest.out.shape), lse.reshape(rest.lse.shape))
+
+
+def _members(members: int, Nq: int) -> int:
+    """Return how many sequences of a group a GPU attends to at once: a divisor of ``members``."""
+    largest = min(members, _MOST_QUERIES // max(Nq, 1))
+    fitting = (n for n in range(largest, 0, -1) if members % n == 0)
+    most = next(fitting, members)
+    return most if members * Nq > _MOST_QUERIES and most * Nq >= _LEAST_QUERIES else members
 
 
 def cascade_tables(table: Any, lengths: Any, shared: Any, page: int) -> tuple[Any, Any, Any, Any]:

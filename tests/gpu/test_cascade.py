@@ -70,6 +70,16 @@ def test_pages_of_8_bits(dtype: Any, kind: Any) -> None:
     check(tileattn.cascade(**there(made), shared_lengths=made.shared_lengths), made)
 
 
+@pytest.mark.parametrize("in_groups", [80, 67])
+def test_large_groups(in_groups: int) -> None:
+    """A group of 80 is divided into two of 40; 67 is prime."""
+    rng = np.random.default_rng(5)
+    own = rng.integers(1, 90, 2 * in_groups).tolist()
+    made = shared_cache(rng, [30, 11], own, 16, (8, 2), 1, (64, 64), BFLOAT16)
+    for shared in (made.shared_lengths, sent(np.array(made.shared_lengths, np.int32))):
+        check(tileattn.cascade(**there(made), shared_lengths=shared), made)
+
+
 def test_trees_of_drafts_and_softcap() -> None:
     made = drawn("one group", 5, BFLOAT16)
     tree = np.tril(np.random.default_rng(1).random((8, 5, 5)) < 0.6) | np.eye(5, dtype=bool)

@@ -51,6 +51,15 @@ def test_pages_of_8_bits(kind: Any) -> None:
     check(cascade(**call(made)), made)
 
 
+def test_large_groups_are_divided() -> None:
+    rng = np.random.default_rng(5)
+    made = shared_cache(rng, [3, 2], rng.integers(1, 9, 160).tolist(), 4)
+    text = str(jax.make_jaxpr(lambda q: cascade(**call(made) | {"q": q}))(made.q))
+    heads, columns = made.q.shape[1], made.q.shape[3]
+    assert f"[4,{heads},40,{columns}]" in text  # two groups of 80 sequences as four of 40
+    check(cascade(**call(made)), made)
+
+
 def test_groups_of_one_and_numbers_as_lengths() -> None:
     made = shared_cache(np.random.default_rng(2), [2], [5, 5], 8)
     check(cascade(**call(made, shared_lengths=[16, 16])), made)
