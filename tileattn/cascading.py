@@ -14,8 +14,8 @@ from tileattn.messages import called, must_be
 from tileattn.results import Attention
 from tileattn.validation import check_flags, require_array
 
-# Queries with which a GPU attends to shared keys at once, at most and at least: split-KV takes as
-# many (`split_queries` in kernels/cuda/tuning.py). Measured on an H200: docs/tuning-log.md, cascade.
+# Queries with which a GPU attends to shared keys at once, at most and at least: split-KV takes
+# `split_queries` (kernels/cuda/tuning.py). Measured on an H200: docs/tuning-log.md, cascade.
 _MOST_QUERIES, _LEAST_QUERIES = 64, 16
 
 
