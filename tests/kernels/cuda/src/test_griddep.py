@@ -14,6 +14,7 @@ from tileattn.kernels.cuda.families.hopper import (
     HOPPER_WIDE_DQ,
 )
 from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.split import COMBINE, FOLD
 from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
 from tools.check_sass import ARCH
 from tools.sass import Instruction, Section, disassembled, parsed
@@ -80,6 +81,8 @@ _ONE_AN_SM = (
 _BEGIN = {"backward_dq_convert_sm90": "LDG.E.STRONG.GPU"} | dict.fromkeys(
     (*HOPPER_BACKWARDS, HOPPER_WIDE_DQ), "CCTL.IVALL"
 )
+_JOINING = COMBINE, FOLD
+_BEGIN |= dict.fromkeys(_JOINING, "CCTL.IVALL")
 _ORDERS = "order_key_blocks"  # starts early, too, and waits before it stores
 
 
@@ -107,11 +110,11 @@ def test_a_kernel_of_flagged_heads_waits_first(kernel: str, program: str) -> Non
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernel", sorted(_BEGIN))
 def test_a_kernel_that_starts_early_looks_first(kernel: str, packed: bool, program: str) -> None:
-    """For packed sequences it waits, as all other kernels do, unless it converts dq."""
+    """For packed sequences it waits, unless it converts dq or joins splits."""
     section = section_of(replace(OF_PLANS[kernel], packed=packed), program)
-    converts = kernel == HOPPER_DQ_CONVERT
-    assert (too_early(section, _GLOBAL) == []) == (packed and not converts)
-    first = "CCTL.IVALL" if packed and converts else _BEGIN[kernel]  # before it reads offsets
+    early = kernel in (HOPPER_DQ_CONVERT, *_JOINING)
+    assert (too_early(section, _GLOBAL) == []) == (packed and not early)
+    first = "CCTL.IVALL" if packed and early else _BEGIN[kernel]  # before it reads offsets
     assert too_early(section, _GLOBAL, (_WAIT, first)) == []
     assert any(x.opcode == _WAIT for x in section.code)
 

@@ -25,9 +25,11 @@ struct Sums {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward_combine(const __grid_constant__ Params p) {
-    overlap_launches();
+    launch_dependents();
+    pass_kernel_before();  // which lengths and offsets precede
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, share = warp % WARPS_N;
     const SplitRow row(p, int(blockIdx.x) * WARPS_M + warp / WARPS_N);
+    wait_for_prerequisites();
     if (!row.is_there) return;
     const int together = int(p.group_keys / p.split_keys);  // splits of a group
     const bool has_groups = together > 1;

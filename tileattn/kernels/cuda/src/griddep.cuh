@@ -28,6 +28,9 @@
 //   FAILED in head_flags, which both may set and neither reads. A warp of each CTA waits at the end.
 // - order_key_blocks compares blocks while backward_preprocess runs. It then reads only offsets and lengths,
 //   which were complete before that kernel began. It waits before it stores the order.
+//
+// forward_combine and forward_fold find the splits of their rows while the kernel of the splits runs. They then read
+// only lengths and offsets, which were complete before that kernel began. They wait before they read its sums.
 #pragma once
 
 // Let the next kernel start, once all CTAs have called this or ended. It does not order memory.
