@@ -61,6 +61,8 @@ class FlashInfer(Decoder):
         table = step.options.get("block_table")
         page = CACHE_PAGE if table is None else step.rows[1].shape[2]
         pages = self._pages(step, page)
+        if table is None and int(pages.indices.max()) >= _in_pages(step.rows[1], page).shape[0]:
+            return None  # the last page would end past the cache
         sizes = {"num_qo_heads": Hq, "num_kv_heads": step.rows[1].shape[1], "page_size": page}
         sizes |= dict.fromkeys(("q_data_type", "kv_data_type"), self.torch.bfloat16)
         if Nq >= MANY_QUERIES:
@@ -105,7 +107,7 @@ class FlashInfer(Decoder):
         return lambda q, k, _: _heads_first(made.run(query=_packed(q), kv_cache=k[:, 0]), B)
 
     def _pages(self, step: Step, page: int) -> Pages:
-        """Return the pages in the block table, or those of `_in_pages`."""
+        """Return the pages of the block table, or of `_in_pages` for a contiguous cache."""
         torch, B = self.torch, len(step.rows[0])
         Hkv, N = step.rows[1].shape[1:3]
         table = step.options.get("block_table")
@@ -136,7 +138,7 @@ class FlashInferCudaCores(FlashInfer):
     on_tensor_cores = False
 
     def __init__(self) -> None:
-        super().__init__("FlashInfer, CUDA cores")
+        super().__init__("FlashInfer on CUDA cores")
 
     def planned(self, step: Step) -> Callable[..., Any] | None:
         q, k, _ = step.rows
@@ -169,7 +171,7 @@ class FlashMLA(Decoder):
 
 
 def is_latent(step: Step) -> bool:
-    """Return whether the values are the first columns of the keys."""
+    """Return True if the values are the first columns of the keys."""
     return bool(step.rows[2].shape[-1] != step.rows[1].shape[-1])
 
 

@@ -14,8 +14,9 @@ from tileattn.messages import called, must_be
 from tileattn.results import Attention
 from tileattn.validation import check_flags, require_array
 
-# Queries with which a GPU attends to shared keys at once, at most and at least: split-KV takes
-# `split_queries` (kernels/cuda/tuning.py). Measured on an H200: docs/tuning-log.md, cascade.
+# Queries of a call on shared keys, at most and at least: split-KV takes `split_queries`
+# (kernels/cuda/tuning.py). H200, bf16, D = 128: docs/tuning-log.md, cascade. JAX arrays may be on
+# a GPU, so their groups are divided on any device.
 _MOST_QUERIES, _LEAST_QUERIES = 64, 16
 
 
@@ -83,7 +84,7 @@ def cascade(
     ------
     TypeError, ValueError
         If an argument is not as described, or the sequences of a group have different pages of
-        shared keys; the message names it. Values on a device are not looked at.
+        shared keys; the message names it. Values on a device are not validated.
     BackendUnavailableError
         If the backend cannot run here.
     UnsupportedError
@@ -93,7 +94,7 @@ def cascade(
     -----
     One call of ``forward`` takes the shared keys of each group, with the queries of all its
     sequences as the rows of one sequence. A second call takes the other keys of each sequence, and
-    `merge` joins the results. Nothing but queries, integers and results is copied.
+    `merge` joins the results. Only queries, integers and results are copied.
 
     Lengths on a device stay there, and the host does not wait for them. A shared length on a device
     is rounded down to whole pages.
@@ -148,7 +149,7 @@ def check_axes(arrays: Mapping[str, Any]) -> None:
 def places_of(q: Any, k: Any, integers: Mapping[str, Any]) -> tuple[Paging, Any, Any]:
     """Validate the integers of a call; return pages, lengths, and the shared length of each group.
 
-    Values on a device are not looked at.
+    Values on a device are not validated.
     """
     pages = paging(integers, k)
     if pages is None:
@@ -196,12 +197,13 @@ def merged(
 ) -> Attention:
     """Attend to the shared keys and to the others, and merge the results.
 
-    Options in ``both`` are those of both calls; ``last`` concerns the last keys only. ``attend``
-    and ``join`` are ``forward`` and ``merge``, or their counterparts for other arrays.
+    ``both`` has the options of both calls, ``last`` the options of the call on the other keys.
+    ``attend`` and ``join`` are ``forward`` and ``merge``, or their counterparts for other arrays.
     """
     q, k, v = arrays
     (B, Hq, Nq, D), G = q.shape, len(tables.shared_lengths)
     R = B // G if isinstance(q, np.ndarray) else _members(B // G, Nq)
+    descales = {name: _of_rows(name, x, G, R) for name, x in descale_arrays(both).items()}
     shared = {"block_table": tables.shared_table, "kv_lengths": tables.shared_lengths}
     if R * G < B:
         shared = {name: x.repeat(B // (R * G), axis=0) for name, x in shared.items()}
@@ -209,7 +211,6 @@ def merged(
     # This call validates what both calls have: its messages show what the caller has passed.
     own = {"block_table": tables.table, "kv_lengths": tables.kv_lengths}
     rest = attend(q, k, v, **own, **both, **last)
-    descales = {name: _of_groups(name, x, G) for name, x in descale_arrays(both).items()}
     rows = q.reshape(G, R, Hq, Nq, D).swapaxes(1, 2).reshape(G, Hq, R * Nq, D)
     first = attend(rows, k, v, **shared, **both | descales)
     # Views with the axes G, R, Hq and Nq. NumPy's result has the order in memory of the first part.
@@ -225,7 +226,7 @@ def merged(
 
 
 def _members(members: int, Nq: int) -> int:
-    """Return how many sequences of a group a GPU attends to at once: a divisor of ``members``."""
+    """Return how many sequences are the rows of one sequence: a divisor of those of a group."""
     largest = min(members, _MOST_QUERIES // max(Nq, 1))
     fitting = (n for n in range(largest, 0, -1) if members % n == 0)
     most = next(fitting, members)
@@ -259,7 +260,7 @@ def _shared_lengths(x: Any, B: int) -> Any:
 
 
 def _check_lengths(shared: Any, lengths: Any, sizes: tuple[int, int], pages: Paging) -> None:
-    """Raise ValueError for shared lengths that are no whole pages, or leave too few keys."""
+    """Raise ValueError for shared lengths that are not whole pages, or leave fewer than Nq keys."""
     name, (B, Nq), page = called("shared_lengths"), sizes, pages.page
     for g in np.flatnonzero((shared < 0) | (shared % page if page else shared)):
         raise ValueError(
@@ -267,7 +268,7 @@ def _check_lengths(shared: Any, lengths: Any, sizes: tuple[int, int], pages: Pag
             f"for group {g}"
         )
     own, source = np.repeat(shared, B // max(len(shared), 1)), "kv_lengths"
-    if not isinstance(lengths, np.ndarray):  # which is not looked at
+    if not isinstance(lengths, np.ndarray):  # lengths on a device are not read
         lengths, source = np.full(B, pages.capacity), "block_table"
     for b in np.flatnonzero((own > 0) & (own + Nq > lengths)):
         raise ValueError(
@@ -292,8 +293,11 @@ def _check_pages(shared_pages: Any, table: Any) -> None:
         )
 
 
-def _of_groups(name: str, x: Any, G: int) -> Any:
-    """Take the descales of each group from a valid array; others hold for groups as they are."""
+def _of_rows(name: str, x: Any, G: int, rows: int) -> Any:
+    """Return the descales of each ``rows`` sequences; all sequences of a group must have the same.
+
+    Descales that are not (B, Hkv) hold for groups as they are.
+    """
     if x.ndim != 2:
         return x
     R = len(x) // G
@@ -305,4 +309,4 @@ def _of_groups(name: str, x: Any, G: int) -> Any:
                 f"{groups[g, b, h]} for head {h} of sequence {g * R + b}, and {groups[g, 0, h]} "
                 f"for sequence {g * R}"
             )
-    return x[::R]
+    return x[::rows]

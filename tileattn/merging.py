@@ -38,7 +38,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> Attention:
     ``lse = log(sum_t exp(lse_t))`` and ``out = sum_t exp(lse_t - lse) * out_t``: associative and
     commutative up to rounding; a result with lse = -inf is the identity.
 
-    On a GPU one kernel merges up to 8 results; its rounding is not that of NumPy.
+    On a GPU one kernel merges up to 8 results; it may round differently from NumPy.
 
     References
     ----------

@@ -25,7 +25,7 @@ NAMES = {
     "fa4": "FlashAttention-4",
     "flash": "FlashAttention-2",
     "flashinfer": "FlashInfer",
-    "flashinfer_cuda_cores": "FlashInfer, CUDA cores",
+    "flashinfer_cuda_cores": "FlashInfer on CUDA cores",
     "flashmla": "FlashMLA",
     "flex": "FlexAttention",
     "math": "PyTorch unfused",

@@ -72,9 +72,7 @@ def calls(draw: Any) -> tuple[SharedCache, dict[str, Any]]:
 
 @settings(max_examples=120)
 @given(call=calls())
-def test_every_result_is_that_of_the_oracle(
-    runner: Runner, call: tuple[SharedCache, dict[str, Any]]
-) -> None:
+def test_results_match_the_oracle(runner: Runner, call: tuple[SharedCache, dict[str, Any]]) -> None:
     made, options = call
     check(runner, made, **options)
 

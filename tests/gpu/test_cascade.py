@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tileattn
+from tests.merged_results import UNITS, parts, special_parts
 from tests.on_gpu import bits, captured, host, needs_gpu, poisoned, sent
 from tests.shared_pages import SharedCache, shared_cache
 from tileattn import reference
@@ -48,7 +49,7 @@ def check(found: Any, made: SharedCache, **options: Any) -> None:
 @pytest.mark.parametrize("Nq", [1, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_those_of_the_oracle(name: str, dtype: Any, Nq: int) -> None:
+def test_results_match_the_oracle(name: str, dtype: Any, Nq: int) -> None:
     """Shared lengths may be on the host or on the GPU; unused rows hold NaN."""
     made = drawn(name, Nq, dtype)
     sums = np.float64 if dtype == np.float64 else np.float32
@@ -144,30 +145,14 @@ def test_a_sequence_has_the_same_bits_beside_any_others() -> None:
 # --- merge ----------------------------------------------------------------------------------------
 
 
-def parts(count: int, shape: tuple[int, ...], dtype: Any) -> tuple[list[Any], list[Any]]:
-    """Draw results, of which some rows have no keys; what these hold does not matter."""
-    rng = np.random.default_rng(count)
-    sums = np.float64 if dtype == np.float64 else np.float32
-    outs = [rng.normal(size=shape).astype(dtype) for _ in range(count)]
-    lses = [(5 * rng.normal(size=shape[:-1])).astype(sums) for _ in range(count)]
-    for out, lse in zip(outs, lses, strict=True):
-        empty = rng.random(lse.shape) < 0.3
-        lse[empty], out[empty] = -np.inf, np.nan
-        lse[..., 0] = -np.inf
-    return outs, lses
-
-
-UNITS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-21, "float64": 2.0**-50}
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 9])
-def test_merged_results_are_those_of_the_specification(count: int, dtype: Any) -> None:
+def test_merged_results_match_the_specification(count: int, dtype: Any) -> None:
     """Any number of parts, in rows of any length; parts may be views."""
     unit = UNITS[np.dtype(dtype).name]
     wide = np.float64 if dtype == np.float64 else np.float32
     for shape in ((3, 5, 200, 128), (2, 3, 4, 7, 15), (2, 2, 3, 1, 5, 24), (1000, 520), (3, 1)):
-        outs, lses = parts(count, shape, dtype)
+        outs, lses = parts(count, dtype, shape)
         expected = tileattn.merge(outs, lses)
         views = [sent(x.swapaxes(0, -2).copy()).swapaxes(0, -2) for x in outs]
         for given in (list(map(sent, outs)), views):
@@ -180,10 +165,7 @@ def test_merged_results_are_those_of_the_specification(count: int, dtype: Any) -
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_merged_infinities_and_nan_are_those_of_the_specification() -> None:
-    special = [np.nan, np.inf, -np.inf, 0.0, 3.0]
-    lses = [x.reshape(-1).astype(np.float32) for x in np.meshgrid(*[special] * 3)]
-    outs = [np.full((len(x), 4), n, np.float32) for n, x in enumerate(lses)]
-    outs[1][:, 1:] = [np.nan, np.inf, -np.inf]
+    outs, lses = special_parts()
     expected = tileattn.merge(outs, lses)
     found = host(tileattn.merge(list(map(sent, outs)), list(map(sent, lses))))
     for x, y in zip(found, expected, strict=True):

@@ -12,7 +12,9 @@ from tileattn.testing import assert_attention_close, error_bound
 
 jax = pytest.importorskip("jax", reason="it takes arrays of JAX: pip install jax")
 
+from tileattn.cascading import cascade_tables  # noqa: E402 - after the skip
 from tileattn.jax import cascade  # noqa: E402 - after the skip
+from tileattn.jax.cascading import _tables  # noqa: E402 - after the skip
 
 
 def call(made: SharedCache, **options: Any) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def check(found: Any, made: SharedCache, **options: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
 @pytest.mark.parametrize("traced", ["nothing", "arrays", "integers"])
-def test_results_are_those_of_the_oracle(traced: str, dtype: Any) -> None:
+def test_results_match_the_oracle(traced: str, dtype: Any) -> None:
     rng = np.random.default_rng(0)
     made = shared_cache(rng, [3, 0], [6, 5, 9, 20], 4, Nq=5, dtype=dtype)
     names = {"nothing": (), "arrays": ("q", "k", "v")}.get(traced, (*"qkv", *INTEGERS))
@@ -58,6 +60,28 @@ def test_large_groups_are_divided() -> None:
     heads, columns = made.q.shape[1], made.q.shape[3]
     assert f"[4,{heads},40,{columns}]" in text  # two groups of 80 sequences as four of 40
     check(cascade(**call(made)), made)
+
+
+@pytest.mark.parametrize("shared", [[4], [7, -3, 1 << 30], [0, 8, 20, 0, 4, 12]])
+def test_tables(shared: list[int]) -> None:
+    """Shared lengths that JAX traces are rounded down to whole pages, and clamped."""
+    table, lengths = np.arange(30).reshape(6, 5) * 7 % 31, np.array([20, 17, 12, 13, 9, 20])
+    expected = cascade_tables(table, lengths, np.array(shared), 4)
+    found = jax.jit(lambda table, lengths, shared: _tables(table, lengths, shared, 4))(
+        table, lengths, np.array(shared)
+    )
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_descales_are_equal_in_a_group() -> None:
+    """Also in a group that is divided."""
+    made = shared_cache(np.random.default_rng(6), [2], [3] * 128, 4, kv_dtype=CACHE_DTYPES[0])
+    descale = np.full((128, made.k_pages.shape[1]), 0.5, np.float32)
+    descale[64:] = 0.25
+    given = call(made) | {"k_descale": descale, "v_descale": np.full_like(descale, 0.5)}
+    with pytest.raises(ValueError, match=r"^k_descale must have the same numbers"):
+        cascade(**given)
 
 
 def test_groups_of_one_and_numbers_as_lengths() -> None:

@@ -53,7 +53,7 @@ def compare(found: Any, given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_results_are_those_of_arrays(way: Any, dtype: Any) -> None:
+def test_results_match_arrays(way: Any, dtype: Any) -> None:
     rng = np.random.default_rng(0)
     made = shared_cache(rng, [3, 1], [6, 5, 9, 20], 4, Nq=5, dtype=dtype)
     tree = np.tril(np.ones((1, 5, 5), bool))

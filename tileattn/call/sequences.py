@@ -182,8 +182,7 @@ def paging(options: Mapping[str, Any], k: Any) -> Paging | None:
 
 _INSTEAD_PACKED = {  # of an option that packed sequences do not have
     "tree_mask": "use mask_mod=lambda b, h, i, j, tree, first: (j < first[b]) | "
-    "tree[b, i, j - first[b]] with aux=(tree, first), where first is the index of the first of the "
-    "last keys of each sequence"
+    "tree[b, i, j - first[b]] with aux=(tree, first), where tree b starts at key first[b]"
 }
 
 
@@ -297,7 +296,7 @@ def _copied(x: Any) -> Any:
 
 
 def together(*integers: Any) -> list[Any]:
-    """Copy arrays of the host to the device, if some are there."""
+    """Copy host arrays to the device, if any array is on a device."""
     there = (x for x in integers if not isinstance(x, np.ndarray))
     like = next(there, integers[0])
     return [np.asarray(x, like=like) for x in integers]

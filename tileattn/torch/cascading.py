@@ -105,8 +105,9 @@ def cascade(
     given = {"q": q, "k": k, "v": v, "tree_mask": tree_mask, "sinks": sinks}
     given |= {"k_descale": k_descale, "v_descale": v_descale}
     given = {name: x for name, x in given.items() if x is not None or name in ("q", "k", "v")}
-    for name in {"k_descale", "v_descale"} & given.keys():
-        given[name] = descale_tensor(name, given[name], q)
+    for name in ("k_descale", "v_descale"):
+        if name in given:
+            given[name] = descale_tensor(name, given[name], q)
     for name, x in given.items():
         check_tensor(name, x, None if name == "q" else q.device)
     refuse_gradients(given, "cascade")

@@ -4,38 +4,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import tileattn
 from tests.backends.cupy.fake_cupy import Machine, at_host, sent
+from tests.merged_results import UNITS, Array, parts, special_parts
 from tileattn.dtypes import BFLOAT16, DTYPES
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan.merged_rows import MAX_PARTS
-
-Array = NDArray[Any]
-
-UNIT = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-21, "float64": 2.0**-50}
-
-
-def parts(count: int, dtype: Any, *shape: int, seed: int = 0) -> tuple[list[Array], list[Array]]:
-    """Draw partial results, of which some rows have no keys and hold NaN."""
-    rng = np.random.default_rng(seed)
-    sums = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-    outs = [np.asarray(rng.normal(size=shape).astype(dtype)) for _ in range(count)]
-    lses = [(5 * rng.normal(size=shape[:-1])).astype(sums) for _ in range(count)]
-    for out, lse in zip(outs, lses, strict=True):
-        empty = rng.random(lse.shape) < 0.3
-        lse[empty], out[empty] = -np.inf, np.nan
-    for lse in lses:
-        lse[..., :1] = -np.inf
-    return outs, lses
 
 
 def check(gpu: Machine, outs: list[Array], lses: list[Array]) -> None:
     """Compare with NumPy, up to the rounding of a few operations."""
     expected = tileattn.merge(outs, lses)
     found = tileattn.merge([sent(gpu, x) for x in outs], [sent(gpu, x) for x in lses])
-    unit = UNIT[outs[0].dtype.name]
+    unit = UNITS[outs[0].dtype.name]
     wide = np.float64 if outs[0].dtype == np.float64 else np.float32
     for x, y, bound in zip(map(at_host, found), expected, (unit, 2.0**-21), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -49,21 +31,21 @@ def test_every_number_of_parts(
     gpu: Machine, kernels: list[KernelKey], count: int, dtype: Any
 ) -> None:
     for shape in ((2, 3, 5, 64), (7, 20), (1, 5), (2, 1, 3, 2, 9), (3, 2, 0)):
-        check(gpu, *parts(count, dtype, *shape, seed=count))
+        check(gpu, *parts(count, dtype, shape, seed=count))
     assert {key.kernel for key in kernels} == {"merge_rows"}
     assert 16 in {key.alignment_bytes for key in kernels}
 
 
 def test_rows_longer_than_a_thread_block_takes(gpu: Machine, kernels: list[KernelKey]) -> None:
-    check(gpu, *parts(2, BFLOAT16, 3, 1100))
-    check(gpu, *parts(3, np.float32, 3, 1101))
+    check(gpu, *parts(2, BFLOAT16, (3, 1100)))
+    check(gpu, *parts(3, np.float32, (3, 1101)))
     assert {key.alignment_bytes for key in kernels} == {8, 4}
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_any_strides(gpu: Machine, kernels: list[KernelKey], dtype: Any) -> None:
     """Axes in any order, rows that start anywhere, columns apart, and more axes than four."""
-    outs, lses = parts(3, dtype, 2, 3, 4, 5, 24)
+    outs, lses = parts(3, dtype, (2, 3, 4, 5, 24))
     outs[0] = np.ascontiguousarray(outs[0].transpose(3, 1, 0, 2, 4)).transpose(2, 1, 3, 0, 4)
     lses[0] = np.ascontiguousarray(lses[0].transpose(2, 0, 3, 1)).transpose(1, 3, 0, 2)
     outs[1] = np.ascontiguousarray(outs[1][:, ::-1])[:, ::-1]
@@ -77,13 +59,10 @@ def test_any_strides(gpu: Machine, kernels: list[KernelKey], dtype: Any) -> None
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_infinities_and_nan_are_those_of_the_specification(
+def test_infinities_and_nan_follow_the_specification(
     gpu: Machine, kernels: list[KernelKey]
 ) -> None:
-    special = [np.nan, np.inf, -np.inf, 0.0, 3.0]
-    lses = [x.reshape(-1).astype(np.float32) for x in np.meshgrid(*[special] * 3)]
-    outs = [np.full((len(x), 4), n, np.float32) for n, x in enumerate(lses)]
-    outs[1][:, 1:] = [np.nan, np.inf, -np.inf]
+    outs, lses = special_parts()
     expected = tileattn.merge(outs, lses)
     found = tileattn.merge([sent(gpu, x) for x in outs], [sent(gpu, x) for x in lses])
     for x, y in zip(map(at_host, found), expected, strict=True):

@@ -39,7 +39,7 @@ def test_tables(
     assert [key.kernel for key in kernels] == ["cascade_tables"]
 
 
-def test_what_a_device_says_is_not_trusted(gpu: Machine, kernels: list[KernelKey]) -> None:
+def test_device_lengths_are_clamped(gpu: Machine, kernels: list[KernelKey]) -> None:
     """Shared lengths are rounded down to whole pages, from 0 to the capacity."""
     shared = np.array([7, -3, 1 << 40])
     strided = np.repeat(shared, 2)[::2]

@@ -87,9 +87,7 @@ def test_any_strides_and_alignments(gpu: Machine, kernels: list[KernelKey], dtyp
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_what_a_device_says_is_not_trusted(
-    gpu: Machine, kernels: list[KernelKey], paged: bool
-) -> None:
+def test_device_lengths_are_clamped(gpu: Machine, kernels: list[KernelKey], paged: bool) -> None:
     """Rows outside of a cache, and of pages that do not exist, are not written."""
     new = [sent(gpu, np.ones((3, HKV, 4, n), np.float32)) for n in (D, DV)]
     found = [sent(gpu, x) for x in caches(np.float32, paged)]

@@ -23,7 +23,7 @@ def run(
     """Plan a launch and start it.
 
     The parameter block has the addresses of ``pointers``, 0 for an array that the call lacks, the
-    ``numbers`` and the cells of the plan. A plan depends on layouts and ``options`` alone.
+    ``numbers`` and the cells of the plan. A plan depends only on layouts and ``options``.
     """
     from cupy.cuda import runtime
     from cupy.cuda.function import CPointer

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200, asked, forward
+from tileattn.dtypes import INT8
 from tileattn.kernels.cuda.families.decode import DECODE
 from tileattn.kernels.cuda.families.split import COMBINE
 from tileattn.kernels.cuda.plan.plan import LaunchPlan
@@ -66,11 +67,35 @@ def test_every_head_dimension_fits(dim: int, page: int | None) -> None:
         {"options": ["bias"]},
         {"options": ["mask"]},
         {"Dv": 124},
+        *({"kv_dtype": INT8} | more for more in ({"Nq": 5}, {"page": 8}, {"D": 40}, {"Dv": 72})),
     ],
     ids=str,
 )
 def test_what_it_leaves_to_others(changed: dict[str, Any]) -> None:
     assert plan(**changed).launches[0].key.kernel != DECODE
+
+
+@pytest.mark.parametrize("dim", range(16, 257, 16))
+@pytest.mark.parametrize("page", [None, 16, 48])
+def test_8_bits_fit(dim: int, page: int | None) -> None:
+    for D, Dv in ((dim, dim), (64, dim), (dim, 64)):
+        made = plan(D=D, Dv=Dv, page=page, kv_dtype=INT8)
+        key = made.launches[0].key
+        assert (key.kernel, key.block_k, key.producer_warps) == (DECODE, 128, 2)
+        piece, split, group = keys_of(made)
+        assert (piece % 128, split % piece, group % split) == (0, 0, 0)
+        factors = 2 * key.stages * key.block_k * 4
+        each = made.launches[0].shared_bytes + factors + (4 << 10)
+        assert each * key.min_blocks_per_sm <= 228 << 10
+
+
+def test_partial_sums_of_packed_keys_are_bounded() -> None:
+    """A sequence might have all keys of all sequences."""
+    options = {"cu_seqlens_q", "cu_seqlens_k"}
+    sizes = SIZES | {"Nq": 256, "Nk": 256 << 12}
+    for dtype in (None, INT8):
+        P = replace(asked("bfloat16", options, **sizes), sequences=256, kv_dtype=dtype)
+        assert forward(P, H200).workspace.nbytes < 1 << 20
 
 
 def test_a_negative_scale_is_applied_to_each_score() -> None:

@@ -20,15 +20,16 @@ from tileattn.kernels.cuda.tile_sizes import TileSize
 
 DECODE = "forward_decode_sm90"
 _ROWS = (16, 32)
-_TILE_BYTES = 128  # of a column of the keys of a tile
+_TILE_BYTES = 128  # bytes of a column of a key tile: 64 keys of 16 bits, or 128 of 8 bits
 _COLUMNS = 64  # of v in a GEMM
-_8_BIT_UNIT, _8_BIT_WIDTH = 16, 128  # columns whose bytes TMA can address, and of a slice of a tile
+_8_BIT_UNIT = 16  # columns of 8 bits: TMA needs rows of whole 16-byte chunks
+_8_BIT_WIDTH = 128  # columns of 8 bits in a slice of a tile
 # Stages that fit on an SM, by the larger head-dimension bucket.
 _STAGES = {64: 12, 128: 6, 192: 4, 256: 3}
 # Two thread blocks share an SM up to this dimension, and up to so many rows if warps gather keys:
 # above, registers would spill.
 _SHARED_DIM, _SHARED_GATHER_ROWS = 128, 16
-# Producer warps: one finds splits. Others gather rows of pages, or one copies descales.
+# Producer warps: one alone; one, and three that gather rows of pages; one, and the factor warp.
 _LONE_PRODUCER, _GATHERING, _DESCALING = 1, 4, 2
 
 
@@ -39,7 +40,10 @@ def supports(problem: Problem, context: LaunchContext, rows: int) -> bool:
         return False
     if P.is_quantised:
         fits = P.D % _8_BIT_UNIT == 0 == P.Dv % _8_BIT_UNIT
-        if rows > _ROWS[0] or is_gathered(P) or not fits:
+        # Packed lengths are on the device: partial sums would need room for all keys in each
+        # sequence.
+        is_bounded = P.is_paged or not P.is_packed
+        if rows > _ROWS[0] or is_gathered(P) or not (fits and is_bounded):
             return False
     option = refused(P, "has_alibi", "has_bias", "has_mask", "mask_mod", "score_mod")
     return option is None and why_not_forward(P, context) is None

@@ -105,14 +105,14 @@ def shipped_keys(
     """List the kernels that the wheel brings for an architecture."""
     found: dict[KernelKey, None] = {}
     for dtype, dim in product(dtypes, list(head_dims)):
-        found |= dict.fromkeys(_token_rows(dtype, dim))
+        found |= dict.fromkeys(_single_launches(dtype, dim))
         calls = [each for each in COMMON if dtype in each.dtypes and dim in each.head_dims]
         found |= dict.fromkeys(common_keys(arch, (dtype,), (dim,), calls))
     return list(found)
 
 
-def _token_rows(dtype: str, dim: int) -> Iterator[KernelKey]:
-    """Yield the kernels of ``rope``, of ``append_kv`` with and without it, and of ``cascade``."""
+def _single_launches(dtype: str, dim: int) -> Iterator[KernelKey]:
+    """Yield the kernels of ``rope``, ``append_kv``, ``merge`` and ``cascade``."""
     rows = contiguous((1, 8, 16, dim), dtype)
     caches = {"k": rows, "v": rows, "k_cache": rows, "v_cache": rows}
     tables = dict.fromkeys(("cos", "sin"), contiguous((16, dim // 2), "float32"))

@@ -1,4 +1,4 @@
-"""Plans of kernels that belong to no attention call: one launch, an own parameter block."""
+"""Plans of kernels outside attention calls: one launch with its own parameter block."""
 
 from typing import NamedTuple
 

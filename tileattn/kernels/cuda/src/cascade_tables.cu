@@ -1,12 +1,12 @@
-// The block tables and lengths of the two calls of a cascade: of each group's shared keys, and of each sequence
-// without them. A thread takes an entry of the table. As `cascade_tables` in cascading.py.
+// Split the block tables and lengths of a cascade: one table for the shared keys of each group, one for the other keys
+// of each sequence. A thread takes an entry. As `cascade_tables` in cascading.py.
 #include "integers.cuh"
 
 // shared_pages.py has the same fields. Each has 8 bytes. If `shared_lengths` is null, all groups share
 // `shared` keys. If `kv_lengths` is null, the host knows the lengths, and no lengths are written.
 struct CascadeParams {
     const void *block_table, *kv_lengths, *shared_lengths;
-    void *table, *shared_table;  // contiguous; elements have the bytes of those of block_table
+    void *table, *shared_table;  // contiguous; elements are as wide as in block_table
     i64 *own_lengths, *whole_lengths;
     i64 shared;
     IntegerStrides block_table_at, kv_lengths_at, shared_lengths_at;

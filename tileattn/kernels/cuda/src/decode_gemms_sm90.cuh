@@ -13,7 +13,7 @@ static_assert(VALUE_DIM % WARPGROUP_ROWS == 0, "whole GEMMs");
 constexpr int ATOMS = ROWS / 8, KEY_BLOCKS = BLOCK_K / WARPGROUP_ROWS, VALUE_BLOCKS = VALUE_DIM / WARPGROUP_ROWS;
 using Transposed = Fragment<Accum, 1, ATOMS>;  // 64 keys, or columns of v, x ROWS
 using ProbTile = SmemTile<ROWS, BLOCK_K>;
-static_assert(OUT_BYTES >= ProbTile::BYTES, "what it holds");
+static_assert(OUT_BYTES >= ProbTile::BYTES, "P fits");
 
 // Keys and values of 16 bits: wgmma reads them from shared memory.
 template <class T, int = int(sizeof(T))>
@@ -43,7 +43,7 @@ struct DecodeGemms {
     // Convert values that attend() needs first.
     __device__ void convert_values(int) {}
     // Multiply P by the factors of the values. Returns the factor for the sums of earlier tiles.
-    __device__ Accum weigh(Transposed (&)[KEY_BLOCKS], int) const { return 1; }
+    __device__ Accum apply_value_factors(Transposed (&)[KEY_BLOCKS], int) const { return 1; }
     __device__ void attend(Transposed (&sums)[VALUE_BLOCKS], int stage, const ProbTile& probs) const {
 #pragma unroll
         for (int n = 0; n < VALUE_BLOCKS; ++n)
@@ -51,7 +51,7 @@ struct DecodeGemms {
         wgmma_wait<0>();
         for (auto& block : sums) fence_operand(accum_registers(block));
     }
-    // Begin the next piece. Returns the factor for the sums over the previous one.
+    // Reset the unit for the next piece. Returns the factor that the sums over the previous piece still need.
     __device__ Accum next_piece() { return 1; }
     // The values have been read: only by wgmma, and the GEMM is complete.
     __device__ static void release_values(const Barrier& empty) {
@@ -60,7 +60,7 @@ struct DecodeGemms {
     __device__ void load_factors(const Params&, WorkOrder<>) const {}
 };
 
-// Keys and values of 8 bits: each warp converts them to operands in registers. A warp of its own copies their factors.
+// Keys and values of 8 bits: each warp converts them to operands in registers. The factor warp copies the factors of keys and values.
 // P is multiplied by the factors of the values, over a unit that keeps it in the range of float16.
 template <class T>
 struct DecodeGemms<T, 1> {
@@ -138,7 +138,7 @@ struct DecodeGemms<T, 1> {
     __device__ void release_fenced_keys(const Barrier& empty) const {
         if (threadIdx.x == 0) empty.arrive();
     }
-    __device__ Accum weigh(Transposed (&probs)[KEY_BLOCKS], int stage) const {
+    __device__ Accum apply_value_factors(Transposed (&probs)[KEY_BLOCKS], int stage) const {
         const float* const factors = scales(stage).values;
         const Accum inverse = unit.inverse();
 #pragma unroll

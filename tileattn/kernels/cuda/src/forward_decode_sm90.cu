@@ -10,6 +10,8 @@
 
 using Gemms = DecodeGemms<KvElement>;
 static_assert(Q_STAGES == 2, "work tiles, each with a full and an empty barrier");
+constexpr int FACTOR_BYTES = (int(sizeof(Gemms::Storage)) + 1023) / 1024 * 1024;
+static_assert(MIN_BLOCKS_PER_SM * (SHARED_BYTES + STATIC_BYTES + FACTOR_BYTES) <= 227 * 1024, "shared memory of an SM");
 
 // Call visit(n, e) for each of a lane's rows, of which there are two in an atom. Lanes with the same lane.t have the
 // same rows.
@@ -255,7 +257,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, Gemms gemms) {
                 for (auto& block : s) sum += probability(block.x[0][n][e]) + probability(block.x[0][n][e + 2]);
                 x = fma(x, rescale.x[n][e], sum);
             });
-            const Accum factor = gemms.weigh(s, pipe.stage);
+            const Accum factor = gemms.apply_value_factors(s, pipe.stage);
             if (factor != 1) {
                 rises = true;
                 rescale.each([&](Accum& x, int, int) { x *= factor; });

@@ -14,7 +14,7 @@ static_assert(STAGES >= 2, "the next k stage is read before the v stage is relea
 
 using WorkTile = WindowedWorkTile;
 using QueryTile = SmemTile<ROWS, HEAD_DIM>;  // of one warpgroup
-constexpr int KV_SIZE = int(sizeof(KvElement));  // two numbers of 8 bits are an element of a tile
+constexpr int KV_SIZE = int(sizeof(KvElement));  // bytes; a tile has two numbers of 8 bits as one element
 using KeyTile = SmemTile<BLOCK_K, HEAD_DIM * KV_SIZE / 2>;
 using ValueTile = SmemTile<BLOCK_K, VALUE_DIM * KV_SIZE / 2>;
 
