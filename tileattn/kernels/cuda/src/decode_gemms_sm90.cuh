@@ -7,8 +7,8 @@
 #include "descale.cuh"
 #include "fwd_mainloop_sm90.cuh"
 
-static_assert(SPLIT_KV && CONSUMERS == 1 && GROUPS == 1 && BLOCK_K % WARPGROUP_ROWS == 0, "a warp has 16 keys of a GEMM");
-static_assert(VALUE_DIM % WARPGROUP_ROWS == 0, "whole GEMMs");
+static_assert(SPLIT_KV && CONSUMERS == 1 && GROUPS == 1, "a warp has 16 keys of a GEMM");
+static_assert(BLOCK_K % WARPGROUP_ROWS == 0 && VALUE_DIM % WARPGROUP_ROWS == 0, "whole GEMMs");
 
 constexpr int ATOMS = ROWS / 8, KEY_BLOCKS = BLOCK_K / WARPGROUP_ROWS, VALUE_BLOCKS = VALUE_DIM / WARPGROUP_ROWS;
 using Transposed = Fragment<Accum, 1, ATOMS>;  // 64 keys, or columns of v, x ROWS
@@ -60,8 +60,8 @@ struct DecodeGemms {
     __device__ void load_factors(const Params&, WorkOrder<>) const {}
 };
 
-// Keys and values of 8 bits: each warp converts them to operands in registers. The factor warp copies the factors of keys and values.
-// P is multiplied by the factors of the values, over a unit that keeps it in the range of float16.
+// Keys and values of 8 bits: each warp converts them to operands in registers. The factor warp copies their factors to
+// shared memory. P is multiplied by the factors of the values, over a unit that keeps it in the range of float16.
 template <class T>
 struct DecodeGemms<T, 1> {
     struct Storage {
@@ -142,8 +142,10 @@ struct DecodeGemms<T, 1> {
         const float* const factors = scales(stage).values;
         const Accum inverse = unit.inverse();
 #pragma unroll
-        for (int n = 0; n < KEY_BLOCKS; ++n)
-            scale(probs[n], factors + WARPGROUP_ROWS * n + 16 * (threadIdx.x / WARP), [&](int, int) { return inverse; });
+        for (int n = 0; n < KEY_BLOCKS; ++n) {
+            const float* const own = factors + WARPGROUP_ROWS * n + 16 * (threadIdx.x / WARP);
+            scale(probs[n], own, [&](int, int) { return inverse; });
+        }
         return raised;
     }
     __device__ void convert_values(int stage) { convert(values, stage, 0); }

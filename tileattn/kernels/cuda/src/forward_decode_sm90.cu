@@ -116,8 +116,10 @@ struct Sums {
 #pragma unroll
         for (int block = 0; block < VALUE_BLOCKS; ++block)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                visit(WARPGROUP_ROWS * block + first + Gemms::column(lane, 2 * half), columns[block].x[0][n][e + 2 * half]);
+            for (int half = 0; half < 2; ++half) {
+                const int d = WARPGROUP_ROWS * block + first + Gemms::column(lane, 2 * half);
+                visit(d, columns[block].x[0][n][e + 2 * half]);
+            }
     }
     // Add the sums over the next keys. `l` must be complete.
     __device__ void add(Sums& next, Accum softmax_scale_log2) {
