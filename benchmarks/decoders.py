@@ -5,7 +5,7 @@ Calls are planned when they are prepared. Caches have the memory of tileattn's, 
 
 import importlib
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ class FlashInfer(Decoder):
         table = step.options.get("block_table")
         page = CACHE_PAGE if table is None else step.rows[1].shape[2]
         pages = self._pages(step, page)
-        if table is None and int(pages.indices.max()) >= _in_pages(step.rows[1], page).shape[0]:
+        if table is None and int(pages.indices.max()) >= _rows(step.rows[1].shape, page):
             return None  # the last page would end past the cache
         sizes = {"num_qo_heads": Hq, "num_kv_heads": step.rows[1].shape[1], "page_size": page}
         sizes |= dict.fromkeys(("q_data_type", "kv_data_type"), self.torch.bfloat16)
@@ -190,6 +190,11 @@ def _in_pages(cache: Any, page: int) -> Any:
 
     The pages overlap: page n of sequence b is the one from row b * Hkv * N + n * page.
     """
-    B, Hkv, N, D = cache.shape
-    rows = (B - 1) * Hkv * N + N - page + 1
-    return cache.as_strided((rows, Hkv, page, D), (D, N * D, D, 1))
+    _, Hkv, N, D = cache.shape
+    return cache.as_strided((_rows(cache.shape, page), Hkv, page, D), (D, N * D, D, 1))
+
+
+def _rows(shape: Sequence[int], page: int) -> int:
+    """Count the rows from which a page of a contiguous cache may begin."""
+    B, Hkv, N, _ = shape
+    return (B - 1) * Hkv * N + N - page + 1

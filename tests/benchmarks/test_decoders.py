@@ -119,6 +119,16 @@ def test_decoders_attend_to_the_cache_of_each_sequence(case: Decoding) -> None:
     assert set(row["speedup_over"]) == {name for name in ABLE if case.name in ABLE[name]}
 
 
+@pytest.mark.parametrize(("last", "able"), [(20, False), (16, True), (24, True)])
+def test_no_page_ends_past_the_cache(last: int, able: bool) -> None:
+    """FlashInfer reads a contiguous cache in pages of eight keys, the last one also in part."""
+    case = Decoding("end", 4, 2, [max(last, 20) - 4, last])
+    libraries = {"tileattn": Arrays("tileattn"), **peers.find(["flashinfer"])[0]}
+    ((_, row),) = compare([decode.step_of(np, case, 8, 0)], libraries, Fake(), "bf16")
+    assert (row["failed"], row["mismatch"]) == ({}, {})
+    assert ("flashinfer" in row["us"]) is able
+
+
 def test_versions_of_decoders_are_known() -> None:
     found = peers.versions()
     assert (found["flashinfer"], found["flashmla"]) == ("0.7", "1.0")
