@@ -6,8 +6,8 @@
 The rate counts the bytes of the keys and values within the lengths. Calls are replayed as CUDA
 graphs, as in serving, over caches several times as large as the L2. cuDNN takes caches of equal
 lengths; FlashAttention-3 and 4 and FlashInfer also take other lengths and pages. FlashInfer and
-FlashMLA take latent caches (MLA), whose keys of 576 columns contain the values. FlashInfer and
-FlashMLA plan a call before it is timed. Results are compared with tileattn's.
+FlashMLA take latent caches (MLA): keys have 576 columns, and the first 512 are the values. Both
+plan a call before it is timed. Results are compared with tileattn's.
 Caches of 8 bits, with a descale for each token and head, are timed beside tileattn's call on the
 same numbers in bf16. A row that failed says why. The file is gpu_decode.json.
 """

@@ -176,7 +176,7 @@ def is_latent(step: Step) -> bool:
 
 
 def _packed(q: Any) -> Any:
-    """View (B, Hq, Nq, D), whose memory is (B, Nq, Hq, D), as (B * Nq, Hq, D)."""
+    """View (B, Hq, Nq, D) as (B * Nq, Hq, D); the memory is (B, Nq, Hq, D)."""
     return q.transpose(1, 2).flatten(0, 1)
 
 
@@ -195,6 +195,6 @@ def _in_pages(cache: Any, page: int) -> Any:
 
 
 def _rows(shape: Sequence[int], page: int) -> int:
-    """Count the rows from which a page of a contiguous cache may begin."""
+    """Count the rows at which a page of a contiguous cache may begin."""
     B, Hkv, N, _ = shape
     return (B - 1) * Hkv * N + N - page + 1

@@ -11,10 +11,10 @@ calls that it complained of, have every read after all writes. In ``forward_late
 the barriers of both warpgroups: what it may complain of there is ``rescale``, which a lane releases
 for its warp after ``__syncwarp``, and ``row_sums`` and ``bad``, written before and read after one
 ``named_barrier_sync`` of all that touch them. In ``forward_decode_sm90`` it may complain of the
-request to the gather warps, which a lane releases for its warp after ``__syncwarp``, and of the
-descales, whose copies arrive at a mbarrier with ``cp.async.mbarrier.arrive``. In ``forward_split``
-with 17 to 64 rows it misses ``__syncthreads`` and ``__syncwarp`` around ``row_sums`` and
-``zero_non_finite``: the machine code has both barriers.
+request to the gather warps: a lane releases it for its warp after ``__syncwarp``. It may complain
+of the descales: their copies arrive at a mbarrier with ``cp.async.mbarrier.arrive``.
+In ``forward_split`` with 17 to 64 rows it misses ``__syncthreads`` and ``__syncwarp`` around
+``row_sums`` and ``zero_non_finite``: the machine code has both barriers.
 
 Results are not compared here; the sanitizer watches what kernels read and write. Without CuPy's
 pool each array is an allocation of its own, so that one byte past an end is seen.

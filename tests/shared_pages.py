@@ -1,4 +1,4 @@
-"""Caches in pages whose sequences share their first pages, and the same keys without pages."""
+"""Caches in pages: sequences share their first pages. The same keys also without pages."""
 
 from typing import Any, NamedTuple
 

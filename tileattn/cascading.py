@@ -45,9 +45,9 @@ def cascade(
     Parameters
     ----------
     q : array, shape (B, Hq, Nq, D)
-        Queries.
+        Queries: float16, bfloat16, float32 or float64.
     k : array, shape (pages, Hkv, page, D)
-        Pages of keys.
+        Pages of keys, of the dtype of q. Pages of int8 and float8_e4m3fn have descales.
     v : array, shape (pages, Hkv, page, Dv)
         Pages of values.
     shared_lengths : int, array or sequence of int of shape (G,)
@@ -206,7 +206,7 @@ def merged(
     descales = {name: _of_rows(name, x, G, R) for name, x in descale_arrays(both).items()}
     shared = {"block_table": tables.shared_table, "kv_lengths": tables.shared_lengths}
     if R * G < B:
-        shared = {name: x.repeat(B // (R * G), axis=0) for name, x in shared.items()}
+        shared = {name: _repeated(x, B // (R * G)) for name, x in shared.items()}
         G = B // R
     # This call validates what both calls have: its messages show what the caller has passed.
     own = {"block_table": tables.table, "kv_lengths": tables.kv_lengths}
@@ -225,8 +225,14 @@ def merged(
     return Attention(out.reshape(rest.out.shape), lse.reshape(rest.lse.shape))
 
 
+def _repeated(x: Any, times: int) -> Any:
+    """Repeat each entry of the first axis. Along a first axis, CuPy starts a kernel for each."""
+    repeated = x[:, np.newaxis].repeat(times, axis=1)
+    return repeated.reshape(len(x) * times, *x.shape[1:])
+
+
 def _members(members: int, Nq: int) -> int:
-    """Return how many sequences are the rows of one sequence: a divisor of those of a group."""
+    """Divide a group of ``members`` sequences into equal parts; return the sequences of a part."""
     largest = min(members, _MOST_QUERIES // max(Nq, 1))
     fitting = (n for n in range(largest, 0, -1) if members % n == 0)
     most = next(fitting, members)
@@ -243,7 +249,7 @@ def cascade_tables(table: Any, lengths: Any, shared: Any, page: int) -> tuple[An
     dropped = np.minimum(np.maximum(shared // page, 0), width)
     own = np.broadcast_to(dropped[:, np.newaxis], (G, B // G)).reshape(B)
     columns = own[:, np.newaxis] + np.arange(width, like=table)
-    # Columns past the table have no keys, whatever page they name.
+    # Columns past the table may name any page: they have no keys.
     rest = table[np.arange(B, like=table)[:, np.newaxis], np.minimum(columns, width - 1)]
     return rest, lengths - own * page, table[:: B // G], dropped * page
 

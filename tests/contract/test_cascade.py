@@ -143,7 +143,7 @@ def test_a_sequence_has_no_influence_on_others(backend: Runner) -> None:
         np.testing.assert_array_equal(found.out[b], expected.out[b])
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 VALID: dict[str, Any] = {
     "q": np.ones((4, 4, 2, 8), np.float32),

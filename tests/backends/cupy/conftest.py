@@ -24,7 +24,7 @@ CELLS = {  # of the parameter block
 def kernels(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[KernelKey]]:
-    """Run what is loaded; give the keys."""
+    """Run loaded kernels on the CPU; give their keys."""
     import cupy
 
     loaded: list[KernelKey] = []

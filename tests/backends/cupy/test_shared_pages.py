@@ -1,4 +1,4 @@
-"""``cascade`` on CuPy arrays in host memory: what its own kernels compute, and what is started."""
+"""``cascade`` on CuPy arrays in host memory: results of its kernels, and the launches."""
 
 from typing import Any
 

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const i64 shared_pages = min(max(asked / p.page, i64(0)), p.width);
     const bool is_first = b % p.members == 0;
     if (n < p.width) {
-        // Columns past the table have no keys, whatever page they name.
+        // Columns past the table may name any page: they have no keys.
         const i64 column = min(n + shared_pages, p.width - 1), bytes = p.block_table_at.bytes;
         store_integer(p.table, bytes, at, p.block_table_at.of(p.block_table, b, column));
         if (is_first)

@@ -26,7 +26,7 @@ struct Sums {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward_combine(const __grid_constant__ Params p) {
     launch_dependents();
-    pass_kernel_before();  // which lengths and offsets precede
+    pass_kernel_before();  // lengths and offsets were complete before that kernel began
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, share = warp % WARPS_N;
     const SplitRow row(p, int(blockIdx.x) * WARPS_M + warp / WARPS_N);
     wait_for_prerequisites();

@@ -155,7 +155,7 @@ __device__ inline void consume(const Params& p, const Smem& smem, Gemms gemms) {
     const int piece_tiles = int(p.piece_keys) / BLOCK_K;
     PipelineState<2> work_pipe;
     PipelineState<STAGES> pipe;
-    int loaded_head = -1;  // the key head whose rows are loaded, an index among all key heads
+    int loaded_head = -1;  // the key head of the loaded rows, an index among all key heads
     auto sync = [&] { named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(0)); };
     auto largest_of = [](Accum x, Accum y) { return fmax(x, y); };
     auto sum_of = [](Accum x, Accum y) { return x + y; };

@@ -8,7 +8,7 @@ constexpr int AHEAD = 8;  // splits that are loaded at once
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward_fold(const __grid_constant__ Params p) {
     launch_dependents();
-    pass_kernel_before();  // which lengths and offsets precede
+    pass_kernel_before();  // lengths and offsets were complete before that kernel began
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const SplitRow row(p, int(blockIdx.x) * WARPS_M + warp);
     wait_for_prerequisites();
