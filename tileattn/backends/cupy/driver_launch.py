@@ -114,7 +114,7 @@ class LaunchBlock:
             if boxes:
                 maps = self._maps.get(boxes)
                 if maps is None:
-                    maps = self._maps[boxes] = EncodedMaps(boxes, launch.key.dtype)
+                    maps = self._maps[boxes] = EncodedMaps(boxes, launch.key.mapped_dtype)
                 parameters[1] = maps.start
             config = self._add(kernel, launch.key.threads, launch.shared_bytes, parameters)
             if overlaps:

@@ -80,6 +80,11 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(128, 32, 8, tuned=True, spills=True), TileSize(64, 16, 4)),
         512: (TileSize(64, 32, 4),),
     },
+    # One warpgroup per 64 queries. Three leave too few registers for wide heads.
+    ("forward_float32_sm90", 4): {
+        64: (TileSize(192, 64, 12, 1, 4), TileSize(128, 64, 8, 1, 4)),
+        128: (TileSize(128, 64, 8, 1, 2),),
+    },
     ("forward", 8): {
         64: (TileSize(128, 32, 8, 1, 2, tuned=True),),
         128: (TileSize(128, 32, 8, tuned=True, spills=True),),

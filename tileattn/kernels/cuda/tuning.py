@@ -78,6 +78,8 @@ _STAGGER_AGAIN = _row("stagger heads at 16384 too; one wave up to 512 keys", _BO
 _DBIAS = _row("thread blocks share the tiles of a broadcast bias", _H200)
 _HALF_WAVE = _row("half a wave of key blocks at a time", _H100)
 
+_PLANES = _row("float32 as float16 numbers on wgmma: from 256 queries and keys", _H200)
+
 
 def _tuned(value: Any, alternative: Any, unit: str, condition: str, source: Source) -> Any:
     number = TunedNumber("", value, alternative, unit, condition, source)
@@ -115,6 +117,10 @@ class Tuning:
     )
     masked_rows: int = _tuned(
         128, 192, "queries", "of a tile, at most, if a mask leaves tiles empty", _FAMILIES
+    )
+    # float32 on Hopper's tensor cores.
+    plane_rows: int = _tuned(
+        256, _NEVER, "queries and keys", "float32: split numbers if both are >= x", _PLANES
     )
     # Backward tiles of the Hopper kernel.
     padded_queries: float = _tuned(

@@ -4,6 +4,7 @@ from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.block_order import with_orders
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext
 from tileattn.kernels.cuda.families.family import Family, launches_of
+from tileattn.kernels.cuda.families.float32 import FLOAT32_FORWARD_FAMILY
 from tileattn.kernels.cuda.families.generic import GENERIC_BACKWARD, GENERIC_FORWARD
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARD_FAMILY, HOPPER_FORWARD_FAMILY
 from tileattn.kernels.cuda.families.latent import LATENT_FAMILY
@@ -20,6 +21,7 @@ FORWARD: tuple[Family, ...] = (
     SPLIT_HOPPER_FAMILY,
     SPLIT_FAMILY,
     PAGES_FAMILY,
+    FLOAT32_FORWARD_FAMILY,
     HOPPER_FORWARD_FAMILY,
     GENERIC_FORWARD,
 )

@@ -381,7 +381,7 @@ def key_of(
     )
 
 
-def _forward_workspace(P: Problem, key: KernelKey) -> Parts:
+def forward_workspace(P: Problem, key: KernelKey) -> Parts:
     """Return the dynamic scheduler's parts for packed sequences; other calls have a schedule."""
     if not P.is_packed:
         return Parts({}, {})
@@ -398,8 +398,8 @@ class _Totals:
     pieces: int  # of a total, in the workspace
 
     def __call__(self, P: Problem, key: KernelKey) -> Parts:
-        """Add the bytes of the totals to `_forward_workspace`; a call of one part has none."""
-        found = _forward_workspace(P, key)
+        """Add the bytes of the totals to `forward_workspace`; a call of one part has none."""
+        found = forward_workspace(P, key)
         count = self.workers if P.Nk > self.part_keys else 0
         nbytes = count * self.pieces * _PIECE_BYTES * WARP * key.warps_m
         return found._replace(scratch=found.scratch | {"partial_out": nbytes})
@@ -421,7 +421,7 @@ def _counters(counts: dict[str, int]) -> dict[str, int]:
 
 
 _FORWARD = KernelTraits(
-    main=True, persistent="queries", tile_lists=True, workspace=_forward_workspace
+    main=True, persistent="queries", tile_lists=True, workspace=forward_workspace
 )
 _KEYS = KernelTraits(
     main=True,

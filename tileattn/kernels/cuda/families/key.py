@@ -58,6 +58,11 @@ class KernelKey:
         """Queries and keys of a tile."""
         return self.block_q, self.block_k
 
+    @property
+    def mapped_dtype(self) -> str:
+        """The dtype of the elements of tensor maps: those of float32 are planes of float16."""
+        return "float16" if self.dtype == "float32" else self.dtype
+
     def defines(self) -> tuple[str, ...]:
         """Return the compiler's ``-D`` options, one per field and in their order.
 

@@ -162,6 +162,18 @@ def hopper_forward_memory(
 
 
 @cache
+def float32_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
+    """Count the dynamic shared memory of the Hopper forward kernel for float32.
+
+    It holds the queries and the stages of keys and values, which are float16 numbers in pairs, and
+    a tile of the bias.
+    """
+    queries = 2 * _swizzled(tile.block_q, dim)
+    keys, values = (2 * _swizzled(tile.block_k, n) for n in (dim, value))
+    return queries + tile.stages * (keys + values) + _tiled(tile.block_q, tile.block_k, bias_size)
+
+
+@cache
 def hopper_backward_bytes(
     tile: TileSize,
     dim: int,

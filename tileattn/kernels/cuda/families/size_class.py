@@ -58,6 +58,7 @@ class SizeClass(NamedTuple):
     has_short_keys: bool
     has_two_group_keys: bool
     short_rows: tuple[int, ...]
+    suits_planes: bool
     tall_keys: int
     fills_tall_tiles: bool
     suits_tall_rows: bool
@@ -89,6 +90,7 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         has_short_keys(P, tuning),
         has_two_group_keys(P, tuning),
         short_rows(P, tuning),
+        suits_planes(P, tuning),
         tall_keys(P, tuning),
         fills_tall_tiles(P, tuning, sm_count),
         suits_tall_rows(P, tuning),
@@ -238,13 +240,25 @@ def has_two_group_keys(P: Problem, tuning: Tuning) -> bool:
     It stands for the mean, and only the window counts. Packed lengths are known only on the device:
     their tiles are the same for any, and so are the bits of each sequence.
     """
-    if P.is_packed:
-        return True
+    return P.is_packed or attended_keys(P) <= tuning.two_group_keys
+
+
+def attended_keys(P: Problem) -> int:
+    """Return the keys to which the middle query attends, if only the window counts."""
     left, right = P.window
     key = (P.Nq - 1) // 2 + P.Nk - P.Nq  # on its diagonal
     first = 0 if left is None else max(key - left, 0)
     end = P.Nk if right is None else min(key + right + 1, P.Nk)
-    return end - first <= tuning.two_group_keys
+    return end - first
+
+
+def suits_planes(P: Problem, tuning: Tuning) -> bool:
+    """Return True if float32 queries and keys are so many that splitting the keys pays.
+
+    Only the lengths and the window count, so that a row has the same bits in any batch. Packed
+    lengths are known only on the device, and count as long.
+    """
+    return min(P.Nq, attended_keys(P)) >= tuning.plane_rows
 
 
 def short_rows(P: Problem, tuning: Tuning) -> tuple[int, ...]:

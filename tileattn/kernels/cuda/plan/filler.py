@@ -16,6 +16,7 @@ from tileattn.kernels.cuda.families.grid import GridSizes, padded_rows
 from tileattn.kernels.cuda.plan.layout import ITEMSIZES, ROWS, CallLayout
 from tileattn.kernels.cuda.plan.params import CELLS, ON_DEVICE, PACKED, SECTIONS, scalar_fields
 from tileattn.kernels.cuda.plan.plan import WORD, LaunchPlan, MaskTiles, mask_tiles
+from tileattn.kernels.cuda.plan.planes import plane_layouts
 from tileattn.kernels.cuda.plan.scheduler import Schedule, schedule_of
 from tileattn.kernels.cuda.plan.tensor_map import sizes_and_strides
 from tileattn.kernels.cuda.plan.workspace import Workspace, workspace_of
@@ -25,6 +26,7 @@ _SIZES, _SCHEDULE, _WINDOW = CELLS["B"], CELLS["single_heads"], CELLS["length"]
 _SPLITS, _SCALARS, _BIAS = CELLS["splits"], CELLS["scale"], CELLS["bias_B"]
 _schedule_cells = attrgetter(*(name for name, _ in SECTIONS["schedule"]))
 _SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3}  # to divide by the size of an element
+_PLANE_BYTES = 2  # of an element of planes
 
 PLACES = {"kv_lengths": "length", "q_offset": "offset"}
 """The cells of lengths and offsets that all sequences share."""
@@ -130,7 +132,8 @@ class Filler:
         self._slopes, self._bias = (
             names.index(name) if name in names else None for name in ("alibi_slopes", "bias")
         )
-        self._mapped = [names.index(name) for boxes in plan.tensor_maps for name, _ in boxes]
+        self._mapped = [name for boxes in plan.tensor_maps for name, _ in boxes]
+        self._planes = tuple(plane_layouts(plan.problem, plan.launches))
         self._aux, self._constants = [names.index(name) for name in plan.aux], len(plan.cells)
 
     def fill(
@@ -187,8 +190,12 @@ class Filler:
         for n in self._aux:
             cells += (0, *(arrays[n].shape or (0,)), *(arrays[n].strides or (0,)))
         maps: list[int] = []
-        for n in self._mapped:
-            for numbers in sizes_and_strides(arrays[n], size):
+        named = dict(zip(self._names, arrays, strict=True)) if self._mapped else {}
+        if self._planes:
+            named |= plane_layouts(P, self._running)
+        for name in self._mapped:
+            itemsize = _PLANE_BYTES if name in self._planes else size
+            for numbers in sizes_and_strides(named[name], itemsize):
                 maps += numbers
         return Filled(cells, grids, workspace, maps)
 

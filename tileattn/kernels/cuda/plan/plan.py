@@ -21,6 +21,7 @@ from tileattn.kernels.cuda.plan.aux_gradient import learned_arrays, learned_layo
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.kind_plan import KindPlan, backward_kind, forward_kind
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, Constant, contiguous, copies
+from tileattn.kernels.cuda.plan.planes import plane_layouts
 from tileattn.kernels.cuda.plan.scheduler import schedule_of
 from tileattn.kernels.cuda.plan.tensor_map import TensorMap, tensor_map
 from tileattn.kernels.cuda.plan.tile_kinds import evaluating, tile_kinds_of
@@ -199,12 +200,14 @@ def launch_plan(
     constants = _constants(kind, P, layout)
     if schedule.assignment is not None:
         constants["assignment"] = Constant.of(schedule.assignment)
-        *before, last = launches  # with late workers
-        last = last._replace(grid=schedule.assignment.shape[1] // last.key.groups)
-        launches = (*before, last)
+        workers = schedule.assignment.shape[1]  # with late ones
+        launches = tuple(
+            x._replace(grid=workers // x.key.groups) if x.traits.main else x for x in launches
+        )
     constants |= mask.constants
     carried = {} if tables else {n: x for n, x in constants.items() if len(x.data) <= MAX_CARRIED}
     arrays |= mask.arrays
+    mapped = arrays | plane_layouts(P, launches)
     made = {name: x.nbytes for name, x in copied.items()}
     made |= {name: -(-len(x.data) // WORD) * WORD for name, x in carried.items()}
     made |= {**schedule.parts, **mask.parts, **dbias_parts}
@@ -226,7 +229,7 @@ def launch_plan(
         constants={name: x for name, x in constants.items() if name not in carried},
         carried=carried,
         tensor_maps={
-            boxes: tuple(tensor_map(name, arrays[name], rows) for name, rows in boxes)
+            boxes: tuple(tensor_map(name, mapped[name], rows) for name, rows in boxes)
             for boxes in dict.fromkeys(launch.tensor_maps for launch in launches)
             if boxes
         },

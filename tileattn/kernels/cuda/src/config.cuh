@@ -23,8 +23,11 @@ using BiasElement = Present<KEY_BIAS>::type;
 
 constexpr bool IS_16_BIT = sizeof(Element) == 2;
 
+// Hopper's kernels for float32 compute with two float16 numbers for each element (splitting.cuh).
+constexpr bool SPLIT_FLOATS = sizeof(Element) == 4 && KEY_PRODUCER_WARPS > 0;
+
 // The types of keys and values, and of operands of GEMMs with them. Both are Element unless keys and
-// values have 8 bits.
+// values have 8 bits, or float32 is split.
 template <bool TO_HALVES>
 struct OperandOf {
     using type = Element;
@@ -35,7 +38,7 @@ struct OperandOf<true> {
 };
 constexpr bool QUANTISED = Present<KEY_KV_DTYPE>::value;
 using KvElement = Present<KEY_KV_DTYPE, Element>::type;
-using Operand = OperandOf<QUANTISED && IS_16_BIT>::type;
+using Operand = OperandOf<(QUANTISED && IS_16_BIT) || SPLIT_FLOATS>::type;
 
 constexpr int HEAD_DIM = KEY_HEAD_DIM;
 constexpr int VALUE_DIM = KEY_VALUE_DIM;

@@ -4,6 +4,7 @@
 // If the output is not finite, and not all queries attend to the non-finite values, a second, NaN-safe pass
 // computes the block again (nonfinite.cuh). Rows that attend only to finite values get the same bits from
 // both passes.
+#include "head_flags.cuh"
 #include "nonfinite.cuh"
 #include "pair.cuh"
 #include "rows.cuh"
@@ -30,10 +31,15 @@ static_assert(NonFiniteTable::BYTES <= KeyTile::BYTES, "the table takes the k ti
 struct WorkTile {
     int b, h, q0, column, columns;
 
-    __device__ explicit WorkTile(const Params& p) {
-        const int q_blocks = block_count<BLOCK_Q>(p, p.Nq);
-        const int column_blocks = max(1, int((p.Dv + VALUE_DIM - 1) / VALUE_DIM));
-        const BlockCoord coord(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.head_groups));
+    __device__ static int column_blocks(const Params& p) {
+        return max(1, int((p.Dv + VALUE_DIM - 1) / VALUE_DIM));
+    }
+    __device__ static i64 count(const Params& p) {
+        return p.B * p.Hq * column_blocks(p) * block_count<BLOCK_Q>(p, p.Nq);
+    }
+    __device__ WorkTile(const Params& p, int index) {
+        const int q_blocks = block_count<BLOCK_Q>(p, p.Nq), column_blocks = WorkTile::column_blocks(p);
+        const BlockCoord coord(q_blocks, int(p.B * p.Hq) * column_blocks, int(p.head_groups), index);
         // Longest first: with a causal mask the last queries have most keys.
         const int number = p.right < 0 ? coord.block : q_blocks - 1 - coord.block;
         const HeadBlock<BLOCK_Q> at(p, p.query_ends(), int(p.Hq), coord.head / column_blocks,
@@ -103,17 +109,17 @@ __device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const No
 }
 
 template <bool NAN_SAFE>
-__device__ void forward_block(const Params& p, const WorkTile& work);
+__device__ void forward_block(const Params& p, const WorkTile& work, int index);
 
 // Not inlined, so that it costs the first pass no registers. float32 always runs it after a non-finite
 // output: in the first pass the tf32 parts turn infinity into NaN.
-__device__ __noinline__ void forward_block_nan_safe(const Params& p) {
-    const WorkTile work(p);
-    if (sizeof(Element) == 4 || needs_nan_safe(p, work)) forward_block<true>(p, work);
+__device__ __noinline__ void forward_block_nan_safe(const Params& p, int index) {
+    const WorkTile work(p, index);
+    if (sizeof(Element) == 4 || needs_nan_safe(p, work)) forward_block<true>(p, work, index);
 }
 
 template <bool NAN_SAFE>
-__device__ inline void forward_block(const Params& p, const WorkTile& work) {
+__device__ inline void forward_block(const Params& p, const WorkTile& work, int index) {
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile(memory);
     const OutTile out_tile(memory);  // overlays q at the end
@@ -275,13 +281,16 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work) {
 
     if (NAN_SAFE || !again) return;
     __syncthreads();  // all warps have stored
-    forward_block_nan_safe(p);
+    forward_block_nan_safe(p, index);
 }
 
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     forward(const __grid_constant__ Params p) {
     overlap_launches();
-    const WorkTile work(p);
-    if (PACKED && work.q0 >= Sequence(p, work.b).Nq) return;  // no work tile
-    forward_block<false>(p, work);
+    for_blocks(p, WorkTile::count(p), [&](int index) {
+        const WorkTile work(p, index);
+        if (PACKED && work.q0 >= Sequence(p, work.b).Nq) return;  // no work tile
+        if (ONLY_FLAGGED && !(head_flags(p, work.b, work.h / int(p.group)) & FLAGGED_HEADS)) return;
+        forward_block<false>(p, work, index);
+    });
 }

@@ -83,9 +83,12 @@ struct KeyLoads<true> {
     }
 };
 
-// If keys are gathered, only q has a tensor map.
+// If keys are gathered, only q has a tensor map. If the warpgroups load q, only keys and values have.
 struct QueryMap {
     TensorMap q;
+};
+struct KeyMaps {
+    TensorMap k, v;
 };
 template <bool>
 struct LoadedMaps {
@@ -99,6 +102,7 @@ __device__ inline void set_up(const Smem& smem, const ForwardMaps& maps) {
     set_up(smem, maps.k, maps.q, maps.v);
 }
 __device__ inline void set_up(const Smem& smem, const QueryMap& maps) { set_up(smem, maps.q); }
+__device__ inline void set_up(const Smem& smem, const KeyMaps& maps) { set_up(smem, maps.k, maps.v); }
 
 // Prefetch q of the next work tile while this one is being computed, instead of after its last K/V load?
 // There must be stages for it. With two groups there is nothing to hide: the other group computes.
@@ -150,7 +154,7 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
             // In a NaN-safe pass the warpgroups go through the same tiles in lockstep.
             if (!work.nan_safe) own.tiles = key_tiles(p, work, work.window, own.q0, ROWS);
             if (HAS_TILE_LIST) own.tiles.begin = work.begin, own.tiles.end = work.end;
-            if (SPLIT_KV)
+            if constexpr (LOADS_OWN_Q)
                 full.arrive();  // the warpgroup loads its rows itself
             else
                 smem.q(q_pipe.stage).load<LOAD_UNROLL>(maps.q, work.q_start + own.q0, work.h,
@@ -284,7 +288,7 @@ __device__ inline void load_shared_rows(const Params& p, const WorkTile& work,
 
 // A warpgroup zeroes the rows of a tile of values from row `begin` on.
 __device__ inline void zero_rows(const ValueTile& tile, int begin) {
-    constexpr int CHUNKS = VALUE_DIM * KV_SIZE / 16;
+    constexpr int CHUNKS = SPLIT_FLOATS ? kv_columns(VALUE_DIM) / 8 : VALUE_DIM * KV_SIZE / 16;
     const u32 zeros[4] = {};
 #pragma unroll 1
     for (int i = begin * CHUNKS + threadIdx.x % WARPGROUP; i < BLOCK_K * CHUNKS; i += WARPGROUP)
@@ -293,6 +297,7 @@ __device__ inline void zero_rows(const ValueTile& tile, int begin) {
 
 // Store 16 rows of each warp over a split, from row0 on: the output if it is the only split, else partial
 // sums that are not normalised. `halves` has a bit for each of a lane's two rows that is to be stored.
+template <class T = Element>  // a template, so that only kernels that call it compile it
 __device__ inline void store_split(const Params& p, const WorkTile& work, int row0, u32 halves,
                                    const RowState<1>& state, Fragment<Accum, 1, VT>& acc) {
     const Lane lane;
@@ -315,7 +320,7 @@ __device__ inline void store_split(const Params& p, const WorkTile& work, int ro
                 sum.finish(p, lse_index(p, sequence, shared), shared.h, wanted && lane.t == 0);
 #pragma unroll
             for (auto& atom : acc.x[0]) atom[2 * half] *= inverse, atom[2 * half + 1] *= inverse;
-            store_row(out_row(p, sequence, shared), acc, half, int(p.Dv), wanted);
+            store_row<T>(out_row(p, sequence, shared), acc, half, int(p.Dv), wanted);
         } else if (wanted) {
             const i64 index = partial_index(p, sequence, kv, row, work.split);
             if (lane.t == 0) sum.store(static_cast<Accum*>(p.partial_sums) + 2 * index);

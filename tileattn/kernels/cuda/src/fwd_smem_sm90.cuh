@@ -4,6 +4,7 @@
 
 #include "bias.cuh"
 #include "gemm_sm90.cuh"
+#include "splitting.cuh"
 #include "tile_scheduler_sm90.cuh"
 #include "warpgroups_sm90.cuh"
 
@@ -13,10 +14,13 @@ static_assert(BLOCK_Q == ROWS * CONSUMERS && WARPS_N == 1, "the warpgroups share
 static_assert(STAGES >= 2, "the next k stage is read before the v stage is released");
 
 using WorkTile = WindowedWorkTile;
-using QueryTile = SmemTile<ROWS, HEAD_DIM>;  // of one warpgroup
+using QueryTile = SmemTile<ROWS, SPLIT_FLOATS ? plane_columns(HEAD_DIM) : HEAD_DIM>;  // of one warpgroup
 constexpr int KV_SIZE = int(sizeof(KvElement));  // bytes; a tile has two numbers of 8 bits as one element
-using KeyTile = SmemTile<BLOCK_K, HEAD_DIM * KV_SIZE / 2>;
-using ValueTile = SmemTile<BLOCK_K, VALUE_DIM * KV_SIZE / 2>;
+__device__ constexpr int kv_columns(int dim) {
+    return SPLIT_FLOATS ? plane_columns(dim) : dim * KV_SIZE / 2;
+}
+using KeyTile = SmemTile<BLOCK_K, kv_columns(HEAD_DIM)>;
+using ValueTile = SmemTile<BLOCK_K, kv_columns(VALUE_DIM)>;
 
 struct KeyValueStage {
     KeyTile::Storage k;
@@ -35,6 +39,8 @@ static_assert(STAGING_BYTES == BLOCK_PIECES * WARP * 16, "a block is the staging
 // With SPLIT_KV successive work tiles mostly have the same queries, so each warpgroup has one tile of them, and
 // output is not staged. In forward_decode_sm90 the space holds P, and at the end of a piece one row for each warp,
 // which sum_row recomputes.
+//
+// For float32 the warpgroups load and split their queries themselves.
 constexpr int BIAS_BYTES = WarpBias<false, 1, BLOCK_K / 8>::BYTES;
 constexpr int Q_SPACE =
     225 * 1024 / (GROUPS * MIN_BLOCKS_PER_SM) - BIAS_BYTES - STAGES * int(sizeof(KeyValueStage));
@@ -44,23 +50,21 @@ constexpr int OUT_FIT = (Q_SPACE - 2 * CONSUMERS * QueryTile::BYTES) / TOTAL_BLO
 constexpr int OUT_BLOCKS = OUT_FIT < OUT_LEAST ? OUT_LEAST : OUT_FIT < OUT_MOST ? OUT_FIT : OUT_MOST;
 constexpr int P_BYTES = ROWS * 2 * BLOCK_K, ROW_BYTES = WARPS_M * VALUE_DIM * int(sizeof(Accum));
 constexpr int SPLIT_BYTES = ROWS == WARPGROUP_ROWS ? 0 : P_BYTES < ROW_BYTES ? ROW_BYTES : P_BYTES;
-constexpr int OUT_BYTES = SPLIT_KV ? SPLIT_BYTES : OUT_BLOCKS * TOTAL_BLOCK;
-constexpr bool STAGED_OUT = !SPLIT_KV && OUT_BLOCKS > 0;
+constexpr bool LOADS_OWN_Q = SPLIT_KV || SPLIT_FLOATS;
+constexpr int OUT_BYTES = SPLIT_KV ? SPLIT_BYTES : LOADS_OWN_Q ? 0 : OUT_BLOCKS * TOTAL_BLOCK;
+constexpr bool STAGED_OUT = !LOADS_OWN_Q && OUT_BLOCKS > 0;
 constexpr int Q_FIT = (Q_SPACE - OUT_BYTES) / QueryTile::BYTES;
-constexpr int Q_STAGES = SPLIT_KV || Q_FIT >= 2 * CONSUMERS ? 2 * CONSUMERS : Q_FIT;
-constexpr int Q_TILES = SPLIT_KV ? CONSUMERS : Q_STAGES;
+constexpr int Q_STAGES = LOADS_OWN_Q || Q_FIT >= 2 * CONSUMERS ? 2 * CONSUMERS : Q_FIT;
+constexpr int Q_TILES = LOADS_OWN_Q ? CONSUMERS : Q_STAGES;
 static_assert(Q_STAGES >= CONSUMERS, "a stage for every warpgroup");
 static_assert((BLOCK_Q - ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
               "a warpgroup fetches the next work tile before it skips the rest of this one");
 
 constexpr int TRACKED = 512;  // bits for unfinished work tiles: iterations modulo 512
 
-// Layout of dynamic shared memory. The staging memory of the warps, or P, and the parts of the bias follow.
-struct Tensors {
-    QueryTile::Storage q[Q_TILES];
-    KeyValueStage kv[STAGES];
-};
-constexpr int GROUP_BYTES = int(sizeof(Tensors)) + OUT_BYTES + BIAS_BYTES;
+// Layout of dynamic shared memory: queries, stages, the staging memory of the warps, or P, and the bias.
+constexpr int Q_BYTES = Q_TILES * QueryTile::BYTES, TENSOR_BYTES = Q_BYTES + STAGES * int(sizeof(KeyValueStage));
+constexpr int GROUP_BYTES = TENSOR_BYTES + OUT_BYTES + BIAS_BYTES;
 static_assert(GROUPS * GROUP_BYTES == SHARED_BYTES, "what a launch brings");
 static_assert(GROUPS == 1 || GROUP_BYTES % 1024 == 0, "where swizzled tiles may lie");
 
@@ -136,12 +140,9 @@ struct Smem {
           storage(storages[group]),
           group(group) {}
 
-    static constexpr int KV = int(sizeof(Tensors::q));
-    static_assert(KV + sizeof(Tensors::kv) == sizeof(Tensors), "no padding");
-
     __device__ QueryTile q(int stage) const { return {tensors + stage * QueryTile::BYTES}; }
     __device__ KeyTile k(int stage) const {
-        return {tensors + KV + stage * int(sizeof(KeyValueStage))};
+        return {tensors + Q_BYTES + stage * int(sizeof(KeyValueStage))};
     }
     __device__ ValueTile v(int stage) const { return {k(stage).address + KeyTile::BYTES}; }
 
@@ -151,10 +152,10 @@ struct Smem {
     }
 
     __device__ u32 staging(int warp) const {
-        return tensors + int(sizeof(Tensors)) + warp * STAGING_BYTES;
+        return tensors + TENSOR_BYTES + warp * STAGING_BYTES;
     }
-    __device__ char* out() const { return memory + sizeof(Tensors); }
-    __device__ char* bias() const { return memory + sizeof(Tensors) + OUT_BYTES; }
+    __device__ char* out() const { return memory + TENSOR_BYTES; }
+    __device__ char* bias() const { return memory + TENSOR_BYTES + OUT_BYTES; }
 
     __device__ Barrier q_full(int warpgroup, int parity) const {
         return {shared_address(storage.q_full + 2 * warpgroup + parity)};

@@ -1,0 +1,340 @@
+// Forward pass for float32 on Hopper: each GEMM is three GEMMs of float16 numbers (splitting.cuh), with wgmma.
+// Producer, work tiles and softmax are those of forward_sm90. Mirrors forward_block in spec.py.
+//
+// The tensor core cuts sums toward zero. So a sum leaves it every 64 columns of q and k, and every 64 keys, and
+// is added in float32.
+//
+// A head fails if a tile of its keys or values cannot be split, if a result is not finite, or if scores are so
+// large that lost digits count. The kernel `forward` computes it again. That depends on the head alone.
+#include "fwd_mainloop_sm90.cuh"
+#include "head_flags.cuh"
+#include "planes.cuh"
+
+constexpr int STEPS_OF_SUM = 64 / 16;               // wgmmas after which a sum leaves the tensor core
+constexpr int DEPTH = (HEAD_DIM + 15) / 16;         // k-steps of QK
+constexpr int SUMS = (DEPTH + STEPS_OF_SUM - 1) / STEPS_OF_SUM;
+static_assert(BLOCK_K == TILE_ROWS && ROWS == WARPGROUP_ROWS, "a tile has one factor");
+
+constexpr bool SHIFT_FROM_SUMS = FOLD;
+constexpr int CHUNK = HAS_SCORE_MOD || HAS_MASK_MOD ? 8 : NT;
+constexpr bool CHUNKED = CHUNK < NT;
+
+// The largest product of an element of q and one of k, in units of log 2 of the score. An element loses digits
+// below 2**-50 of the largest of its tile: with more, that would show in a score.
+constexpr float MAX_PRODUCT = 0x1p20f;
+
+using OperandA = Atom<float16>::A;
+
+// Load two neighbouring elements of a row.
+__device__ inline float2 load_pair(const Element* row, int column, int columns) {
+    float2 x{0, 0};
+    if constexpr (ALIGNMENT_BYTES >= 8) {
+        if (column < columns) x = *reinterpret_cast<const float2*>(row + column);
+    } else {
+        if (column < columns) x.x = row[column];
+        if (column + 1 < columns) x.y = row[column + 1];
+    }
+    return x;
+}
+
+// Load and split the queries of a warp, with one factor for each row. Returns the inverse factors of a lane's two
+// rows. In registers, as operands of QK, ptxas 13.0 would overwrite them in the loop over tiles.
+__device__ inline void load_queries(const Params& p, const WorkTile& work, const QueryTile& tile,
+                                    float (&inverse)[2]) {
+    const Lane lane;
+    const int warp_lane = threadIdx.x % WARP;
+    const int row0 = threadIdx.x % WARPGROUP / WARP * 16, rows = work.Nq(p) - work.q0 - row0;
+    const Element* const q = rows_of<Element>(p.q, p.q_at, work.entry(), work.h) +
+                             (i64(work.q_start) + work.q0 + row0) * p.q_at.n;
+    float2 x[DEPTH][4];  // in the order of an operand's registers
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = lane.row(2 * half), columns = row < rows ? int(p.D) : 0;
+        float most = 0;
+#pragma unroll
+        for (int k = 0; k < DEPTH; ++k)
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                const float2 pair = load_pair(q + row * p.q_at.n, 16 * k + 8 * side + 2 * lane.t, columns);
+                x[k][2 * side + half] = pair;
+                most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+            }
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        factor[half] = power_of_two(most), inverse[half] = inverse_power(factor[half]);
+    }
+#pragma unroll
+    for (int k = 0; k < DEPTH; ++k) {
+        OperandA high, low;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const Split a = split(x[k][i].x, factor[i % 2]), b = split(x[k][i].y, factor[i % 2]);
+            high.r[i] = u32(a.high.bits) | u32(b.high.bits) << 16;
+            low.r[i] = u32(a.low.bits) | u32(b.low.bits) << 16;
+        }
+        const int row = row0 + warp_lane % 16, column = 16 * k + warp_lane / 16 * 8;
+        store_matrices(tile.chunk(row, 2 * high_column(column)), high.r);
+        store_matrices(tile.chunk(row, 2 * low_column(column)), low.r);
+    }
+}
+
+// P of 16 keys as operands of PV. The low part is not scaled: it shares sums with the high part. `shifted` is the
+// high part for the low part of the values, which is scaled.
+struct Probabilities {
+    OperandA high[BLOCK_K / 16], low[BLOCK_K / 16], shifted[BLOCK_K / 16];
+
+    __device__ void split(const Fragment<Accum, 1, NT>& p) {
+#pragma unroll
+        for (int k = 0; k < BLOCK_K / 16; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* const x = p.x[0][2 * k + i / 2] + i % 2 * 2;
+                const u32 both = pack<float16>(x[0], x[1]);
+                high[k].r[i] = both;
+                low[k].r[i] = pack<float16>(x[0] - widen(float16{(unsigned short)(both)}),
+                                            x[1] - widen(float16{(unsigned short)(both >> 16)}));
+                asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(shifted[k].r[i]) : "r"(both), "r"(0x10001000u));
+            }
+    }
+};
+
+// A consumer warpgroup. It takes the next work tile when it has stored the results of this one: the other
+// warpgroups compute meanwhile.
+__device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
+    const RowGroup rows(16);
+    const int row0 = rows.row0 % WARPGROUP_ROWS;  // first row of this warp in its warpgroup
+    const bool leader = threadIdx.x % WARPGROUP == 0;
+    PipelineState<Q_STAGES> q_pipe{warpgroup};
+    PipelineState<2> work_pipe;
+    PipelineState<STAGES> k_pipe, v_pipe;
+
+    WorkTile work{};
+    int tile = 0;  // with a tile list, an index into it
+    KeyTileList list;
+    TileEntry entry, next_entry;
+    float q_inverse[2];
+    Fragment<Accum, 1, NT> high[SUMS], low;  // sums of products of high parts, and of a high and a low part
+    Scores<false, 1, NT> s(0, 0);
+    DenseMask<false, 1, NT> dense;
+    const WarpBias<false, 1, NT> bias(smem.bias());
+    Probabilities probs;
+    Fragment<Accum, 1, VT> acc, part;
+    RowState<1> state;
+
+    // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete.
+    auto release_k = [&] {
+        if (leader) smem.k_empty(k_pipe.stage).arrive();
+        k_pipe.advance();
+    };
+    auto release_v = [&] {
+        if (leader) smem.v_empty(v_pipe.stage).arrive();
+        v_pipe.advance();
+    };
+    auto issue_qk = [&] {
+        const KeyTile k = smem.k(k_pipe.stage);
+        const QueryTile q = smem.q(warpgroup);
+#pragma unroll
+        for (int n = 0; n < SUMS; ++n) discard_operand(accum_registers(high[n]));
+        discard_operand(accum_registers(low));
+        wgmma_fence();
+#pragma unroll
+        for (int k16 = 0; k16 < DEPTH; ++k16) {
+            auto& sums = accum_registers(high[k16 / STEPS_OF_SUM]);
+            const int at_high = high_column(16 * k16), at_low = low_column(16 * k16);
+            wgmma(float16{}, sums, q.k_major(0, at_high), k.k_major(0, at_high), k16 % STEPS_OF_SUM > 0);
+            wgmma(float16{}, accum_registers(low), q.k_major(0, at_high), k.k_major(0, at_low), k16 > 0);
+            wgmma(float16{}, accum_registers(low), q.k_major(0, at_low), k.k_major(0, at_high), true);
+        }
+        wgmma_commit();
+    };
+    auto issue_pv = [&] {
+        const ValueTile v = smem.v(v_pipe.stage);
+        auto& d = accum_registers(part);
+        discard_operand(d);
+        wgmma_fence();
+        auto multiply = [&](const OperandA(&a)[BLOCK_K / 16], int column, bool add) {
+#pragma unroll
+            for (int k = 0; k < BLOCK_K / 16; ++k)
+                wgmma(float16{}, d, a[k].r, v.mn_major(16 * k, column, column + high_column(64)), add || k > 0);
+        };
+        multiply(probs.low, 0, false);
+        multiply(probs.shifted, low_column(0), true);
+        multiply(probs.high, 0, true);
+        wgmma_commit();
+    };
+    auto zero_past_end = [&] {
+        const int last = HAS_TILE_LIST ? entry.tile() : tile, length = work.window.length;
+        const int begin = length - last * BLOCK_K;  // positive: each tile has a key before the end
+        const bool is_array_end = work.k_start + length >= p.Nk;
+        if (!__any_sync(~0u, begin < BLOCK_K && !is_array_end)) return;
+        zero_rows(smem.v(v_pipe.stage), begin);
+        fence_async_shared();
+        named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
+    };
+    // Skip tiles that only other warpgroups attend to.
+    auto skip_tiles = [&](int count) {
+#pragma unroll 1
+        for (; count > 0; --count) {
+            smem.k_full(k_pipe.stage).wait(k_pipe.phase);
+            smem.v_full(v_pipe.stage).wait(v_pipe.phase);
+            named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
+            release_k();
+            release_v();
+        }
+    };
+    auto fetch_work = [&] {
+        smem.q_full(warpgroup, work_pipe.stage).wait(work_pipe.phase);
+        work_pipe.advance();
+        work = smem.storage.work_tiles[q_pipe.stage];
+        smem.q_empty(q_pipe.stage).arrive();  // all threads have copied it
+        q_pipe.advance(CONSUMERS);
+        if (work.tiles.begin >= work.tiles.end || work.is_end) work.tiles.begin = work.tiles.end = work.end;
+    };
+    auto load_mask_and_bias = [&](int column) {
+        const int row = work.q0 + row0;
+        if constexpr (HAS_MASK) dense.load(AttentionMask(p, work.sequence(p), work.h), row, column);
+        if constexpr (HAS_BIAS) bias.load(ScoreMod(p, work.b, work.h), row, column);
+    };
+    auto modify_and_mask = [&](bool partial) {
+        const ScoreMod score_mod(p, work.b, work.h);
+        const AttentionMask attn_mask(p, work.sequence(p), work.window, work.h);
+        s.row = work.q0 + row0, s.column = (HAS_TILE_LIST ? entry.tile() : tile) * BLOCK_K;
+        if constexpr (HAS_BIAS) copy_wait<0>(), __syncwarp();
+#pragma unroll
+        for (int n = 0; n < NT; n += CHUNK) {
+            begin_chunk<CHUNKED>(s);
+            s.apply(score_mod, bias, [](int, int, int, Accum, Accum) {}, n, n + CHUNK);
+            if (partial) s.masked_fill_positions(attn_mask, n, n + CHUNK);
+            end_chunk<CHUNKED>(s, n + CHUNK, infinity<Accum>());
+        }
+        if constexpr (HAS_MASK) dense.share(), s.masked_fill(dense);
+        if (tile + 1 < work.tiles.end) load_mask_and_bias((HAS_TILE_LIST ? next_entry.tile() : tile + 1) * BLOCK_K);
+    };
+    auto online_softmax = [&](Accum softmax_scale_log2) {
+        Accum rescale[1][2], sums[1][2];
+        if constexpr (SHIFT_FROM_SUMS) {
+            if (state.template update_by_sums<RESCALE_THRESHOLD>(s, softmax_scale_log2, rows, sums)) {
+                state.template raise_shifts<RESCALE_THRESHOLD>(s, rows, sums, rescale);
+                acc.scale_rows(0, rescale[0]);
+            } else {
+                state.add_sums(sums);
+            }
+        } else {
+            state.template update<RESCALE_THRESHOLD, RowMaxMode::BOUNDED>(s, softmax_scale_log2, rows, rescale);
+            acc.scale_rows(rescale);
+        }
+    };
+
+    for (fetch_work(); !work.is_end; fetch_work()) {
+        tile = work.tiles.begin;
+        skip_tiles(tile - work.begin);
+        load_queries(p, work, smem.q(warpgroup), q_inverse);
+        fence_async_shared();
+        named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
+        state = RowState<1>(false);
+        acc.clear();
+        const i64 factors = first_factor(p, work.entry(), work.k_start, work.b, work.h / int(p.group));
+        float farthest = 0;  // inverse factor of a tile of keys
+        if constexpr (HAS_TILE_LIST) list = KeyTileList(p, work), next_entry = list.entry(tile);
+        if (tile < work.tiles.end) load_mask_and_bias((HAS_TILE_LIST ? next_entry.tile() : tile) * BLOCK_K);
+        const Accum softmax_scale_log2 = ScoreMod(p, work.b, work.h).softmax_scale_log2();
+#pragma unroll 1
+        for (; tile < work.tiles.end; ++tile) {
+            if constexpr (HAS_TILE_LIST) entry = next_entry, next_entry = list.entry(tile + 1);
+            const int place = HAS_TILE_LIST ? entry.tile() : tile;
+            const bool partial = work.tiles.is_partial(place) || (HAS_TILE_LIST && entry.is_partial());
+            const float k_inverse = p.k_factors[factors + place], v_inverse = p.v_factors[factors + place];
+            smem.k_full(k_pipe.stage).wait(k_pipe.phase);
+            issue_qk();
+            wgmma_wait<0>();
+#pragma unroll
+            for (int n = 0; n < SUMS; ++n) fence_operand(accum_registers(high[n]));
+            fence_operand(accum_registers(low));
+            release_k();
+            farthest = fmaxf(farthest, k_inverse);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float inverse = q_inverse[half] * k_inverse, low_inverse = inverse * LOW_UNIT;
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+#pragma unroll
+                    for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                        float sum = high[0].x[0][n][e];
+#pragma unroll
+                        for (int i = 1; i < SUMS; ++i) sum += high[i].x[0][n][e];
+                        s.x[0][n][e] = fmaf(low.x[0][n][e], low_inverse, sum * inverse);
+                    }
+            }
+            modify_and_mask(partial);
+            online_softmax(softmax_scale_log2);
+            if constexpr (HAS_DROPOUT) {
+                const Dropout dropout(p, work.b, work.h);
+#pragma unroll
+                for (int n = 0; n < NT; n += 2) s.drop(dropout, n);
+            }
+            probs.split(s);
+            smem.v_full(v_pipe.stage).wait(v_pipe.phase);
+            if (tile + 1 == work.tiles.end) zero_past_end();
+            issue_pv();
+            warpgroup_wait<0>(part);
+            release_v();
+#pragma unroll
+            for (int n = 0; n < VT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    acc.x[0][n][e] = fmaf(part.x[0][n][e], v_inverse, acc.x[0][n][e]);
+        }
+        skip_tiles(work.end - work.tiles.end);
+
+        bool good = all_finite_by_fma(acc) & state.all_bounded();
+        state.reduce_sums(rows);
+        const Lane lane;
+        const int left = work.Nq(p) - work.q0 - row0;
+        const Accum scale = fabs(Accum(p.scale)) * LOG2_E;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            good = good && q_inverse[half] * 0x1p15f * (farthest * 0x1p15f) * scale <= MAX_PRODUCT;
+            Accum lse;
+            const Accum weight = state.finalize(0, half, sink_of(p, work.h),
+                                                HAS_DROPOUT ? Accum(p.dropout_scale) : Accum(1),
+                                                Accum(p.softmax_scale), lse);
+#pragma unroll
+            for (auto& atom : acc.x[0]) atom[2 * half] *= weight, atom[2 * half + 1] *= weight;
+            const int i = lane.row(2 * half);
+            if (lane.t == 0 && i < left) lse_of(p, work)[work.q0 + row0 + i] = lse;
+        }
+        store_rows<ALIGNMENT_BYTES>(rows_of<Element>(p.out, p.out_at, work.entry(), work.h) +
+                                        (i64(work.q_start) + work.q0 + row0) * p.out_at.n,
+                                    p.out_at.n, acc, 0, 0, left, int(p.Dv));
+        if (!__all_sync(~0u, good) && threadIdx.x % WARP == 0) fail_head(p, work.b, work.h / int(p.group));
+    }
+}
+
+// Producers need more registers to find packed sequences.
+using Share = Registers<PACKED ? 32 : 24>;
+
+extern "C" __global__ void __launch_bounds__((WARPGROUPS + 1) * WARPGROUP, MIN_BLOCKS_PER_SM)
+    forward_float32_sm90(const __grid_constant__ Params p, const __grid_constant__ KeyMaps maps) {
+    extern __shared__ __align__(1024) char tensors[];
+    __shared__ SharedStorage storage[GROUPS];
+    const int warpgroup = warpgroup_index();
+    const Smem smem(tensors, storage, 0);
+    set_up(smem, maps);
+    wait_for_prerequisites();
+    __syncthreads();
+    if (warpgroup == WARPGROUPS) {
+        reg_dealloc<Share::PRODUCER>();
+        const WorkOrder<> order(p, 0);
+        const int warp = uniform(threadIdx.x % WARPGROUP / WARP);
+        if (warp == 0) {
+            if (is_first_lane()) produce(p, maps, smem, order);
+        } else if (HAS_SCHEDULER && warp == 1) {
+            if (is_first_lane()) schedule(p, smem, order);
+        }
+    } else {
+        reg_alloc<Share::CONSUMER>();
+        consume(p, smem, warpgroup);
+        if (threadIdx.x % WARPGROUP == 0) smem.pass_done().arrive();
+    }
+}
