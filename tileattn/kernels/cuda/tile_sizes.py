@@ -85,6 +85,15 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         64: (TileSize(192, 64, 12, 1, 4), TileSize(128, 64, 8, 1, 4)),
         128: (TileSize(128, 64, 8, 1, 2),),
     },
+    # Two warpgroups share 64 keys; in the dq kernel one warpgroup has 64 queries.
+    ("backward_float32_sm90", 4): {
+        64: (TileSize(64, 64, 8, 1, 3),),
+        128: (TileSize(64, 64, 8, 1, 2),),
+    },
+    ("backward_float32_dq_sm90", 4): {
+        64: (TileSize(128, 64, 8, 1, 4),),
+        128: (TileSize(128, 64, 8, 1, 3),),
+    },
     ("forward", 8): {
         64: (TileSize(128, 32, 8, 1, 2, tuned=True),),
         128: (TileSize(128, 32, 8, tuned=True, spills=True),),

@@ -4,7 +4,7 @@ from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.block_order import with_orders
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext
 from tileattn.kernels.cuda.families.family import Family, launches_of
-from tileattn.kernels.cuda.families.float32 import FLOAT32_FORWARD_FAMILY
+from tileattn.kernels.cuda.families.float32 import FLOAT32_BACKWARD_FAMILY, FLOAT32_FORWARD_FAMILY
 from tileattn.kernels.cuda.families.generic import GENERIC_BACKWARD, GENERIC_FORWARD
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARD_FAMILY, HOPPER_FORWARD_FAMILY
 from tileattn.kernels.cuda.families.latent import LATENT_FAMILY
@@ -25,7 +25,12 @@ FORWARD: tuple[Family, ...] = (
     HOPPER_FORWARD_FAMILY,
     GENERIC_FORWARD,
 )
-BACKWARD: tuple[Family, ...] = (PAIRED_BACKWARD_FAMILY, HOPPER_BACKWARD_FAMILY, GENERIC_BACKWARD)
+BACKWARD: tuple[Family, ...] = (
+    PAIRED_BACKWARD_FAMILY,
+    FLOAT32_BACKWARD_FAMILY,
+    HOPPER_BACKWARD_FAMILY,
+    GENERIC_BACKWARD,
+)
 
 
 def forward_launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:

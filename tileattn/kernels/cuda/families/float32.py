@@ -1,14 +1,19 @@
 """Hopper kernels for float32: each number is two float16 numbers (``src/splitting.cuh``).
 
-A kernel splits keys and values. The heads that it cannot split, and heads with large scores, are
-left to the generic kernel.
+Other kernels split the arrays before. The heads that cannot be split, and heads with large scores,
+are left to the generic kernels.
 """
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families import generic
 from tileattn.kernels.cuda.families.context import (
     COUNT,
     FAILED,
+    LARGE_SCORES,
+    NON_FINITE,
     PLAIN,
     KernelLaunch,
     KernelTraits,
@@ -23,23 +28,38 @@ from tileattn.kernels.cuda.families.family import (
     Family,
     first_reason,
 )
-from tileattn.kernels.cuda.families.grid import Grid, block_count
-from tileattn.kernels.cuda.families.hopper import SUPPORTED, forward_workspace, key_of
+from tileattn.kernels.cuda.families.grid import Grid, Over, block_count
+from tileattn.kernels.cuda.families.hopper import (
+    SUPPORTED,
+    backward_workspace,
+    forward_workspace,
+    key_of,
+)
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import (
     HOPPER_LIMIT,
     HOPPER_STATIC,
     float32_forward_bytes,
+    hopper_backward_bytes,
+    hopper_wide_dq_bytes,
 )
-from tileattn.kernels.cuda.families.size_class import empty_axes, fits_positions, suits_planes
+from tileattn.kernels.cuda.families.size_class import (
+    empty_axes,
+    fits_positions,
+    is_head_major,
+    suits_planes,
+)
 from tileattn.kernels.cuda.families.tiles import tuned_tiles
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
-FLOAT32_FORWARD, SPLIT_ROWS = "forward_float32_sm90", "split_rows"
+FLOAT32_FORWARD = "forward_float32_sm90"
+FLOAT32_BACKWARD, FLOAT32_DQ = "backward_float32_sm90", "backward_float32_dq_sm90"
+SPLIT_KEYS, SPLIT_QUERIES = "split_keys", "split_queries"
 MAX_DIM = 128
 TILE_ROWS = 64  # rows that share a factor
 _UNIT = 16  # columns: the K extent of wgmma
-_WARPS = 8
+_WARPS = 8  # of a thread block that splits a tile
+_HALF_BYTES, _FACTOR_BYTES = 2, 4
 _SPLITS = "float32 as two float16 numbers, before the main kernel"
 
 _UNSUPPORTED: tuple[Clause, ...] = (
@@ -52,33 +72,36 @@ _UNSUPPORTED: tuple[Clause, ...] = (
     NO_TENSOR_MAPS,
     ("queries or keys are few", lambda P, context: not suits_planes(P, context.tuning)),
 )
-
-
-def plane_columns(dim: int) -> int:
-    """Return the columns of a row of planes: as in ``src/splitting.cuh``."""
-    return -(-dim // 64) * 128
+_UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
+    *_UNSUPPORTED,
+    ("bias is in use", lambda P, _: P.has_bias),
+)
 
 
 def _why_not(problem: Problem, context: LaunchContext) -> str | None:
     return first_reason(_UNSUPPORTED, problem, context)
 
 
+def _why_not_backward(problem: Problem, context: LaunchContext) -> str | None:
+    return first_reason(_UNSUPPORTED_BACKWARD, problem, context)
+
+
 def _concerns(problem: Problem, _: LaunchContext) -> bool:
     return problem.dtype.name == "float32" and not problem.is_paged
 
 
-def _launches(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
     P = problem
-    dim, value = (-(-n // _UNIT) * _UNIT for n in (P.D, P.Dv))
+    dim, value = _buckets(P)
     bias_size = P.dtype.itemsize if context.bias_alignment_bytes else 0
     tile = _tile(P, dim, value, bias_size)
     shared = float32_forward_bytes(tile, dim, value, bias_size)
     key = key_of(FLOAT32_FORWARD, P, context, dim, value, tile, shared)
     grid = Grid("queries", key.block_q, most=context.sm_count)
     maps = ("k_planes", key.block_k), ("v_planes", key.block_k)
-    main = KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=_MAIN)
+    main = KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=_FORWARD)
     others = generic.repairing(generic.forward_launch(P, context), context, FAILED)
-    return _split_rows(P, key, context), main, others._replace(traits=PLAIN)
+    return _split(SPLIT_KEYS, P, context), main, others._replace(traits=PLAIN)
 
 
 def _tile(P: Problem, dim: int, value: int, bias_size: int) -> TileSize:
@@ -93,33 +116,96 @@ def _tile(P: Problem, dim: int, value: int, bias_size: int) -> TileSize:
     )
 
 
-def _split_rows(P: Problem, main: KernelKey, context: LaunchContext) -> KernelLaunch:
+def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+    """Launch the kernel over keys, the kernel for dq, and what recomputes flagged heads.
+
+    All sums stay in registers, so they have a fixed order, also without ``deterministic``.
+    """
+    P = problem
+    rows = TILE_ROWS
+    maps = tuple((name, rows) for name in ("q_planes", "k_planes", "v_planes", "dout_planes"))
+    dim, value = _buckets(P)
+    tile = tuned_tiles(FLOAT32_BACKWARD, P.dtype.itemsize, max(dim, value))[0]
+    shared = hopper_backward_bytes(tile, plane_columns(dim), plane_columns(value))
+    key = key_of(FLOAT32_BACKWARD, P, context, dim, value, tile, shared)
+    key = replace(key, head_major=is_head_major(P, context.tuning))
+    why = f"{SUPPORTED}, {tile.why}"
+    grid = Grid("keys", key.block_k, most=context.sm_count)
+    main = KernelLaunch(key, grid, shared, why, maps, traits=_KEYS)
+    tile = tuned_tiles(FLOAT32_DQ, P.dtype.itemsize, max(dim, value))[0]
+    shared = hopper_wide_dq_bytes(tile, plane_columns(dim), plane_columns(value))
+    key = key_of(FLOAT32_DQ, P, context, dim, value, tile, shared)
+    grid = Grid("queries", key.block_q, most=context.sm_count)
+    dq = KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=_DQ)
+    context = context._replace(dbias=False)  # a kernel of its own computes dbias of all heads
+    others = generic.dq_launch(P, context), generic.dkdv_launch(P, context, add_dq=False)
+    left = NON_FINITE | LARGE_SCORES | FAILED
+    repairs = (generic.repairing(x, context, left)._replace(traits=PLAIN) for x in others)
+    splits = (_split(kernel, P, context) for kernel in (SPLIT_KEYS, SPLIT_QUERIES))
+    return *splits, main, dq, *repairs
+
+
+def _buckets(P: Problem) -> tuple[int, int]:
+    dim, value = (-(-n // _UNIT) * _UNIT for n in (P.D, P.Dv))
+    return dim, value
+
+
+def _split(kernel: str, P: Problem, context: LaunchContext) -> KernelLaunch:
+    """Launch the kernel that splits k and v, or q and dout."""
+    of_keys = kernel == SPLIT_KEYS
     key = KernelKey(
-        *(SPLIT_ROWS, P.dtype.name, main.head_dim, main.value_dim),
+        *(kernel, P.dtype.name, *_buckets(P)),
         warps_m=_WARPS,
         alignment_bytes=context.alignment_bytes,
         packed=P.is_packed,
     )
-    return KernelLaunch(key, Grid("keys", TILE_ROWS, each=2), why=_SPLITS, traits=_SPLITTING)
+    over: Over = "keys" if of_keys else "queries"
+    traits = KernelTraits(workspace=_Planes(("k", "v") if of_keys else ("q", "dout")))
+    return KernelLaunch(key, Grid(over, TILE_ROWS, each=2), why=_SPLITS, traits=traits)
 
 
-def planes(P: Problem) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the planes of keys and values: (B, Hkv, Nk, columns)."""
-    return {
-        name: (P.B, P.Hkv, P.Nk, plane_columns(dim))
-        for name, dim in (("k_planes", P.D), ("v_planes", P.Dv))
-    }
+def plane_columns(dim: int) -> int:
+    """Return the columns of a row of planes: as in ``src/splitting.cuh``."""
+    return -(-dim // 64) * 128
 
 
-def _planes_workspace(P: Problem, _: KernelKey) -> Parts:
-    tiles = P.B * P.Hkv * block_count(P, P.Nk, TILE_ROWS)
-    rows = P.B * P.Hkv * P.Nk
-    found = {name: 2 * rows * shape[-1] for name, shape in planes(P).items()}
-    found |= dict.fromkeys(("k_factors", "v_factors"), 4 * tiles)
-    return Parts({**found, "head_flags": (2 + P.entries * P.Hkv) * COUNT}, {})
+def plane_shape(problem: Problem, name: str) -> tuple[int, int, int, int]:
+    """Return the shape of the planes of q, k, v or dout."""
+    P = problem
+    H, N = (P.Hq, P.Nq) if name in ("q", "dout") else (P.Hkv, P.Nk)
+    return P.B, H, N, plane_columns(P.D if name in ("q", "k") else P.Dv)
 
 
-_SPLITTING = KernelTraits(workspace=_planes_workspace)
-_MAIN = KernelTraits(main=True, persistent="queries", tile_lists=True, workspace=forward_workspace)
+@dataclass(frozen=True)
+class _Planes:
+    """The part of the workspace for the planes of two arrays, and for their factors."""
 
-FLOAT32_FORWARD_FAMILY = Family("the Hopper kernel for float32", _launches, _why_not, _concerns)
+    names: Iterable[str]
+
+    def __call__(self, P: Problem, _: KernelKey) -> Parts:
+        """Return the bytes of each part."""
+        found = {}
+        for name in self.names:
+            B, H, N, columns = plane_shape(P, name)
+            found[f"{name}_planes"] = _HALF_BYTES * B * H * N * columns
+            found[f"{name}_factors"] = _FACTOR_BYTES * B * H * block_count(P, N, TILE_ROWS)
+        return Parts(found, {})
+
+
+def _forward_workspace(P: Problem, key: KernelKey) -> Parts:
+    """Add flags of heads, which the kernel that splits keys clears."""
+    found = forward_workspace(P, key)
+    flags = {"head_flags": (2 + P.entries * P.Hkv) * COUNT}
+    return found._replace(scratch=found.scratch | flags)
+
+
+_FORWARD = KernelTraits(
+    main=True, persistent="queries", tile_lists=True, workspace=_forward_workspace
+)
+_KEYS = KernelTraits(main=True, persistent="keys", tile_lists=True, workspace=backward_workspace)
+_DQ = KernelTraits(persistent="queries")
+
+FLOAT32_FORWARD_FAMILY = Family("the Hopper kernel for float32", _forward, _why_not, _concerns)
+FLOAT32_BACKWARD_FAMILY = Family(
+    "the Hopper kernel for float32", _backward, _why_not_backward, _concerns
+)

@@ -405,7 +405,7 @@ class _Totals:
         return found._replace(scratch=found.scratch | {"partial_out": nbytes})
 
 
-def _backward_workspace(P: Problem, key: KernelKey) -> Parts:
+def backward_workspace(P: Problem, key: KernelKey) -> Parts:
     """Return the sums of dq, and the counters of work tiles, dq tiles and key heads."""
     heads = {} if P.is_packed else {"row_counter": P.B * P.Hkv}
     if not key.add_dq:
@@ -428,7 +428,7 @@ _KEYS = KernelTraits(
     persistent="keys",
     tile_lists=True,
     beside_rows=True,
-    workspace=_backward_workspace,
+    workspace=backward_workspace,
 )
 BACKWARD_TRAITS = {
     HOPPER_BACKWARD: replace(_KEYS, ordered_dq=True),

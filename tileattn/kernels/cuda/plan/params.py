@@ -31,7 +31,8 @@ POINTERS = (
     *("bias", "dbias", "dbias_sums", "mask", "dsinks", "block_kinds", "block_bits"),
     *("tile_kinds", "tile_ranks", "tile_list", "assignment", "origin"),
     *("k_descale", "v_descale"),
-    *("k_planes", "v_planes", "k_factors", "v_factors"),
+    *("q_planes", "k_planes", "v_planes", "dout_planes"),
+    *("q_factors", "k_factors", "v_factors", "dout_factors"),
 )
 """Arrays, in the order of their addresses: a short call writes only the first ones."""
 

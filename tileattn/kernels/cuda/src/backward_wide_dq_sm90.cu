@@ -4,9 +4,7 @@
 //
 // Above 256 columns a cluster of two CTAs shares a work tile (pair_sm90.cuh). A warpgroup exchanges parts of
 // dP during the GEMM of S, then parts of S, then dS.
-#include "gradient.cuh"
-#include "row_counter.cuh"
-#include "wide_dq_smem_sm90.cuh"
+#include "dq_producer_sm90.cuh"
 
 constexpr int TURN_BARRIER = CONSUMER_BARRIER + 1;  // one for each warpgroup
 constexpr int OWN_KEYS = BLOCK_K / SHARES;  // of a tile, whose scores this CTA finishes
@@ -16,142 +14,6 @@ static_assert(NT % 2 == 0, "a step of the GEMM of dQ has 16 keys");
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
 constexpr bool CHUNKED = CHUNK < NT;
 static_assert(!HAS_BIAS, "there is no room for the bias");
-
-// The key tiles that masks leave to a block of queries, ascending, 32 at a time. All lanes of the producer
-// warp call.
-constexpr int NO_TILE = -1;
-struct KeyTiles {
-    int base;
-    u32 listed = 0, partial = 0;
-
-    __device__ explicit KeyTiles(const WorkTile& work) : base(work.begin - WARP) {}
-
-    // Return the TileEntry of the next tile, or NO_TILE after the last.
-    __device__ int find(const Params& p, const WorkTile& work) {
-        while (!listed) {
-            base += WARP;
-            if (base >= work.end) return NO_TILE;
-            const AttentionMask attn_mask(p, work.sequence(p), work.h);
-            const int q0 = work.q0, own = base + int(threadIdx.x) % WARP, k0 = own * BLOCK_K;
-            const int kind =
-                own < work.end ? attn_mask.kind(q0, q0 + BLOCK_Q, k0, k0 + BLOCK_K) : EMPTY;
-            listed = __ballot_sync(~0u, kind != EMPTY), partial = __ballot_sync(~0u, kind == PARTIAL);
-        }
-        const int bit = __ffs(int(listed)) - 1;
-        listed &= listed - 1;
-        return TileEntry::of(base + bit, partial >> bit & 1);
-    }
-};
-
-// One thread produces. If masks leave out tiles, its whole warp does, to search for the others; electing a
-// thread for each load would then need too many registers.
-constexpr bool PRODUCES_ALONE = !HAS_TILE_LIST;
-constexpr u32 PRODUCER_LANES = PRODUCES_ALONE ? 1 : ~0u;
-__device__ inline bool leads() { return PRODUCES_ALONE || threadIdx.x % WARP == 0; }
-
-__device__ inline void produce(const Params& p, const BackwardMaps& maps, const Smem& smem) {
-    PipelineState<1> work_pipe;
-    PipelineState<STAGES> pipe;
-    WorkTile work{};
-    PairClaims claims{smem.storage.claims};
-    // The first columns of this CTA.
-    const int column = own_half() * HEAD_COLUMNS, v_column = own_half() * VALUE_COLUMNS;
-    auto claim = [&] {
-        auto claim = [&] { return atomicAdd(p.tile_counter + 1, 1); };
-        if constexpr (PAIR) return claims.next(claim);
-        return claim();
-    };
-    // Claim the next work tile, longest first.
-    auto find = [&] {
-#pragma unroll 1
-        for (;;) {
-            const u32 index = leads() ? claim() : 0;
-            if (!get_work(p, int(uniform(index, PRODUCER_LANES)), work)) break;
-            if (PACKED && work.q0 >= work.Nq(p)) continue;
-            const u32 kv = u32(work.h) / u32(p.group);
-            wait_for_rows(p, i64(work.b) * p.Hkv + kv);
-            // Generic kernels compute flagged heads.
-            if (!(head_flags(p, work.b, kv) & KNOWN)) return;
-        }
-        work.is_end = true;
-    };
-    auto publish_work = [&] {
-#pragma unroll 1
-        for (int g = 0; g < CONSUMERS; ++g) {
-            smem.q_empty(g).wait(work_pipe.phase ^ 1);
-            if (!leads()) continue;
-            WorkTile& share = smem.storage.work_tiles[g];
-            const Barrier full = smem.q_full(g);
-            const int q0 = work.q0 + WARPGROUP_ROWS * g, row = work.q_start + q0;
-            if (work.is_end)
-                full.arrive(), full.arrive();
-            else
-                BOTH_LOADS(
-                    smem.q(g).load<LOAD_UNROLL>(maps.q, row, work.h, work.entry(), full, column),
-                    smem.dout(g).load<LOAD_UNROLL>(maps.dout, row, work.h, work.entry(), full,
-                                                   v_column));
-            share = work, share.q0 = q0;
-            if (!HAS_TILE_LIST) {
-                const SlidingWindow window(p, work.sequence(p));
-                share.tiles = key_tiles(p, work, window, q0, WARPGROUP_ROWS);
-            }
-            full.arrive();
-        }
-        work_pipe.advance();
-        __syncwarp(PRODUCER_LANES);
-    };
-    WorkTile own = work;
-    KeyTiles tiles(own);
-    int kv = 0, entry = NO_TILE;  // the TileEntry to load next
-    bool looks = true;            // the next work tile has not been found
-    // Each load appears once in the code: the instruction cache is small.
-#pragma unroll 1
-    for (;;) {
-        if (entry >= 0) {
-            const int tile = TileEntry{entry}.tile(), row = own.k_start + tile * BLOCK_K;
-            const int next = HAS_TILE_LIST        ? tiles.find(p, own)
-                             : tile + 1 < own.end ? entry + 2  // not partial: the window decides
-                                                  : NO_TILE;
-            smem.empty(pipe.stage).wait(pipe.phase ^ 1);
-            if (leads()) {
-                if (HAS_TILE_LIST)
-                    smem.storage.tiles[pipe.stage] = StagedTile::of({entry}, next < 0);
-                load_own_first(smem.v(pipe.stage), maps.v, row, kv, own.entry(),
-                               smem.full(pipe.stage), v_column);
-            }
-            pipe.advance();
-            smem.empty(pipe.stage).wait(pipe.phase ^ 1);
-            if (leads())
-                load_own_first(smem.k(pipe.stage), maps.k, row, kv, own.entry(),
-                               smem.full(pipe.stage), column);
-            pipe.advance();
-            entry = next;
-            __syncwarp(PRODUCER_LANES);  // no lane misses a phase that it waits for
-        }
-        if (looks) {
-            find(), looks = false;
-            // Shared memory is occupied, so prefetch the next queries to the L2 cache.
-            if (!work.is_end && leads())
-#pragma unroll 1
-                for (int row = 0; row < BLOCK_Q; row += WARPGROUP_ROWS) {
-                    const int first = work.q_start + work.q0 + row;
-                    QueryTile::prefetch(maps.q, first, work.h, work.entry(), column);
-                    DoutTile::prefetch(maps.dout, first, work.h, work.entry(), v_column);
-                }
-        }
-        if (entry < 0) {
-            if (work.is_end) break;
-            own = work, tiles = KeyTiles(own), kv = u32(own.h) / u32(p.group);
-            entry = HAS_TILE_LIST         ? tiles.find(p, own)
-                    : own.begin < own.end ? TileEntry::of(own.begin, false)
-                                          : NO_TILE;
-            if (entry < 0) work.tiles.end = work.tiles.begin = work.begin = work.end = 0;
-            publish_work();
-            looks = true;
-        }
-    }
-    publish_work();
-}
 
 // A consumer warpgroup.
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
@@ -179,20 +41,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     auto release = [&](int stage) {
         if (leads) smem.empty(stage).arrive();
     };
-    // Zero keys and values that no query attends to: NaN or infinity there would make dQ NaN. Each
-    // warpgroup does this for its own GEMMs; the other stores the same zeros.
     auto zero_unattended = [&](const auto& rows, int columns) {
-        const int begin = attended.lo - tile * BLOCK_K, end = attended.hi - tile * BLOCK_K;
-        if (!__any_sync(~0u, begin > 0 || end < BLOCK_K)) return;
-        const u32 zeros[4] = {};
-        const int chunks = columns / 8;
-#pragma unroll 1
-        for (int i = threadIdx.x % WARPGROUP; i < BLOCK_K * chunks; i += WARPGROUP) {
-            const int row = i / chunks, key = unswapped<BLOCK_K>(row);
-            if (key < begin || key >= end) store_shared(rows.chunk(row, i % chunks * 16), zeros);
-        }
-        fence_async_shared();
-        sync_warpgroup(warpgroup);
+        ::zero_unattended(rows, columns, tile, attended, warpgroup);
     };
     auto issue_dp_and_s = [&] {
         v_stage = pipe.stage;

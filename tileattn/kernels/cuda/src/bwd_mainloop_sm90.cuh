@@ -267,8 +267,8 @@ __device__ inline void zero_unattended(const Params& p, const Smem& smem, const 
             if (row < begin || row >= end) store_shared(tile.chunk(row, i % chunks * 16), zeros);
         }
     };
-    zero(smem.k(), HEAD_COLUMNS);
-    zero(smem.v(), VALUE_COLUMNS);
+    zero(smem.k(), tile_columns(HEAD_COLUMNS));
+    zero(smem.v(), tile_columns(VALUE_COLUMNS));
     fence_async_shared();
     sync_consumers();
 }
@@ -282,7 +282,7 @@ __device__ inline void zero_past_end(const Params& p, const Tile& tile, const Wo
     if constexpr (PACKED && !NAN_SAFE) {
         const int rows = work.Nq(p) - q0;
         if (!__any_sync(~0u, rows < BLOCK_Q)) return;
-        constexpr int CHUNKS = COLUMNS / 8;
+        constexpr int CHUNKS = tile_columns(COLUMNS) / 8;
         const u32 zeros[4] = {};
 #pragma unroll 1
         for (int i = rows * CHUNKS + threadIdx.x % WARPGROUP; i < BLOCK_Q * CHUNKS; i += WARPGROUP)
@@ -387,7 +387,7 @@ __device__ __forceinline__ void run_backward(const Params& p, const BackwardMaps
     const Smem smem{tensors, shared_address(tensors), storage};
     const int warpgroup = warpgroup_index();
     set_up(smem, maps.k, maps.q, maps.v, maps.dout);
-    if constexpr (PACKED || NAN_SAFE)
+    if constexpr (PACKED || NAN_SAFE || SPLIT_FLOATS)
         wait_for_prerequisites();
     else
         pass_kernel_before();

@@ -4,6 +4,7 @@
 
 #include "bwd_smem_sm90.cuh"
 #include "gradient.cuh"
+#include "split_gemm_sm90.cuh"
 
 constexpr int DT = HEAD_COLUMNS / 8, VT = VALUE_COLUMNS / 8;
 
@@ -11,22 +12,40 @@ using TileScores = Scores<true, 1, QT>;
 // Columns of atoms whose scores are recomputed at a time. score_mod, mask_mod and dropout need registers.
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT || HAS_BIAS ? 2 : QT;
 constexpr bool CHUNKED = CHUNK < QT;
-using Operands = Atom<Element>::A[QT / 2];  // P or dS as an operand of dV or dK
+// P or dS as an operand of dV or dK.
+template <bool>
+struct OperandsOf {
+    using Type = Atom<Element>::A[QT / 2];
+};
+template <>
+struct OperandsOf<true> {
+    using Type = SplitOperand<QT / 2>;
+};
+using Operands = OperandsOf<SPLIT_FLOATS>::Type;
 
 // True if dS uses the rounded P of dV, to save registers.
 constexpr bool P_IS_ROUNDED = DQ_IS_TRANSPOSED || DQ_BESIDE_DP;
 
 // P of an element, from float or from a rounded operand.
 __device__ inline Accum element(const Fragment<Accum, 1, QT>& p, int n, int e) { return p.x[0][n][e]; }
+template <class T = Element>
 __device__ inline Accum element(const Operands& p, int n, int e) {
     const u32 two = p[n / 2].r[n % 2 * 2 + e / 2];
-    return widen(Element{static_cast<unsigned short>(e % 2 ? two >> 16 : two)});
+    return widen(T{static_cast<unsigned short>(e % 2 ? two >> 16 : two)});
 }
 
-__device__ inline void convert(Operands& operands, const Fragment<Accum, 1, QT>& c, int begin = 0,
-                               int end = QT) {
+template <int K>
+__device__ inline void convert(typename Atom<Element>::A (&operands)[K], const Fragment<Accum, 1, QT>& c,
+                               int begin = 0, int end = QT) {
 #pragma unroll
     for (int i = begin / 2; i < end / 2; ++i) operands[i] = Atom<Element>::a_of(c.x[0] + 2 * i);
+}
+// P of float32 is split with a power of two, by which dV is divided.
+constexpr float SPLIT_P = 0x1p15f;
+template <int K>
+__device__ inline void convert(SplitOperand<K>& operands, const Fragment<Accum, 1, QT>& c, int begin = 0,
+                               int end = QT) {
+    operands.split(c, {SPLIT_P, SPLIT_P}, begin, end);
 }
 
 // The logsumexp of a lane's queries. If dK is complete before the softmax, there are registers for it: then

@@ -4,6 +4,7 @@
 
 #include "bias.cuh"
 #include "pair_sm90.cuh"
+#include "planes.cuh"
 #include "tile_scheduler_sm90.cuh"
 #include "warpgroups_sm90.cuh"
 
@@ -66,10 +67,10 @@ __device__ constexpr DqShare dq_share(int warpgroup) {
 }
 
 using WorkTile = BwdWorkTile;
-using KeyTile = SmemTile<BLOCK_K, HEAD_COLUMNS>;
-using ValueTile = SmemTile<BLOCK_K, VALUE_COLUMNS>;
-using QueryTile = SmemTile<BLOCK_Q, HEAD_COLUMNS>;
-using DoutTile = SmemTile<BLOCK_Q, VALUE_COLUMNS>;
+using KeyTile = SmemTile<BLOCK_K, tile_columns(HEAD_COLUMNS)>;
+using ValueTile = SmemTile<BLOCK_K, tile_columns(VALUE_COLUMNS)>;
+using QueryTile = SmemTile<BLOCK_Q, tile_columns(HEAD_COLUMNS)>;
+using DoutTile = SmemTile<BLOCK_Q, tile_columns(VALUE_COLUMNS)>;
 using ScoreTile = SmemTile<BLOCK_Q, BLOCK_K>;  // dS, queries in rows
 
 // Layout of dynamic shared memory: the offset of each part. Parts that only some kernels have follow. Wide

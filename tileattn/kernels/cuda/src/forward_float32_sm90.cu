@@ -1,29 +1,18 @@
-// Forward pass for float32 on Hopper: each GEMM is three GEMMs of float16 numbers (splitting.cuh), with wgmma.
+// Forward pass for float32 on Hopper: each GEMM is three GEMMs of float16 numbers (split_gemm_sm90.cuh).
 // Producer, work tiles and softmax are those of forward_sm90. Mirrors forward_block in spec.py.
-//
-// The tensor core cuts sums toward zero. So a sum leaves it every 64 columns of q and k, and every 64 keys, and
-// is added in float32.
 //
 // A head fails if a tile of its keys or values cannot be split, if a result is not finite, or if scores are so
 // large that lost digits count. The kernel `forward` computes it again. That depends on the head alone.
 #include "fwd_mainloop_sm90.cuh"
 #include "head_flags.cuh"
 #include "planes.cuh"
+#include "split_gemm_sm90.cuh"
 
-constexpr int STEPS_OF_SUM = 64 / 16;               // wgmmas after which a sum leaves the tensor core
-constexpr int DEPTH = (HEAD_DIM + 15) / 16;         // k-steps of QK
-constexpr int SUMS = (DEPTH + STEPS_OF_SUM - 1) / STEPS_OF_SUM;
 static_assert(BLOCK_K == TILE_ROWS && ROWS == WARPGROUP_ROWS, "a tile has one factor");
 
 constexpr bool SHIFT_FROM_SUMS = FOLD;
 constexpr int CHUNK = HAS_SCORE_MOD || HAS_MASK_MOD ? 8 : NT;
 constexpr bool CHUNKED = CHUNK < NT;
-
-// The largest product of an element of q and one of k, in units of log 2 of the score. An element loses digits
-// below 2**-50 of the largest of its tile: with more, that would show in a score.
-constexpr float MAX_PRODUCT = 0x1p20f;
-
-using OperandA = Atom<float16>::A;
 
 // Load two neighbouring elements of a row.
 __device__ inline float2 load_pair(const Element* row, int column, int columns) {
@@ -46,6 +35,7 @@ __device__ inline void load_queries(const Params& p, const WorkTile& work, const
     const int row0 = threadIdx.x % WARPGROUP / WARP * 16, rows = work.Nq(p) - work.q0 - row0;
     const Element* const q = rows_of<Element>(p.q, p.q_at, work.entry(), work.h) +
                              (i64(work.q_start) + work.q0 + row0) * p.q_at.n;
+    constexpr int DEPTH = (HEAD_DIM + 15) / 16;
     float2 x[DEPTH][4];  // in the order of an operand's registers
     float factor[2];
 #pragma unroll
@@ -66,7 +56,7 @@ __device__ inline void load_queries(const Params& p, const WorkTile& work, const
     }
 #pragma unroll
     for (int k = 0; k < DEPTH; ++k) {
-        OperandA high, low;
+        Atom<float16>::A high, low;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const Split a = split(x[k][i].x, factor[i % 2]), b = split(x[k][i].y, factor[i % 2]);
@@ -78,26 +68,6 @@ __device__ inline void load_queries(const Params& p, const WorkTile& work, const
         store_matrices(tile.chunk(row, 2 * low_column(column)), low.r);
     }
 }
-
-// P of 16 keys as operands of PV. The low part is not scaled: it shares sums with the high part. `shifted` is the
-// high part for the low part of the values, which is scaled.
-struct Probabilities {
-    OperandA high[BLOCK_K / 16], low[BLOCK_K / 16], shifted[BLOCK_K / 16];
-
-    __device__ void split(const Fragment<Accum, 1, NT>& p) {
-#pragma unroll
-        for (int k = 0; k < BLOCK_K / 16; ++k)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* const x = p.x[0][2 * k + i / 2] + i % 2 * 2;
-                const u32 both = pack<float16>(x[0], x[1]);
-                high[k].r[i] = both;
-                low[k].r[i] = pack<float16>(x[0] - widen(float16{(unsigned short)(both)}),
-                                            x[1] - widen(float16{(unsigned short)(both >> 16)}));
-                asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(shifted[k].r[i]) : "r"(both), "r"(0x10001000u));
-            }
-    }
-};
 
 // A consumer warpgroup. It takes the next work tile when it has stored the results of this one: the other
 // warpgroups compute meanwhile.
@@ -114,11 +84,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     KeyTileList list;
     TileEntry entry, next_entry;
     float q_inverse[2];
-    Fragment<Accum, 1, NT> high[SUMS], low;  // sums of products of high parts, and of a high and a low part
+    SplitSums<HEAD_DIM, NT> sums;
     Scores<false, 1, NT> s(0, 0);
     DenseMask<false, 1, NT> dense;
     const WarpBias<false, 1, NT> bias(smem.bias());
-    Probabilities probs;
+    SplitOperand<BLOCK_K / 16> probs;
     Fragment<Accum, 1, VT> acc, part;
     RowState<1> state;
 
@@ -130,38 +100,6 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     auto release_v = [&] {
         if (leader) smem.v_empty(v_pipe.stage).arrive();
         v_pipe.advance();
-    };
-    auto issue_qk = [&] {
-        const KeyTile k = smem.k(k_pipe.stage);
-        const QueryTile q = smem.q(warpgroup);
-#pragma unroll
-        for (int n = 0; n < SUMS; ++n) discard_operand(accum_registers(high[n]));
-        discard_operand(accum_registers(low));
-        wgmma_fence();
-#pragma unroll
-        for (int k16 = 0; k16 < DEPTH; ++k16) {
-            auto& sums = accum_registers(high[k16 / STEPS_OF_SUM]);
-            const int at_high = high_column(16 * k16), at_low = low_column(16 * k16);
-            wgmma(float16{}, sums, q.k_major(0, at_high), k.k_major(0, at_high), k16 % STEPS_OF_SUM > 0);
-            wgmma(float16{}, accum_registers(low), q.k_major(0, at_high), k.k_major(0, at_low), k16 > 0);
-            wgmma(float16{}, accum_registers(low), q.k_major(0, at_low), k.k_major(0, at_high), true);
-        }
-        wgmma_commit();
-    };
-    auto issue_pv = [&] {
-        const ValueTile v = smem.v(v_pipe.stage);
-        auto& d = accum_registers(part);
-        discard_operand(d);
-        wgmma_fence();
-        auto multiply = [&](const OperandA(&a)[BLOCK_K / 16], int column, bool add) {
-#pragma unroll
-            for (int k = 0; k < BLOCK_K / 16; ++k)
-                wgmma(float16{}, d, a[k].r, v.mn_major(16 * k, column, column + high_column(64)), add || k > 0);
-        };
-        multiply(probs.low, 0, false);
-        multiply(probs.shifted, low_column(0), true);
-        multiply(probs.high, 0, true);
-        wgmma_commit();
     };
     auto zero_past_end = [&] {
         const int last = HAS_TILE_LIST ? entry.tile() : tile, length = work.window.length;
@@ -234,7 +172,10 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
         state = RowState<1>(false);
         acc.clear();
-        const i64 factors = first_factor(p, work.entry(), work.k_start, work.b, work.h / int(p.group));
+        auto factors = [&](const float* all) {
+            return factors_of(all, p, p.Hkv, p.Nk, work.entry(), work.h / int(p.group), work.k_start, work.b);
+        };
+        const float *const k_factors = factors(p.k_factors), *const v_factors = factors(p.v_factors);
         float farthest = 0;  // inverse factor of a tile of keys
         if constexpr (HAS_TILE_LIST) list = KeyTileList(p, work), next_entry = list.entry(tile);
         if (tile < work.tiles.end) load_mask_and_bias((HAS_TILE_LIST ? next_entry.tile() : tile) * BLOCK_K);
@@ -244,28 +185,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             if constexpr (HAS_TILE_LIST) entry = next_entry, next_entry = list.entry(tile + 1);
             const int place = HAS_TILE_LIST ? entry.tile() : tile;
             const bool partial = work.tiles.is_partial(place) || (HAS_TILE_LIST && entry.is_partial());
-            const float k_inverse = p.k_factors[factors + place], v_inverse = p.v_factors[factors + place];
+            const float k_inverse = k_factors[place], v_inverse = v_factors[place];
             smem.k_full(k_pipe.stage).wait(k_pipe.phase);
-            issue_qk();
-            wgmma_wait<0>();
-#pragma unroll
-            for (int n = 0; n < SUMS; ++n) fence_operand(accum_registers(high[n]));
-            fence_operand(accum_registers(low));
+            sums.issue(smem.q(warpgroup), smem.k(k_pipe.stage));
+            sums.template wait<0>();
             release_k();
             farthest = fmaxf(farthest, k_inverse);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float inverse = q_inverse[half] * k_inverse, low_inverse = inverse * LOW_UNIT;
-#pragma unroll
-                for (int n = 0; n < NT; ++n)
-#pragma unroll
-                    for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                        float sum = high[0].x[0][n][e];
-#pragma unroll
-                        for (int i = 1; i < SUMS; ++i) sum += high[i].x[0][n][e];
-                        s.x[0][n][e] = fmaf(low.x[0][n][e], low_inverse, sum * inverse);
-                    }
-            }
+            sums.join(s, {q_inverse[0] * k_inverse, q_inverse[1] * k_inverse});
             modify_and_mask(partial);
             online_softmax(softmax_scale_log2);
             if constexpr (HAS_DROPOUT) {
@@ -273,17 +199,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
 #pragma unroll
                 for (int n = 0; n < NT; n += 2) s.drop(dropout, n);
             }
-            probs.split(s);
+            probs.split(s, {1, 1});
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
             if (tile + 1 == work.tiles.end) zero_past_end();
-            issue_pv();
+            split_gemm_async(part, probs, smem.v(v_pipe.stage));
             warpgroup_wait<0>(part);
             release_v();
-#pragma unroll
-            for (int n = 0; n < VT; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    acc.x[0][n][e] = fmaf(part.x[0][n][e], v_inverse, acc.x[0][n][e]);
+            add_scaled(acc, part, {v_inverse, v_inverse});
         }
         skip_tiles(work.end - work.tiles.end);
 
@@ -291,10 +213,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         state.reduce_sums(rows);
         const Lane lane;
         const int left = work.Nq(p) - work.q0 - row0;
-        const Accum scale = fabs(Accum(p.scale)) * LOG2_E;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            good = good && q_inverse[half] * 0x1p15f * (farthest * 0x1p15f) * scale <= MAX_PRODUCT;
+            good = good && keeps_digits(p, q_inverse[half], farthest);
             Accum lse;
             const Accum weight = state.finalize(0, half, sink_of(p, work.h),
                                                 HAS_DROPOUT ? Accum(p.dropout_scale) : Accum(1),

@@ -4,7 +4,7 @@
 
 #include "bias.cuh"
 #include "gemm_sm90.cuh"
-#include "splitting.cuh"
+#include "planes.cuh"
 #include "tile_scheduler_sm90.cuh"
 #include "warpgroups_sm90.cuh"
 
@@ -14,10 +14,10 @@ static_assert(BLOCK_Q == ROWS * CONSUMERS && WARPS_N == 1, "the warpgroups share
 static_assert(STAGES >= 2, "the next k stage is read before the v stage is released");
 
 using WorkTile = WindowedWorkTile;
-using QueryTile = SmemTile<ROWS, SPLIT_FLOATS ? plane_columns(HEAD_DIM) : HEAD_DIM>;  // of one warpgroup
+using QueryTile = SmemTile<ROWS, tile_columns(HEAD_DIM)>;  // of one warpgroup
 constexpr int KV_SIZE = int(sizeof(KvElement));  // bytes; a tile has two numbers of 8 bits as one element
 __device__ constexpr int kv_columns(int dim) {
-    return SPLIT_FLOATS ? plane_columns(dim) : dim * KV_SIZE / 2;
+    return SPLIT_FLOATS ? tile_columns(dim) : dim * KV_SIZE / 2;
 }
 using KeyTile = SmemTile<BLOCK_K, kv_columns(HEAD_DIM)>;
 using ValueTile = SmemTile<BLOCK_K, kv_columns(VALUE_DIM)>;

@@ -54,8 +54,8 @@ struct Fields {
     const int* assignment;      // static scheduler: the work tiles of each worker
     const i64* origin;          // of each sequence: b, h, i, j at which dropout starts to count
     const float *k_descale, *v_descale;  // factors of keys and values of 8 bits
-    void *k_planes, *v_planes;           // float32 keys and values as float16 numbers (splitting.cuh)
-    float *k_factors, *v_factors;        // inverse factors of their tiles
+    void *q_planes, *k_planes, *v_planes, *dout_planes;      // float32 as float16 numbers (splitting.cuh)
+    float *q_factors, *k_factors, *v_factors, *dout_factors;  // inverse factors of their tiles
 
     // --- strides --------------------------------------------------------------------------
     Rows q_at, k_at, v_at, out_at, dout_at, dq_at, dk_at, dv_at, dlse_at;

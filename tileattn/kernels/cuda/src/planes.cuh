@@ -1,13 +1,28 @@
-// Layer 3. The planes of float32 keys and values: float16 numbers as split_rows.cu writes them, and the inverse
-// factors of their tiles.
+// Layer 3. The planes of float32 arrays: float16 numbers as split_rows.cuh writes them, and the inverse factors of
+// their tiles.
 #pragma once
 
 #include "sequence.cuh"
 #include "splitting.cuh"
 
-// The inverse factors of the tiles of a key head, from the first tile of a sequence on. Packed sequence b begins
-// at tile k_start / TILE_ROWS + b. NaN marks a tile that cannot be split.
-__device__ inline i64 first_factor(const Params& p, i64 entry, i64 k_start, i64 b, i64 kv) {
-    const i64 first = PACKED ? k_start / TILE_ROWS + b : 0;
-    return (entry * p.Hkv + kv) * block_count<TILE_ROWS>(p, p.Nk) + first;
+// Columns of a tile in shared memory: of planes if float32 is split.
+__device__ constexpr int tile_columns(int columns) { return SPLIT_FLOATS ? plane_columns(columns) : columns; }
+
+// The largest product of an element of q and one of k, in units of log 2 of the score. An element loses digits
+// below 2**-50 of the largest of its tile: with more, that would show in a score.
+constexpr float MAX_PRODUCT = 0x1p20f;
+
+// True if the scores of a tile of queries and one of keys, with these inverse factors, keep their digits.
+__device__ inline bool keeps_digits(const Params& p, float q_inverse, float k_inverse) {
+    const float scale = fabsf(float(p.scale)) * 1.44269504f;
+    return q_inverse * 0x1p15f * (k_inverse * 0x1p15f) * scale <= MAX_PRODUCT;
+}
+
+// The inverse factors of the tiles of a head, from the first tile of a sequence on. `heads` and `rows` are the
+// array's. Packed sequence b begins at tile start / TILE_ROWS + b. NaN marks a tile that cannot be split.
+template <class T>
+__device__ inline T* factors_of(T* factors, const Params& p, i64 heads, i64 rows, i64 entry, i64 h, i64 start,
+                                i64 b) {
+    const i64 first = PACKED ? start / TILE_ROWS + b : 0;
+    return factors + (entry * heads + h) * block_count<TILE_ROWS>(p, rows) + first;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "pair_sm90.cuh"
+#include "planes.cuh"
 #include "tile_scheduler_sm90.cuh"
 #include "warpgroups_sm90.cuh"
 
@@ -10,10 +11,10 @@ static_assert(BLOCK_Q == WARPGROUP_ROWS * CONSUMERS && WARPS_N == 1, "64 queries
 static_assert(STAGES >= 3, "the next k is read before this one is released");
 
 using WorkTile = FwdWorkTile;
-using QueryTile = SmemTile<WARPGROUP_ROWS, HEAD_COLUMNS>;  // of one warpgroup
-using DoutTile = SmemTile<WARPGROUP_ROWS, VALUE_COLUMNS>;
-using KeyTile = SmemTile<BLOCK_K, HEAD_COLUMNS>;
-using ValueTile = SmemTile<BLOCK_K, VALUE_COLUMNS>;
+using QueryTile = SmemTile<WARPGROUP_ROWS, tile_columns(HEAD_COLUMNS)>;  // of one warpgroup
+using DoutTile = SmemTile<WARPGROUP_ROWS, tile_columns(VALUE_COLUMNS)>;
+using KeyTile = SmemTile<BLOCK_K, tile_columns(HEAD_COLUMNS)>;
+using ValueTile = SmemTile<BLOCK_K, tile_columns(VALUE_COLUMNS)>;
 
 // A tile of keys, as the producer tells consumers. Only the producer evaluates the mask by tiles.
 struct StagedTile {

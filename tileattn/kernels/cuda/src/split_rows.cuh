@@ -1,9 +1,9 @@
-// Split float32 keys and values into float16 numbers, for kernels on Hopper's tensor cores: one CTA for each tile
-// of 64 rows of a key head. As split_tiles in splitting.py. Also clears the flags of heads.
-#include "head_flags.cuh"
+// Layer 3. Split float32 rows into float16 numbers, for kernels on Hopper's tensor cores: one CTA for each tile of
+// 64 rows of a head. As split_tiles in splitting.py.
+#pragma once
+
 #include "planes.cuh"
 #include "rows.cuh"
-#include "tile_scheduler.cuh"
 
 constexpr int COLUMNS = HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM;
 constexpr int LANES = lanes_of_row(COLUMNS);  // of a row
@@ -78,26 +78,30 @@ __device__ inline void split_tile(const Element* from, i64 stride, int columns, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
-    split_rows(const __grid_constant__ Params p) {
-    overlap_launches();
-    if (blockIdx.x == 0)
-        for (int i = threadIdx.x; i < 2 + p.entries * p.Hkv; i += THREADS) p.head_flags[i] = 0;
-    const int blocks = block_count<TILE_ROWS>(p, p.Nk), index = int(blockIdx.x / 2);
-    const bool of_values = blockIdx.x % 2;
-    const HeadBlock<TILE_ROWS> at(p, p.key_ends(), int(p.Hkv), index / blocks, index % blocks);
-    const Sequence sequence(p, at.b);
-    const int row0 = at.block * TILE_ROWS, rows = int(sequence.Nk) - row0;
-    if (rows <= 0) return;
-    const int valid = int(sequence.length(p)) - row0;
-    const i64 place = first_factor(p, sequence.entry(), sequence.k_start, at.b, at.h) + at.block;
-    const Rows& strides = of_values ? p.v_at : p.k_at;
-    const Element* const from =
-        (of_values ? sequence.keys<Element>(p.v, p.v_at, at.h) : sequence.keys<Element>(p.k, p.k_at, at.h)) +
-        row0 * strides.n;
-    const int plane_row = plane_columns(of_values ? VALUE_DIM : HEAD_DIM);
-    float16* const to = static_cast<float16*>(of_values ? p.v_planes : p.k_planes) +
-                        ((sequence.entry() * p.Hkv + at.h) * p.Nk + sequence.k_start + row0) * plane_row;
-    split_tile(from, strides.n, int(of_values ? p.Dv : p.D), to, plane_row, rows, valid,
-               (of_values ? p.v_factors : p.k_factors) + place);
-}
+// An array to split: its rows in memory, and its planes and inverse factors.
+struct SplitArray {
+    const void* rows;
+    const Rows& at;
+    int columns, plane_row;
+    void* planes;
+    float* factors;
+};
+
+// The tile of a CTA. CTAs take two arrays in turn: those with the columns of q and k, and of v.
+struct SplitWork {
+    bool second;
+    int index;  // of the tile, among the tiles of all heads
+
+    __device__ SplitWork() : second(blockIdx.x % 2), index(int(blockIdx.x / 2)) {}
+
+    // Split rows from row0 of a sequence on: `rows` rows belong to the sequence, and `valid` of them count.
+    __device__ void split(const SplitArray& x, i64 entry, i64 h, i64 heads, i64 array_rows, i64 start, int block,
+                          int rows, int valid) const {
+        const int row0 = block * TILE_ROWS;
+        const Element* const from = rows_of<Element>(x.rows, x.at, entry, h) + (start + row0) * x.at.n;
+        float16* const to = static_cast<float16*>(x.planes) +
+                            ((entry * heads + h) * array_rows + start + row0) * x.plane_row;
+        split_tile(from, x.at.n, x.columns, to, x.plane_row, rows - row0, valid - row0,
+                   x.factors + block);
+    }
+};

@@ -1,0 +1,199 @@
+// Backward pass for q of float32 on Hopper: as backward_wide_dq_sm90.cu. Each GEMM is three GEMMs of float16
+// numbers (split_gemm_sm90.cuh).
+//
+// A head fails as in forward_float32_sm90.cu. Generic kernels compute it again.
+#include "dq_producer_sm90.cuh"
+#include "split_gemm_sm90.cuh"
+
+constexpr int NT = BLOCK_K / 8, DT = HEAD_DIM / 8;
+static_assert(BLOCK_K == TILE_ROWS && !PAIR, "a tile has one factor");
+// Columns of atoms whose scores are recomputed at a time. Derivatives, mask_mod and dropout need registers.
+constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
+constexpr bool CHUNKED = CHUNK < NT;
+static_assert(!HAS_BIAS, "there is no room for the bias");
+
+// A consumer warpgroup.
+__device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
+    const int row0 = threadIdx.x / WARP % 4 * 16;
+    const bool leads = threadIdx.x % WARPGROUP == 0;
+    const Lane lane;
+    PipelineState<1> work_pipe;
+    PipelineState<STAGES> pipe;
+    WorkTile work{};
+    int tile = 0;
+    Range attended{};  // keys that some query attends to
+    StagedTile staged{};
+    SplitSums<VALUE_DIM, NT> dp_sums;
+    SplitSums<HEAD_DIM, NT> s_sums;
+    Scores<false, 1, NT> s(0, 0);
+    Fragment<Accum, 1, NT> dp;
+    Fragment<Accum, 1, DT> dq, part;
+    SplitOperand<BLOCK_K / 16> ds;
+    Accum lse_log2[2], delta[2];
+    const WarpBias<false, 1, NT> bias(nullptr);
+
+    // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete.
+    // Each thread has read the entry of the stage before that GEMM.
+    auto release = [&] {
+        if (leads) smem.empty(pipe.stage).arrive();
+        pipe.advance();
+    };
+    // From S and dP to dS.
+    auto compute_ds = [&] {
+        const ScoreMod score_mod(p, work.b, work.h);
+        const AttentionMask attn_mask(p, work.sequence(p), work.h);
+        const Dropout dropout(p, work.b, work.h);
+        const bool partial = HAS_TILE_LIST ? staged.is_partial() : work.tiles.is_partial(tile);
+        const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
+        Fragment<Accum, 1, HAS_SCORE_GRAD ? NT : 1> slopes;
+        s.row = work.q0 + row0, s.column = tile * BLOCK_K;
+        DenseMask<false, 1, NT> dense;
+        if constexpr (HAS_MASK) dense.load(attn_mask, s.row, s.column);
+        auto finish = [&](int begin, int end) {
+#pragma unroll
+            for (int n = begin; n < end; ++n) {
+                if constexpr (HAS_DROPOUT)
+                    if (n % 2 == 0)
+                        dropout.for_columns<false, 1>(s.row, s.column, n, [&](int, int n, int e, bool kept) {
+                            Accum& x = dp.x[0][n][e];
+                            x = kept ? x * Accum(p.dropout_scale) : Accum(0);
+                        });
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    Accum& x = dp.x[0][n][e];
+                    const Accum P = exp2_of(exponent(s.x[0][n][e], softmax_scale_log2, lse_log2[e / 2]));
+                    x = score_gradient(P, x, delta[e / 2]);
+                    if constexpr (HAS_SCORE_GRAD) x *= slopes.x[0][n][e];
+                }
+            }
+        };
+        auto record = [&](int, int n, int e, Accum dsoftcap, Accum dfunction) {
+            if constexpr (HAS_SCORE_GRAD) slopes.x[0][n][e] = dsoftcap * dfunction;
+        };
+#pragma unroll
+        for (int n = 0; n < NT; n += CHUNK) {
+            begin_chunk<CHUNKED>(s);
+            s.apply(score_mod, bias, record, n, n + CHUNK);
+            if (partial) s.masked_fill_positions(attn_mask, n, n + CHUNK);
+            if constexpr (!HAS_MASK) finish(n, n + CHUNK);
+            // Scores are -infinity where masked out: then the warp sleeps for a nanosecond.
+            end_chunk<CHUNKED>(s, n + CHUNK, -infinity<Accum>());
+        }
+        if constexpr (HAS_MASK) {
+            dense.share();
+            s.masked_fill(dense);
+            finish(0, NT);
+        }
+    };
+    // Skip tiles that only the other warpgroup attends to.
+    auto skip_tiles = [&](int count) {
+#pragma unroll 1
+        for (int n = 2 * count; n > 0; --n) {
+            smem.full(pipe.stage).wait(pipe.phase);
+            // The warps may have drifted apart: no GEMM has synchronised them.
+            sync_warpgroup(warpgroup);
+            release();
+        }
+    };
+
+    for (;;) {
+        smem.q_full(warpgroup).wait(work_pipe.phase);
+        work_pipe.advance();
+        work = smem.storage.work_tiles[warpgroup];
+        if (work.is_end) break;
+        dq.clear();
+        const SlidingWindow window(p, work.sequence(p));
+        attended = window.key_range(0, window.Nq);
+        // TMA has zeroed rows past the end of the array.
+        if (attended.hi + work.k_start >= p.Nk) attended.hi = FAR;
+        const int kv = work.h / int(p.group), q_tile = work.q0 / TILE_ROWS;
+        auto keys = [&](const float* all) {
+            return factors_of(all, p, p.Hkv, p.Nk, work.entry(), kv, work.k_start, work.b);
+        };
+        auto queries = [&](const float* all) {
+            return factors_of(all, p, p.Hq, p.Nq, work.entry(), work.h, work.q_start, work.b);
+        };
+        const float *const k_factors = keys(p.k_factors), *const v_factors = keys(p.v_factors);
+        const bool has_rows = work.q0 < work.Nq(p);
+        const float q_inverse = has_rows ? queries(p.q_factors)[q_tile] : 0;
+        const float dout_inverse = has_rows ? queries(p.dout_factors)[q_tile] : 0;
+        float farthest = 0;
+        bool any = work.tiles.begin < work.tiles.end;
+        if (any) {
+            const i64 first = (i64(work.entry()) * p.Hq + work.h) * p.rows +
+                              padded_start(work.q_start, work.b) + work.q0 + row0;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const i64 row = first + lane.row(2 * half);
+                lse_log2[half] = static_cast<const Accum*>(p.lse_log2)[row];
+                delta[half] = static_cast<const Accum*>(p.delta)[row];
+            }
+            tile = work.tiles.begin;
+            skip_tiles(tile - work.begin);
+        } else {
+            skip_tiles(work.end - work.begin);
+        }
+        // q and dO are held throughout:
+        //
+        //     step          GEMMs in flight      stages held
+        //     dP            dP                   v
+        //     S             S                    k
+        //     dS            -                    k
+        //     dQ            dQ                   k
+#pragma unroll 1
+        for (; any; ++tile) {
+            smem.full(pipe.stage).wait(pipe.phase);
+            if constexpr (HAS_TILE_LIST) staged = smem.storage.tiles[pipe.stage], tile = staged.tile();
+            const float k_inverse = k_factors[tile], dp_inverse = v_factors[tile] * dout_inverse;
+            const ValueTile v = smem.v(pipe.stage);
+            zero_unattended(v, tile_columns(VALUE_DIM), tile, attended, warpgroup);
+            dp_sums.issue(smem.dout(warpgroup), v);
+            dp_sums.template wait<0>();
+            release();
+            dp_sums.join(dp, {dp_inverse, dp_inverse});
+            smem.full(pipe.stage).wait(pipe.phase);
+            const KeyTile k = smem.k(pipe.stage);
+            zero_unattended(k, tile_columns(HEAD_DIM), tile, attended, warpgroup);
+            s_sums.issue(smem.q(warpgroup), k);
+            s_sums.template wait<0>();
+            s_sums.join(s, {q_inverse * k_inverse, q_inverse * k_inverse});
+            farthest = fmaxf(farthest, k_inverse);
+            compute_ds();
+            float factor[2];
+            row_factors(dp, factor);
+            ds.split(dp, factor);
+            split_gemm_async(part, ds, k);
+            warpgroup_wait<0>(part);
+            release();
+            add_scaled(dq, part, {inverse_power(factor[0]) * k_inverse, inverse_power(factor[1]) * k_inverse});
+            any = HAS_TILE_LIST ? !staged.is_last() : tile + 1 < work.tiles.end;
+        }
+        smem.q_empty(warpgroup).arrive();  // safe: the GEMMs that read q and dO are complete
+        if (work.tiles.begin < work.tiles.end) skip_tiles(work.end - work.tiles.end);
+        if (!(all_finite_by_fma(dq) & keeps_digits(p, q_inverse, farthest))) fail_head(p, work.b, kv);
+        dq.scale(Accum(p.scale));
+        const int row = work.q0 + row0;
+        store_rows<ALIGNMENT_BYTES>(rows_of<Element>(p.dq, p.dq_at, work.entry(), work.h) +
+                                        (i64(work.q_start) + row) * p.dq_at.n,
+                                    p.dq_at.n, dq, 0, 0, work.Nq(p) - row, int(p.D));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
+    backward_float32_dq_sm90(const __grid_constant__ Params p, const __grid_constant__ BackwardMaps maps) {
+    extern __shared__ __align__(1024) char tensors[];
+    __shared__ SharedStorage storage;
+    const Smem smem{shared_address(tensors), storage};
+    const int warpgroup = warpgroup_index();
+    set_up(smem, maps.k, maps.q, maps.v, maps.dout);
+    wait_for_prerequisites();
+    __syncthreads();
+    if (warpgroup == CONSUMERS) {
+        reg_dealloc<PRODUCER_REGISTERS>();
+        const int warp = uniform(threadIdx.x / WARP);
+        if (warp == WARPS_M && (!PRODUCES_ALONE || is_first_lane())) produce(p, maps, smem);
+    } else {
+        reg_alloc<CONSUMER_REGISTERS>();
+        consume(p, smem, warpgroup);
+    }
+}
