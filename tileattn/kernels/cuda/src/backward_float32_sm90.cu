@@ -101,7 +101,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         }
         // Safe: all GEMMs that read k are complete, and the steps have read the work tile.
         smem.k_empty().arrive();
-        if constexpr (HAS_DROPOUT) dv.scale(Accum(p.dropout_scale));
+        dv.scale(dv_scale(p));
         store_sums(p, p.dv, p.dv_at, int(p.Dv), work, row0, dv, keeps_digits(p, k_inverse, farthest));
     }
 }

@@ -58,7 +58,7 @@ __device__ inline void preprocess(const Params& p, const Sequence& sequence, con
 #pragma unroll
     for (int step = LANES / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
     // Past the end P must be 0.
-    Accum lse_log2 = infinity<Accum>();
+    Accum stored = infinity<Accum>();
     u32 found = 0;
     if (i < sequence.Nq) {
         if (p.dlse) delta -= sequence.queries<Accum>(p.dlse, p.dlse_at, h)[i * p.dlse_at.n];
@@ -69,7 +69,7 @@ __device__ inline void preprocess(const Params& p, const Sequence& sequence, con
                        : !is_finite(lse))
             found |= NON_FINITE;
         if (is_finite(lse) && fabs(lse) > MAX_EXACT_LSE) found |= LARGE_SCORES;
-        lse_log2 = masked_out ? Accum(0) : is_finite(lse) ? clip_finite(lse * LOG2_E) : lse;
+        stored = masked_out ? stored_lse(0) : is_finite(lse) ? stored_natural_lse(lse) : lse;
     }
     if (__any_sync(~0u, found)) {
         const bool non_finite = __any_sync(~0u, found & NON_FINITE);
@@ -80,7 +80,7 @@ __device__ inline void preprocess(const Params& p, const Sequence& sequence, con
     if (lane % LANES == 0) {
         const i64 row = bh * p.rows + padded;
         static_cast<Accum*>(p.delta)[row] = stored_delta(delta);
-        static_cast<Accum*>(p.lse_log2)[row] = stored_lse(lse_log2);
+        static_cast<Accum*>(p.lse_log2)[row] = stored;
         // backward_large_scores replaces it in LARGE_SCORES heads, unless the call has no keys.
         static_cast<Accum*>(p.row_max)[row] = 0;
     }

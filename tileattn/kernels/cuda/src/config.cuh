@@ -120,8 +120,11 @@ constexpr int RESCALE_THRESHOLD = HAS_FINITE_SUMS<Operand> ? 4 : 8;
 // is a constant in the exponent. Forward it is 2**11: P may reach 2**RESCALE_THRESHOLD = 2**4, and 2**15 is
 // below the largest float16, 65504. Backward it is 2**15: P is at most 1. So P keeps all its digits down to
 // 2**-25 forward, and 2**-29 backward.
+//
+// Backward, P of float32 has 2**8. P of a few hundred keys is about 2**-8, and its exponent is rounded less if it
+// is near 0.
 constexpr int FORWARD_P_LOG2 = HAS_FINITE_SUMS<Operand> ? 15 - RESCALE_THRESHOLD : 0;
-constexpr int BACKWARD_P_LOG2 = HAS_FINITE_SUMS<Element> ? 15 : 0;
+constexpr int BACKWARD_P_LOG2 = HAS_FINITE_SUMS<Element> ? 15 : sizeof(Element) == 4 ? 8 : 0;
 constexpr Accum FORWARD_P_UNIT = Accum(1) / (1 << FORWARD_P_LOG2);
 constexpr Accum BACKWARD_P_UNIT = Accum(1) / (1 << BACKWARD_P_LOG2);
 
@@ -172,7 +175,8 @@ static_assert(BIAS_ALIGNMENT_BYTES == 0 ||
 static_assert(!(FOLD && (HAS_SOFTCAP || HAS_ALIBI || HAS_BIAS || HAS_SCORE_MOD)),
               "score modifiers come after the scale");
 
-constexpr Accum LOG2_E = Accum(1.4426950408889634073599246810019);
+constexpr double EXACT_LOG2_E = 1.4426950408889634073599246810019;
+constexpr Accum LOG2_E = Accum(EXACT_LOG2_E), LOG2_E_LOW = Accum(EXACT_LOG2_E - double(LOG2_E));
 constexpr Accum LN_2 = Accum(0.69314718055994530941723212145818);
 
 // Reductions over the lanes of a warp.

@@ -14,6 +14,11 @@ __device__ inline Accum sink_of(const Params& p, i64 h) {
 __device__ inline Accum stored_lse(Accum lse_log2) {
     return BACKWARD_P_LOG2 == 0 ? lse_log2 : lse_log2 - Accum(BACKWARD_P_LOG2);
 }
+// The same from a natural logarithm, rounded once or twice near 0.
+__device__ inline Accum stored_natural_lse(Accum lse) {
+    if constexpr (sizeof(Element) != 4) return stored_lse(clip_finite(lse * LOG2_E));
+    return clip_finite(fma(lse, LOG2_E_LOW, fma(lse, LOG2_E, -Accum(BACKWARD_P_LOG2))));
+}
 __device__ inline Accum stored_delta(Accum delta) { return delta * BACKWARD_P_UNIT; }
 
 // One query head of one sequence.
