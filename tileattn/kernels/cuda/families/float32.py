@@ -32,6 +32,7 @@ from tileattn.kernels.cuda.families.grid import Grid, Over, block_count
 from tileattn.kernels.cuda.families.hopper import (
     SUPPORTED,
     backward_workspace,
+    bias_size,
     forward_workspace,
     key_of,
 )
@@ -72,6 +73,10 @@ _UNSUPPORTED: tuple[Clause, ...] = (
     NO_TENSOR_MAPS,
     ("queries or keys are few", lambda P, context: not suits_planes(P, context.tuning)),
 )
+_UNSUPPORTED_FORWARD: tuple[Clause, ...] = (
+    *_UNSUPPORTED,
+    ("no tile has room for the bias", lambda P, context: not _tiles(P, context)),
+)
 _UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
     *_UNSUPPORTED,
     ("bias is in use", lambda P, _: P.has_bias),
@@ -79,7 +84,7 @@ _UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
 
 
 def _why_not(problem: Problem, context: LaunchContext) -> str | None:
-    return first_reason(_UNSUPPORTED, problem, context)
+    return first_reason(_UNSUPPORTED_FORWARD, problem, context)
 
 
 def _why_not_backward(problem: Problem, context: LaunchContext) -> str | None:
@@ -91,11 +96,8 @@ def _concerns(problem: Problem, _: LaunchContext) -> bool:
 
 
 def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-    P = problem
-    dim, value = _buckets(P)
-    bias_size = P.dtype.itemsize if context.bias_alignment_bytes else 0
-    tile = _tile(P, dim, value, bias_size)
-    shared = float32_forward_bytes(tile, dim, value, bias_size)
+    P, (dim, value) = problem, _buckets(problem)
+    tile, shared = _tiles(P, context)[0]
     key = key_of(FLOAT32_FORWARD, P, context, dim, value, tile, shared)
     grid = Grid("queries", key.block_q, most=context.sm_count)
     maps = ("k_planes", key.block_k), ("v_planes", key.block_k)
@@ -104,16 +106,20 @@ def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
     return _split(SPLIT_KEYS, P, context), main, others._replace(traits=PLAIN)
 
 
-def _tile(P: Problem, dim: int, value: int, bias_size: int) -> TileSize:
-    """Return the first tile that fits. With a mask a tile has 128 queries, as blocks of masks."""
-    tiles = tuned_tiles(FLOAT32_FORWARD, P.dtype.itemsize, max(dim, value))
+def _tiles(P: Problem, context: LaunchContext) -> list[tuple[TileSize, int]]:
+    """List the tiles that fit, each with its bytes of shared memory, the best first.
+
+    With a mask a tile has 128 queries, as blocks of masks.
+    """
+    dim, value = _buckets(P)
     plain = not (P.changes_scores or P.has_pair_mask or P.has_dropout)
-    return next(
-        tile
+    tiles = tuned_tiles(FLOAT32_FORWARD, P.dtype.itemsize, max(dim, value))
+    sized = (
+        (tile, float32_forward_bytes(tile, dim, value, bias_size(context)))
         for tile in tiles
-        if (plain or not tile.is_tall)
-        and float32_forward_bytes(tile, dim, value, bias_size) + HOPPER_STATIC <= HOPPER_LIMIT
+        if plain or not tile.is_tall
     )
+    return [(tile, shared) for tile, shared in sized if shared <= HOPPER_LIMIT - HOPPER_STATIC]
 
 
 def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
