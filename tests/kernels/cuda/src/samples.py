@@ -14,6 +14,7 @@ from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.block_order import COUNTS, ORDERS_KEYS, ORDERS_QUERIES
 from tileattn.kernels.cuda.families.context import LaunchContext
 from tileattn.kernels.cuda.families.families import forward_launches
+from tileattn.kernels.cuda.families.float32 import FLOAT32_FORWARD, SPLIT_ROWS
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
     HOPPER_BACKWARDS,
@@ -56,7 +57,7 @@ _SETS = (
 )
 
 _HOPPERS = (HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)
-_OF_HOPPER = (*_HOPPERS, WIDE, HOPPER_DQ_CONVERT, *HOPPER_DS)
+_OF_HOPPER = (*_HOPPERS, WIDE, HOPPER_DQ_CONVERT, *HOPPER_DS, SPLIT_ROWS, FLOAT32_FORWARD)
 _ORDERS = ORDERS_QUERIES, ORDERS_KEYS, *COUNTS.values()
 _OF_AUX = (*TILE_LISTS, "backward_daux", "backward_daux_sm90", "backward_daux_sum")
 
@@ -89,6 +90,12 @@ _HOPPER_CASES = (
     ("bfloat16", (512, 512), {"sinks"}),
     ("float16", (384, 320), {"block_mask", "softcap"}),
     ("float16", (384, 320), {"softcap"}),
+    ("float32", (64, 64), {"many queries"}),
+    ("float32", (112, 48), {"many queries", "softcap", "dropout_p"}),
+    ("float32", (128, 128), {"many queries", "bias"}),
+    ("float32", (20, 28), {"many queries", "mask", "alibi_slopes"}),
+    ("float32", (64, 128), {"many queries", "block_mask", "origin", "dropout_p"}),
+    ("float32", (80, 96), {"many queries", "negative scale"}),
 )
 
 
@@ -184,7 +191,7 @@ def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
 def _packed_keys(arch: str, combination: int) -> Iterator[KernelKey]:
     """List kernels of packed sequences: of one dtype, and the Hopper kernels."""
     asked = [(DTYPES[combination % len(DTYPES)].name, (64, 520)[combination % 2])]
-    others = ("float16", 64), ("bfloat16", 128), ("bfloat16", 256), ("bfloat16", 512)
+    others = ("float16", 64), ("bfloat16", 128), ("bfloat16", 256), ("bfloat16", 512), ("float32", 64)
     for dtype, dim in (*asked, *others):
         for key in _keys(problem_of(dtype, dim, {"cu_seqlens_q", "sinks"}), context_of(arch)):
             of_asked = (dtype, dim) == asked[0] and not key.head_flags
