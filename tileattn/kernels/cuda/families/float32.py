@@ -199,9 +199,9 @@ class _Planes:
 
 
 def _forward_workspace(P: Problem, key: KernelKey) -> Parts:
-    """Add flags of heads, which the kernel that splits keys clears."""
+    """Add flags of query heads, which the kernel that splits keys clears."""
     found = forward_workspace(P, key)
-    flags = {"head_flags": (2 + P.entries * P.Hkv) * COUNT}
+    flags = {"head_flags": (2 + P.entries * P.Hq) * COUNT}
     return found._replace(scratch=found.scratch | flags)
 
 
