@@ -14,7 +14,13 @@ from tileattn.dtypes import DTYPES
 from tileattn.errors import KernelCompileError
 from tileattn.kernels.cuda.families.block_order import COUNTS
 from tileattn.kernels.cuda.families.decode import DECODE
-from tileattn.kernels.cuda.families.float32 import FLOAT32_FORWARD, SPLIT_ROWS
+from tileattn.kernels.cuda.families.float32 import (
+    FLOAT32_BACKWARD,
+    FLOAT32_DQ,
+    FLOAT32_FORWARD,
+    SPLIT_KEYS,
+    SPLIT_QUERIES,
+)
 from tileattn.kernels.cuda.families.generic import NAIVE
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
@@ -179,8 +185,11 @@ def test_every_source(archs: tuple[str, ...]) -> None:
         FOLD,
         LATENT,
         WIDE,
-        SPLIT_ROWS,
+        SPLIT_KEYS,
+        SPLIT_QUERIES,
         FLOAT32_FORWARD,
+        FLOAT32_BACKWARD,
+        FLOAT32_DQ,
         *COUNTS,
         *COUNTS.values(),
         *LISTS["forward"],

@@ -69,8 +69,6 @@ _UNSUPPORTED: tuple[Clause, ...] = (
     ("an array is empty", lambda P, _: bool(empty_axes(P)) or 0 in (P.D, P.Dv)),
     ("an array has nearly 2**31 rows or more", lambda P, _: not fits_positions(P)),
     (f"a head dimension is above {MAX_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_DIM),
-    NOT_ALIGNED,
-    NO_TENSOR_MAPS,
     ("queries or keys are few", lambda P, context: not suits_planes(P, context.tuning)),
 )
 _UNSUPPORTED_FORWARD: tuple[Clause, ...] = (
@@ -79,6 +77,8 @@ _UNSUPPORTED_FORWARD: tuple[Clause, ...] = (
 )
 _UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
     *_UNSUPPORTED,
+    NOT_ALIGNED,
+    NO_TENSOR_MAPS,
     ("bias is in use", lambda P, _: P.has_bias),
 )
 
@@ -99,6 +99,7 @@ def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
     P, (dim, value) = problem, _buckets(problem)
     tile, shared = _tiles(P, context)[0]
     key = key_of(FLOAT32_FORWARD, P, context, dim, value, tile, shared)
+    key = replace(key, alignment_bytes=context.alignment_bytes)
     grid = Grid("queries", key.block_q, most=context.sm_count)
     maps = ("k_planes", key.block_k), ("v_planes", key.block_k)
     main = KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=_FORWARD)
