@@ -115,7 +115,8 @@ def test_rows_of_any_alignment(alignment: int) -> None:
     for name in ("q", "k", "v", "out"):
         x = inputs.get(name)
         assert x is not None
-        plan = forward(problem, H200, inputs, **{name: x._replace(alignment=alignment)})
+        given: dict[str, Any] = {name: x._replace(alignment=alignment)}
+        plan = forward(problem, H200, inputs, **given)
         assert kernels(plan) == SPLIT
         assert {launch.key.alignment_bytes for launch in plan.launches} == {alignment}
 
@@ -127,7 +128,8 @@ def test_broadcast_and_reversed_axes() -> None:
         assert x is not None
         for axis, step in ((0, 0), (1, 0), (2, 0), (2, -1)):
             strides = tuple(s * step if n == axis else s for n, s in enumerate(x.strides))
-            plan = forward(problem, H200, **{name: x._replace(strides=strides)})
+            given: dict[str, Any] = {name: x._replace(strides=strides)}
+            plan = forward(problem, H200, **given)
             assert kernels(plan) == SPLIT
 
 
