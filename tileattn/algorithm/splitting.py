@@ -145,7 +145,8 @@ def scores(q: Array, k: Array) -> Array:
     Parameters
     ----------
     q : array of float32, shape (..., M, D)
-        Queries. The inverse factors of a query and of a tile of k must have a finite product.
+        Queries. The inverse factors of a query and of a tile of k must have a finite product. If
+        it is below ``2**-149``, the scores, of at most ``D 2**-120``, are 0.
     k : array of float32, shape (..., N, D)
         Keys.
 
