@@ -17,12 +17,15 @@ def largest_elements() -> Array:
 
 
 def elements_and_factors() -> tuple[Array, Array]:
-    """Draw elements of all exponents and signs, NaN and infinities, up to 2**60 below the largest.
+    """Draw elements of all exponents and signs, NaN and infinities, and factors of larger elements.
 
-    The largest element gives the factor.
+    Half of the elements are at most 2**40 times smaller; the products of others may be subnormal.
     """
     rng = np.random.default_rng(0)
     x = rng.integers(0, 2**32, 2**18, np.uint32).view(np.float32)
     x[:6] = 0.0, -0.0, -1e-45, 1e-45, np.inf, np.nan
     own = power_of_two(np.where(np.isfinite(x), np.abs(x), 0))
-    return x, np.maximum(np.ldexp(own, -rng.integers(0, 60, x.size)), np.float32(2.0**-113))
+    times = np.where(
+        np.arange(x.size) % 2, rng.integers(0, 40, x.size), rng.integers(0, 240, x.size)
+    )
+    return x, np.maximum(np.ldexp(own, -times), np.float32(2.0**-113))
