@@ -89,7 +89,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     DenseMask<false, 1, NT> dense;
     const WarpBias<false, 1, NT> bias(smem.bias());
     SplitOperand<BLOCK_K / 16> probs;
-    Fragment<Accum, 1, VT> acc, part;
+    Fragment<Accum, 1, VT> acc;
     RowState<1> state;
 
     // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete.
@@ -172,10 +172,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
         state = RowState<1>(false);
         acc.clear();
-        auto factors = [&](const float* all) {
-            return factors_of(all, p, p.Hkv, p.Nk, work.entry(), work.h / int(p.group), work.k_start, work.b);
-        };
-        const float *const k_factors = factors(p.k_factors), *const v_factors = factors(p.v_factors);
+        const i64 factors =
+            first_factor(p, p.Hkv, p.Nk, work.entry(), work.h / int(p.group), work.k_start, work.b);
         float farthest = 0;  // inverse factor of a tile of keys
         if constexpr (HAS_TILE_LIST) list = KeyTileList(p, work), next_entry = list.entry(tile);
         if (tile < work.tiles.end) load_mask_and_bias((HAS_TILE_LIST ? next_entry.tile() : tile) * BLOCK_K);
@@ -185,7 +183,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             if constexpr (HAS_TILE_LIST) entry = next_entry, next_entry = list.entry(tile + 1);
             const int place = HAS_TILE_LIST ? entry.tile() : tile;
             const bool partial = work.tiles.is_partial(place) || (HAS_TILE_LIST && entry.is_partial());
-            const float k_inverse = k_factors[place], v_inverse = v_factors[place];
+            const float k_inverse = p.k_factors[factors + place], v_inverse = p.v_factors[factors + place];
             smem.k_full(k_pipe.stage).wait(k_pipe.phase);
             sums.issue(smem.q(warpgroup), smem.k(k_pipe.stage));
             sums.template wait<0>();
@@ -202,10 +200,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             probs.split(s, {1, 1});
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
             if (tile + 1 == work.tiles.end) zero_past_end();
-            split_gemm_async(part, probs, smem.v(v_pipe.stage));
-            warpgroup_wait<0>(part);
+            add_split_product(acc, probs, smem.v(v_pipe.stage), {v_inverse, v_inverse});
             release_v();
-            add_scaled(acc, part, {v_inverse, v_inverse});
         }
         skip_tiles(work.end - work.tiles.end);
 
