@@ -177,7 +177,6 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         float farthest = 0;  // inverse factor of a tile of keys
         if constexpr (HAS_TILE_LIST) list = KeyTileList(p, work), next_entry = list.entry(tile);
         if (tile < work.tiles.end) load_mask_and_bias((HAS_TILE_LIST ? next_entry.tile() : tile) * BLOCK_K);
-        const Accum softmax_scale_log2 = ScoreMod(p, work.b, work.h).softmax_scale_log2();
 #pragma unroll 1
         for (; tile < work.tiles.end; ++tile) {
             if constexpr (HAS_TILE_LIST) entry = next_entry, next_entry = list.entry(tile + 1);
@@ -191,7 +190,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             farthest = fmaxf(farthest, k_inverse);
             sums.join(s, {q_inverse[0] * k_inverse, q_inverse[1] * k_inverse});
             modify_and_mask(partial);
-            online_softmax(softmax_scale_log2);
+            online_softmax(ScoreMod(p, work.b, work.h).softmax_scale_log2());
             if constexpr (HAS_DROPOUT) {
                 const Dropout dropout(p, work.b, work.h);
 #pragma unroll

@@ -76,39 +76,67 @@ struct SplitOperand {
     }
 };
 
-// Add A Y to `sum`, for 16 * K rows of planes, with an inverse factor for each of a lane's two rows: A is in
-// registers, Y is MN-major. 64 columns at a time, since there are two accumulators. Only the caller's warpgroup
-// waits for the GEMMs.
-template <int FIRST = 0, int K, class Y, int NT>
+// C = A Y for 16 * K rows of planes and 8 * NT of their columns, from atom FIRST on: A is in registers, Y is
+// MN-major.
+template <int FIRST, int NT>
+struct SplitProduct {
+    Fragment<float, 1, NT> high, low;
+
+    template <int K, class Y>
+    __device__ void issue(const SplitOperand<K>& a, const Y& y) {
+        auto &high_sums = accum_registers(high), &low_sums = accum_registers(low);
+        discard_operand(high_sums), discard_operand(low_sums);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            const auto y_high = y.mn_major(16 * k, high_column(8 * FIRST));
+            const auto y_low = y.mn_major(16 * k, low_column(8 * FIRST));
+            wgmma(float16{}, high_sums, a.high[k].r, y_high, k > 0);
+            wgmma(float16{}, low_sums, a.high[k].r, y_low, k > 0);
+            wgmma(float16{}, low_sums, a.low[k].r, y_high, true);
+        }
+        wgmma_commit();
+    }
+    template <int PENDING>
+    __device__ void wait() {
+        wgmma_wait<PENDING>();
+        fence_operand(accum_registers(high)), fence_operand(accum_registers(low));
+    }
+    // Add to all columns of `sum`, with an inverse factor for each of a lane's two rows.
+    template <int ALL>
+    __device__ void add_to(Fragment<float, 1, ALL>& sum, const float (&inverse)[2]) const {
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float& x = sum.x[0][FIRST + n][e];
+                x = fmaf(low.x[0][n][e], inverse[e / 2] * LOW_UNIT, fmaf(high.x[0][n][e], inverse[e / 2], x));
+            }
+    }
+};
+
+// Add A Y to `sum`: 64 columns in a slice at a time.
+template <int K, class Y, int NT>
 __device__ inline void add_split_product(Fragment<float, 1, NT>& sum, const SplitOperand<K>& a, const Y& y,
                                          const float (&inverse)[2]) {
-    constexpr int COUNT = NT - FIRST < 8 ? NT - FIRST : 8;
-    Fragment<float, 1, COUNT> high, low;
-    auto &high_sums = accum_registers(high), &low_sums = accum_registers(low);
-    discard_operand(high_sums), discard_operand(low_sums);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < K; ++k) {
-        const auto y_high = y.mn_major(16 * k, high_column(8 * FIRST)), y_low = y.mn_major(16 * k, low_column(8 * FIRST));
-        wgmma(float16{}, high_sums, a.high[k].r, y_high, k > 0);
-        wgmma(float16{}, low_sums, a.high[k].r, y_low, k > 0);
-        wgmma(float16{}, low_sums, a.low[k].r, y_high, true);
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    fence_operand(high_sums), fence_operand(low_sums);
-#pragma unroll
-    for (int n = 0; n < COUNT; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            float& x = sum.x[0][FIRST + n][e];
-            x = fmaf(low.x[0][n][e], inverse[e / 2] * LOW_UNIT, fmaf(high.x[0][n][e], inverse[e / 2], x));
-        }
-    if constexpr (FIRST + COUNT < NT) {
+    constexpr int FIRST = NT < 8 ? NT : 8;
+    SplitProduct<0, FIRST> first;
+    first.issue(a, y);
+    if constexpr (NT > FIRST) {
+        SplitProduct<FIRST, NT - FIRST> second;
 #ifdef VARIANT_B
-        fence_operand(accum_registers(atoms<COUNT>(sum, FIRST)));
+        first.template wait<0>();
+        second.issue(a, y);
+#else
+        second.issue(a, y);
+        first.template wait<1>();
 #endif
-        add_split_product<FIRST + COUNT>(sum, a, y, inverse);
+        first.add_to(sum, inverse);
+        second.template wait<0>();
+        second.add_to(sum, inverse);
+    } else {
+        first.template wait<0>();
+        first.add_to(sum, inverse);
     }
 }
 
