@@ -1,19 +1,21 @@
 // Layer 2. Asynchronous GEMMs of float32 as three GEMMs of float16 numbers (splitting.cuh): the products of two
 // high parts, and of a high and a low part.
 //
-// The tensor core cuts sums toward zero. So sums leave it every 64 terms, and are added in float32.
+// The tensor core cuts sums toward zero. So sums leave it every 64 terms, or 128 if registers are few, and are added
+// in float32.
 #pragma once
 
 #include "gemm_sm90.cuh"
 #include "splitting.cuh"
 
-constexpr int SUM_STEPS = 64 / 16;  // wgmmas after which a sum of products of high parts leaves the tensor core
 
 // C = X Y^T for 64 rows of x and 8 * NT rows of y, both planes of DEPTH columns: the sums of products of high
 // parts, for each 64 columns, and all other products together.
 template <int DEPTH, int NT>
 struct SplitSums {
-    static constexpr int STEPS = (DEPTH + 15) / 16, PARTS = (STEPS + SUM_STEPS - 1) / SUM_STEPS;
+    // wgmmas, and those after which a sum of products of high parts leaves the tensor core.
+    static constexpr int STEPS = (DEPTH + 15) / 16, SUM_STEPS = (DEPTH <= 128 ? 64 : 128) / 16;
+    static constexpr int PARTS = (STEPS + SUM_STEPS - 1) / SUM_STEPS;
     Fragment<float, 1, NT> high[PARTS], low;
 
     template <class X, class Y>
@@ -76,68 +78,36 @@ struct SplitOperand {
     }
 };
 
-// C = A Y for 16 * K rows of planes and 8 * NT of their columns, from atom FIRST on: A is in registers, Y is
-// MN-major.
-template <int FIRST, int NT>
-struct SplitProduct {
-    Fragment<float, 1, NT> high, low;
-
-    template <int K, class Y>
-    __device__ void issue(const SplitOperand<K>& a, const Y& y) {
-        auto &high_sums = accum_registers(high), &low_sums = accum_registers(low);
-        discard_operand(high_sums), discard_operand(low_sums);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < K; ++k) {
-            const auto y_high = y.mn_major(16 * k, high_column(8 * FIRST));
-            const auto y_low = y.mn_major(16 * k, low_column(8 * FIRST));
-            wgmma(float16{}, high_sums, a.high[k].r, y_high, k > 0);
-            wgmma(float16{}, low_sums, a.high[k].r, y_low, k > 0);
-            wgmma(float16{}, low_sums, a.low[k].r, y_high, true);
-        }
-        wgmma_commit();
-    }
-    template <int PENDING>
-    __device__ void wait() {
-        wgmma_wait<PENDING>();
-        fence_operand(accum_registers(high)), fence_operand(accum_registers(low));
-    }
-    // Add to all columns of `sum`, with an inverse factor for each of a lane's two rows.
-    template <int ALL>
-    __device__ void add_to(Fragment<float, 1, ALL>& sum, const float (&inverse)[2]) const {
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                float& x = sum.x[0][FIRST + n][e];
-                x = fmaf(low.x[0][n][e], inverse[e / 2] * LOW_UNIT, fmaf(high.x[0][n][e], inverse[e / 2], x));
-            }
-    }
-};
-
-// Add A Y to `sum`: 64 columns in a slice at a time.
-template <int K, class Y, int NT>
+// Add A Y to `sum`, for 16 * K rows of planes, with an inverse factor for each of a lane's two rows: A is in
+// registers, Y is MN-major. Columns from atom FIRST on, 64 or 32 at a time: with all of them the sums would need twice
+// the registers. The warpgroup waits for its GEMMs, while others compute.
+template <int FIRST = 0, int K, class Y, int NT>
 __device__ inline void add_split_product(Fragment<float, 1, NT>& sum, const SplitOperand<K>& a, const Y& y,
                                          const float (&inverse)[2]) {
-    constexpr int FIRST = NT < 8 ? NT : 8;
-    SplitProduct<0, FIRST> first;
-    first.issue(a, y);
-    if constexpr (NT > FIRST) {
-        SplitProduct<FIRST, NT - FIRST> second;
-#ifdef VARIANT_B
-        first.template wait<0>();
-        second.issue(a, y);
-#else
-        second.issue(a, y);
-        first.template wait<1>();
-#endif
-        first.add_to(sum, inverse);
-        second.template wait<0>();
-        second.add_to(sum, inverse);
-    } else {
-        first.template wait<0>();
-        first.add_to(sum, inverse);
+    constexpr int MOST = NT <= 16 ? 8 : 4, COUNT = NT - FIRST < MOST ? NT - FIRST : MOST;
+    Fragment<float, 1, COUNT> high, low;
+    auto &high_sums = accum_registers(high), &low_sums = accum_registers(low);
+    discard_operand(high_sums), discard_operand(low_sums);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        const auto y_high = y.mn_major(16 * k, high_column(8 * FIRST));
+        const auto y_low = y.mn_major(16 * k, low_column(8 * FIRST));
+        wgmma(float16{}, high_sums, a.high[k].r, y_high, k > 0);
+        wgmma(float16{}, low_sums, a.high[k].r, y_low, k > 0);
+        wgmma(float16{}, low_sums, a.low[k].r, y_high, true);
     }
+    wgmma_commit();
+    wgmma_wait<0>();
+    fence_operand(high_sums), fence_operand(low_sums);
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            float& x = sum.x[0][FIRST + n][e];
+            x = fmaf(low.x[0][n][e], inverse[e / 2] * LOW_UNIT, fmaf(high.x[0][n][e], inverse[e / 2], x));
+        }
+    if constexpr (FIRST + COUNT < NT) add_split_product<FIRST + COUNT>(sum, a, y, inverse);
 }
 
 // The power of two of each of a lane's two rows of a fragment whose rows are spread over four lanes.
