@@ -77,8 +77,7 @@ _STAGGER = _row("deterministic, D = 128, causal, up to 8192 keys: stagger heads 
 _STAGGER_AGAIN = _row("stagger heads at 16384 too; one wave up to 512 keys", _BOTH)
 _DBIAS = _row("thread blocks share the tiles of a broadcast bias", _H200)
 _HALF_WAVE = _row("half a wave of key blocks at a time", _H100)
-
-_PLANES = _row("float32 as float16 numbers on wgmma: from 256 queries and keys", _H200)
+_PLANES = _row("float32 as float16 numbers on wgmma: from 128 queries and keys", _H200)
 
 
 def _tuned(value: Any, alternative: Any, unit: str, condition: str, source: Source) -> Any:
@@ -88,7 +87,7 @@ def _tuned(value: Any, alternative: Any, unit: str, condition: str, source: Sour
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The tuned numbers of one GPU; measured with float16 and bfloat16."""
+    """The tuned numbers of one GPU; measured with float16 and bfloat16, unless they say float32."""
 
     # Forward tiles of the Hopper kernel.
     two_group_keys: int = _tuned(
@@ -120,7 +119,7 @@ class Tuning:
     )
     # float32 on Hopper's tensor cores.
     plane_rows: int = _tuned(
-        256, _NEVER, "queries and keys", "float32: split numbers if both are >= x", _PLANES
+        128, _NEVER, "queries and keys", "float32: split numbers if both are >= x", _PLANES
     )
     # Backward tiles of the Hopper kernel.
     padded_queries: float = _tuned(

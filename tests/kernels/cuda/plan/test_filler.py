@@ -17,6 +17,7 @@ from tileattn.call.problem import Problem
 from tileattn.call.straight_line import Paths, pinned
 from tileattn.expressions.functions import mask_expression
 from tileattn.kernels.cuda.families.size_class import size_class
+from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.filler import Filled, Filler, Place, can_fill
 from tileattn.kernels.cuda.plan.kind_plan import kind_key
 from tileattn.kernels.cuda.plan.layout import ArrayLayout, CallLayout, contiguous, contiguous_inputs
@@ -109,7 +110,7 @@ def test_a_filled_plan_is_the_plan_of_the_call(
     many = options & {"bias", "kv_lengths", "mask"}  # calls of more kinds
     for device, dims, dtype in (
         *((H200, dims, "bfloat16") for dims in (*DIMS, (256, 256))),
-        (A100, (64, 64), "float32"),
+        *((device, (64, 64), "float32") for device in (A100, H200)),
         *((A100, dims, "float32") for dims in DIMS if many),
     ):
         for base, plain in cases(dtype, options - {"aux"}, bounded, dims):
@@ -136,21 +137,24 @@ def test_a_filled_plan_is_the_plan_of_the_call(
     assert filled > 20
 
 
+KINDS = (
+    *(("bfloat16", 64, H200), ("bfloat16", 128, H200)),
+    *(("float32", 64, A100), ("float32", 96, H200)),
+)
 # Each pair of a pass, a window and a kind of rows.
 PAIRS = [
     (("forward", "backward", "deterministic")[(n + m) % 3], window, *rows)
     for n, window in enumerate([(None, None), (None, 0), (100, 0)])
-    for m, rows in enumerate([("bfloat16", 64), ("bfloat16", 128), ("float32", 64)])
+    for m, rows in enumerate(KINDS)
 ]
 
 
-@pytest.mark.parametrize(("passes", "window", "dtype", "dim"), PAIRS, ids=str)
+@pytest.mark.parametrize(("passes", "window", "dtype", "dim", "device"), PAIRS, ids=str)
 def test_straight_line_code_fills_as_the_filler(
-    passes: str, window: Any, dtype: str, dim: int
+    passes: str, window: Any, dtype: str, dim: int, device: Device
 ) -> None:
     """The code that was compiled for one problem takes another one on, or declines it."""
     rng = Random(f"{dtype} {dim} {window} {passes}")
-    device = H200 if dtype == "bfloat16" else A100
     base = asked(dtype, D=dim, Dv=dim, window=window)
     direction = "forward" if passes == "forward" else "backward"
     known: dict[Any, Filler] = {}

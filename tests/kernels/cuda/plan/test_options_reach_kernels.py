@@ -35,6 +35,7 @@ SCORELESS = {
     *("backward_daux_sum", "backward_dbias_sum"),
     *("backward_dq_convert", "backward_dq_convert_sm90"),
     *("backward_dsinks", "backward_preprocess", "forward_combine", "forward_fold"),
+    *("split_keys", "split_queries"),
     *("classify_tiles", "list_key_tiles", "list_query_tiles", "rank_key_tiles"),
     *("count_key_blocks", "count_query_blocks", "order_key_blocks", "order_query_blocks"),
 }
@@ -281,6 +282,7 @@ def test_each_option_is_honoured_or_refused_by_name(sizes: str, device: Device) 
 FAMILIES = {
     "generic": {"forward", "backward_dkdv", "backward_dq"},
     "naive": {"naive_forward", "naive_dkdv", "naive_dq"},
+    "float32": {*("split_keys", "split_queries"), "forward_float32_sm90"},
     "hopper": {"forward_sm90", "backward_sm90", "backward_halves_sm90", "backward_wide_sm90"},
     "split": {"forward_split"},
     "decode": {"forward_decode_sm90 split"},

@@ -14,6 +14,13 @@ from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.block_order import COUNTS, ORDERS_KEYS, ORDERS_QUERIES
 from tileattn.kernels.cuda.families.context import LaunchContext
 from tileattn.kernels.cuda.families.families import forward_launches
+from tileattn.kernels.cuda.families.float32 import (
+    FLOAT32_BACKWARD,
+    FLOAT32_DQ,
+    FLOAT32_FORWARD,
+    SPLIT_KEYS,
+    SPLIT_QUERIES,
+)
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
     HOPPER_BACKWARDS,
@@ -56,7 +63,8 @@ _SETS = (
 )
 
 _HOPPERS = (HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)
-_OF_HOPPER = (*_HOPPERS, WIDE, HOPPER_DQ_CONVERT, *HOPPER_DS)
+_SPLIT_FLOATS = (SPLIT_KEYS, SPLIT_QUERIES, FLOAT32_FORWARD, FLOAT32_BACKWARD, FLOAT32_DQ)
+_OF_HOPPER = (*_HOPPERS, WIDE, HOPPER_DQ_CONVERT, *HOPPER_DS, *_SPLIT_FLOATS)
 _ORDERS = ORDERS_QUERIES, ORDERS_KEYS, *COUNTS.values()
 _OF_AUX = (*TILE_LISTS, "backward_daux", "backward_daux_sm90", "backward_daux_sum")
 
@@ -89,6 +97,13 @@ _HOPPER_CASES = (
     ("bfloat16", (512, 512), {"sinks"}),
     ("float16", (384, 320), {"block_mask", "softcap"}),
     ("float16", (384, 320), {"softcap"}),
+    ("float32", (64, 64), {"many queries"}),
+    ("float32", (112, 48), {"many queries", "softcap", "dropout_p"}),
+    ("float32", (128, 128), {"many queries", "bias"}),
+    ("float32", (20, 28), {"many queries", "mask", "alibi_slopes"}),
+    ("float32", (64, 128), {"many queries", "block_mask", "origin", "dropout_p"}),
+    ("float32", (80, 96), {"many queries", "negative scale", "alignment of 4"}),
+    ("float32", (128, 64), {"many queries", "sinks", "alignment of 8"}),
 )
 
 
@@ -136,6 +151,9 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
             if "shared keys" in options:
                 problem = replace(problem, Hq=2, window=(1, 0))
             context = context_of(arch)
+            for nbytes in (4, 8):
+                if f"alignment of {nbytes}" in options:
+                    context = context._replace(alignment_bytes=nbytes)
             if "bias" in options:
                 context = context._replace(
                     bias="float32", full_bias=True, bias_alignment_bytes=16, dbias=True
@@ -184,7 +202,13 @@ def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
 def _packed_keys(arch: str, combination: int) -> Iterator[KernelKey]:
     """List kernels of packed sequences: of one dtype, and the Hopper kernels."""
     asked = [(DTYPES[combination % len(DTYPES)].name, (64, 520)[combination % 2])]
-    others = ("float16", 64), ("bfloat16", 128), ("bfloat16", 256), ("bfloat16", 512)
+    others = (
+        ("float16", 64),
+        ("bfloat16", 128),
+        ("bfloat16", 256),
+        ("bfloat16", 512),
+        ("float32", 64),
+    )
     for dtype, dim in (*asked, *others):
         for key in _keys(problem_of(dtype, dim, {"cu_seqlens_q", "sinks"}), context_of(arch)):
             of_asked = (dtype, dim) == asked[0] and not key.head_flags

@@ -14,6 +14,13 @@ from tileattn.dtypes import DTYPES
 from tileattn.errors import KernelCompileError
 from tileattn.kernels.cuda.families.block_order import COUNTS
 from tileattn.kernels.cuda.families.decode import DECODE
+from tileattn.kernels.cuda.families.float32 import (
+    FLOAT32_BACKWARD,
+    FLOAT32_DQ,
+    FLOAT32_FORWARD,
+    SPLIT_KEYS,
+    SPLIT_QUERIES,
+)
 from tileattn.kernels.cuda.families.generic import NAIVE
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
@@ -149,12 +156,14 @@ def test_a_kernel_compiles(case: Case, compiled_quickly: Callable[..., Compiled]
     assert made.image.startswith(b"\x7fELF")
     assert made.registers is not None, f"the log names no kernel {key.kernel}:\n{made.log}"
     assert COMPLAINT.search(made.log) is None, made.log
-    if key.kernel == LATENT or is_tuned(key, arch):
+    if key.kernel in {LATENT, FLOAT32_FORWARD} or is_tuned(key, arch):
         # The NaN-safe passes of Hopper's forward kernel rarely run. They may spill a little.
         assert made.spill_bytes in range(129 if key.kernel == HOPPER else 1), made.log
 
 
-@pytest.mark.parametrize("kernel", [HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ, LATENT, WIDE])
+@pytest.mark.parametrize(
+    "kernel", [HOPPER, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ, LATENT, WIDE, FLOAT32_FORWARD]
+)
 def test_shared_memory_that_differs_from_the_launch(kernel: str) -> None:
     key = next(key for _, key in CASES if key.kernel == kernel)
     with pytest.raises(KernelCompileError, match="what a launch brings"):
@@ -176,6 +185,11 @@ def test_every_source(archs: tuple[str, ...]) -> None:
         FOLD,
         LATENT,
         WIDE,
+        SPLIT_KEYS,
+        SPLIT_QUERIES,
+        FLOAT32_FORWARD,
+        FLOAT32_BACKWARD,
+        FLOAT32_DQ,
         *COUNTS,
         *COUNTS.values(),
         *LISTS["forward"],
@@ -230,7 +244,7 @@ def test_kernels_of_flagged_heads_on_hopper() -> None:
     repairs = {key.kernel for arch, key in CASES if key.head_flags and arch == "sm_90a"}
     generic = {"backward_large_scores", "backward_dkdv", "backward_dq"}
     generic |= {NAIVE[kernel] for kernel in generic}  # of wide heads
-    assert repairs == generic | {HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_DQ_CONVERT}
+    assert repairs == generic | {"forward", HOPPER_BACKWARD, HOPPER_HALVES, HOPPER_DQ_CONVERT}
 
 
 @pytest.mark.parametrize(

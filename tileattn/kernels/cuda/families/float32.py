@@ -32,6 +32,7 @@ from tileattn.kernels.cuda.families.grid import Grid, Over, block_count
 from tileattn.kernels.cuda.families.hopper import (
     SUPPORTED,
     backward_workspace,
+    bias_size,
     forward_workspace,
     key_of,
 )
@@ -68,18 +69,22 @@ _UNSUPPORTED: tuple[Clause, ...] = (
     ("an array is empty", lambda P, _: bool(empty_axes(P)) or 0 in (P.D, P.Dv)),
     ("an array has nearly 2**31 rows or more", lambda P, _: not fits_positions(P)),
     (f"a head dimension is above {MAX_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_DIM),
-    NOT_ALIGNED,
-    NO_TENSOR_MAPS,
     ("queries or keys are few", lambda P, context: not suits_planes(P, context.tuning)),
+)
+_UNSUPPORTED_FORWARD: tuple[Clause, ...] = (
+    *_UNSUPPORTED,
+    ("no tile has room for the bias", lambda P, context: not _tiles(P, context)),
 )
 _UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
     *_UNSUPPORTED,
+    NOT_ALIGNED,
+    NO_TENSOR_MAPS,
     ("bias is in use", lambda P, _: P.has_bias),
 )
 
 
 def _why_not(problem: Problem, context: LaunchContext) -> str | None:
-    return first_reason(_UNSUPPORTED, problem, context)
+    return first_reason(_UNSUPPORTED_FORWARD, problem, context)
 
 
 def _why_not_backward(problem: Problem, context: LaunchContext) -> str | None:
@@ -91,12 +96,10 @@ def _concerns(problem: Problem, _: LaunchContext) -> bool:
 
 
 def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-    P = problem
-    dim, value = _buckets(P)
-    bias_size = P.dtype.itemsize if context.bias_alignment_bytes else 0
-    tile = _tile(P, dim, value, bias_size)
-    shared = float32_forward_bytes(tile, dim, value, bias_size)
+    P, (dim, value) = problem, _buckets(problem)
+    tile, shared = _tiles(P, context)[0]
     key = key_of(FLOAT32_FORWARD, P, context, dim, value, tile, shared)
+    key = replace(key, alignment_bytes=context.alignment_bytes)
     grid = Grid("queries", key.block_q, most=context.sm_count)
     maps = ("k_planes", key.block_k), ("v_planes", key.block_k)
     main = KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=_FORWARD)
@@ -104,16 +107,20 @@ def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
     return _split(SPLIT_KEYS, P, context), main, others._replace(traits=PLAIN)
 
 
-def _tile(P: Problem, dim: int, value: int, bias_size: int) -> TileSize:
-    """Return the first tile that fits. With a mask a tile has 128 queries, as blocks of masks."""
-    tiles = tuned_tiles(FLOAT32_FORWARD, P.dtype.itemsize, max(dim, value))
+def _tiles(P: Problem, context: LaunchContext) -> list[tuple[TileSize, int]]:
+    """List the tiles that fit, each with its bytes of shared memory, the best first.
+
+    With a mask a tile has 128 queries, as blocks of masks.
+    """
+    dim, value = _buckets(P)
     plain = not (P.changes_scores or P.has_pair_mask or P.has_dropout)
-    return next(
-        tile
+    tiles = tuned_tiles(FLOAT32_FORWARD, P.dtype.itemsize, max(dim, value))
+    sized = (
+        (tile, float32_forward_bytes(tile, dim, value, bias_size(context)))
         for tile in tiles
-        if (plain or not tile.is_tall)
-        and float32_forward_bytes(tile, dim, value, bias_size) + HOPPER_STATIC <= HOPPER_LIMIT
+        if plain or not tile.is_tall
     )
+    return [(tile, shared) for tile, shared in sized if shared <= HOPPER_LIMIT - HOPPER_STATIC]
 
 
 def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
@@ -193,9 +200,9 @@ class _Planes:
 
 
 def _forward_workspace(P: Problem, key: KernelKey) -> Parts:
-    """Add flags of heads, which the kernel that splits keys clears."""
+    """Add flags of query heads, which the kernel that splits keys clears."""
     found = forward_workspace(P, key)
-    flags = {"head_flags": (2 + P.entries * P.Hkv) * COUNT}
+    flags = {"head_flags": (2 + P.entries * P.Hq) * COUNT}
     return found._replace(scratch=found.scratch | flags)
 
 

@@ -109,7 +109,7 @@ _UNSUPPORTED: tuple[Clause, ...] = (
     *UNSUPPORTED_ANY_DIM[2:],
     (
         "no tile has room for the bias",
-        lambda P, context: _bias_size(context) > 0 and not _forward_tiles(P, context),
+        lambda P, context: bias_size(context) > 0 and not _forward_tiles(P, context),
     ),
 )
 _UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
@@ -149,7 +149,7 @@ def forward_launch(
     if splits:
         dim, value = bucket(P.D), bucket(P.Dv, value_unit)
     has_totals = P.is_invariant and not splits
-    sizes = dim, value, _bias_size(context), P.kv_itemsize
+    sizes = dim, value, bias_size(context), P.kv_itemsize
     memory = hopper_forward_memory(tile, *sizes, totals=has_totals, splits=splits)
     key = key_of(HOPPER, P, context, dim, value, tile, memory.nbytes)
     # The kernel is persistent: a thread block takes one query block after another.
@@ -202,7 +202,7 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
     most_keys, fills = tall_keys(P, tuning), fills_tall_tiles(P, tuning, context.sm_count)
     cut = is_short and P.window[1] is not None and not (P.has_pair_mask or P.is_packed)
     short = short_rows(P, tuning)
-    bias_size = _bias_size(context)
+    bias_bytes = bias_size(context)
 
     def suits(tile: TileSize) -> bool:
         if P.is_invariant:
@@ -216,7 +216,7 @@ def _forward_tiles(problem: Problem, context: LaunchContext) -> Sequence[TileSiz
         return tile.groups == 1 or (plain and few)
 
     def fits(tile: TileSize) -> bool:
-        memory = hopper_forward_memory(tile, dim, value, bias_size, totals=P.is_invariant)
+        memory = hopper_forward_memory(tile, dim, value, bias_bytes, totals=P.is_invariant)
         return memory.nbytes + HOPPER_STATIC <= HOPPER_LIMIT
 
     tiles = []
@@ -265,7 +265,7 @@ def _key_launch(P: Problem, context: LaunchContext) -> KernelLaunch:
     tile, shared = next(
         (tile, shared)
         for tile in filter(suits, tuned_tiles(kernel, P.dtype.itemsize, max(dim, value)))
-        if (shared := hopper_backward_bytes(tile, dim, value, _bias_size(context)))
+        if (shared := hopper_backward_bytes(tile, dim, value, bias_size(context)))
         <= HOPPER_LIMIT - HOPPER_STATIC
     )
     key = key_of(kernel, P, context, dim, value, tile, shared)
@@ -301,9 +301,9 @@ def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLa
     tiles = tuned_tiles(kernel, P.dtype.itemsize, max(dim, value))
     if suits_small_ds_tiles(P, context.tuning):
         tiles = small_first(tiles)
-    bias_size = NAMED[context.bias].itemsize if context.bias else 0
+    bias_bytes = NAMED[context.bias].itemsize if context.bias else 0
     for tile in tiles:
-        shared = hopper_ds_bytes(tile, dim, value, bias_size)
+        shared = hopper_ds_bytes(tile, dim, value, bias_bytes)
         if shared <= min(HOPPER_LIMIT - HOPPER_STATIC, context.shared_limit):
             key = key_of(kernel, P, context, dim, value, tile, shared)
             maps = ("q", key.block_q), ("k", key.block_k), ("v", key.block_k), ("dout", key.block_q)
@@ -311,7 +311,7 @@ def ds_launch(kernel: str, problem: Problem, context: LaunchContext) -> KernelLa
     return None
 
 
-def _bias_size(context: LaunchContext) -> int:
+def bias_size(context: LaunchContext) -> int:
     """Return the bytes of an element of the bias in shared memory; 0 if it is not copied there."""
     return NAMED[context.bias].itemsize if context.bias_alignment_bytes else 0
 

@@ -258,6 +258,9 @@ def suits_planes(P: Problem, tuning: Tuning) -> bool:
     Only the lengths and the window count, so that a row has the same bits in any batch. Packed
     lengths are known only on the device, and count as long.
     """
+    left, right = P.window
+    if P.is_packed:
+        return left is None or right is None or left + right + 1 >= tuning.plane_rows
     return min(P.Nq, attended_keys(P)) >= tuning.plane_rows
 
 

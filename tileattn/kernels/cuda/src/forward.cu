@@ -290,7 +290,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     for_blocks(p, WorkTile::count(p), [&](int index) {
         const WorkTile work(p, index);
         if (PACKED && work.q0 >= Sequence(p, work.b).Nq) return;  // no work tile
-        if (ONLY_FLAGGED && !(head_flags(p, work.b, work.h / int(p.group)) & FLAGGED_HEADS)) return;
+        if (ONLY_FLAGGED && !(query_head_flags(p, work.b, work.h) & FLAGGED_HEADS)) return;
         forward_block<false>(p, work, index);
     });
 }

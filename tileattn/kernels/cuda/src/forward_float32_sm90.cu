@@ -231,7 +231,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         store_rows<ALIGNMENT_BYTES>(rows_of<Element>(p.out, p.out_at, work.entry(), work.h) +
                                         (i64(work.q_start) + work.q0 + row0) * p.out_at.n,
                                     p.out_at.n, acc, 0, 0, left, int(p.Dv));
-        if (!__all_sync(~0u, good) && threadIdx.x % WARP == 0) fail_head(p, work.b, work.h / int(p.group));
+        if (!__all_sync(~0u, good) && threadIdx.x % WARP == 0) fail_query_head(p, work.b, work.h);
     }
 }
 

@@ -104,8 +104,7 @@ __device__ inline Accum running_max(Accum m, Accum candidate, Accum softmax_scal
                                                                       : m;
 }
 
-// The shift that gives P its power of two (config.cuh), in units of log 2. If float32 is split, P is multiplied
-// by it: a larger exponent would have a larger rounding error.
+// The shift that gives P its power of two (config.cuh), in units of log 2. If float32 is split, a product does.
 __device__ inline Accum exponent_shift(Accum m) {
     return FORWARD_P_LOG2 == 0 || SPLIT_FLOATS ? m : m - Accum(FORWARD_P_LOG2);
 }
@@ -182,7 +181,7 @@ struct RowState {
 #pragma unroll
             for (int e = 2 * half; e < 2 * half + 2; ++e) {
                 s.x[i][n][e] = exp2_of(exponent(s.x[i][n][e], softmax_scale_log2, shift));
-                if constexpr (SPLIT_FLOATS) s.x[i][n][e] *= 1 / FORWARD_P_UNIT;
+                if constexpr (SPLIT_FLOATS) s.x[i][n][e] *= 1 / FORWARD_P_UNIT;  // exact, unlike a larger shift
                 total += s.x[i][n][e];
             }
         return total;

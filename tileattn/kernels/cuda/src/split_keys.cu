@@ -7,7 +7,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     overlap_launches();
     const bool is_forward = !p.dout;
     if (is_forward && blockIdx.x == 0)
-        for (int i = threadIdx.x; i < 2 + p.entries * p.Hkv; i += THREADS) p.head_flags[i] = 0;
+        for (int i = threadIdx.x; i < 2 + p.entries * p.Hq; i += THREADS) p.head_flags[i] = 0;
     const SplitWork work;
     const int blocks = block_count<TILE_ROWS>(p, p.Nk);
     const HeadBlock<TILE_ROWS> at(p, p.key_ends(), int(p.Hkv), work.index / blocks, work.index % blocks);
