@@ -22,8 +22,10 @@ from tests.probes.bounds import (
     unit_of,
 )
 from tests.probes.harness import Probe, params, strides_of
+from tests.probes.splitting import elements_and_factors, largest_elements
 from tileattn.algorithm.scores import ScoreMods
 from tileattn.algorithm.softmax import RowState
+from tileattn.algorithm.splitting import inverse_power, power_of_two, split
 from tileattn.algorithm.tiles import Tile
 from tileattn.call.block_mask import FULL
 from tileattn.kernels.cuda.families.key import KernelKey
@@ -129,6 +131,21 @@ def test_limits(key: KernelKey) -> None:
     probe("limits", limits)
     assert np.array_equal(finite, np.isfinite(x))
     assert limits.tolist() == [top, np.inf]
+
+
+# --- splitting.cuh ------------------------------------------------------------------------------
+
+
+@each(keys.SPLITTING)
+def test_splits(key: KernelKey) -> None:
+    probe, largest, (x, factors) = Probe(key), largest_elements(), elements_and_factors()
+    powers, inverses = np.full((2, largest.size), 7, np.float32)
+    probe("powers", largest, powers, inverses, largest.size)
+    assert_same_bits(powers, power_of_two(largest))
+    assert_same_bits(inverses, inverse_power(powers))
+    parts = np.full((x.size, 2), 7, np.float16)
+    probe("splits", x, factors, parts, x.size)
+    assert_same_bits(parts, np.stack(split(x, factors), axis=1))
 
 
 # --- tile.cuh -----------------------------------------------------------------------------------

@@ -91,6 +91,8 @@ SCORE_TILE = (
 _SOFTMAX = KernelKey("softmax", "float32", block_q=32, block_k=48, warps_m=1)
 SOFTMAX = (_SOFTMAX, replace(_SOFTMAX, dtype="float64"))
 
+SPLITTING = (KernelKey("splitting", "float32"),)
+
 # A warp's half of the columns takes 64 bytes, 96, 128 or more: tiles find their way by bits or not.
 TILE = tuple(
     KernelKey("tile", dtype, head_dim, block_q=48, block_k=32, warps_m=1)
@@ -135,6 +137,7 @@ KEYS = (
     *SCORE_MOD,
     *SCORE_TILE,
     *SOFTMAX,
+    *SPLITTING,
     *TILE,
     *TILE_SCHEDULER,
     *TYPES,

@@ -84,6 +84,8 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("forward_float32_sm90", 4): {
         64: (TileSize(192, 64, 12, 1, 4), TileSize(128, 64, 8, 1, 4)),
         128: (TileSize(128, 64, 8, 1, 2),),
+        192: (TileSize(128, 64, 8),),
+        256: (TileSize(128, 32, 8),),
     },
     # Two warpgroups share 64 keys; in the dq kernel one warpgroup has 64 queries.
     ("backward_float32_sm90", 4): {

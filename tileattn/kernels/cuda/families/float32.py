@@ -21,8 +21,6 @@ from tileattn.kernels.cuda.families.context import (
     Parts,
 )
 from tileattn.kernels.cuda.families.family import (
-    NO_TENSOR_MAPS,
-    NOT_ALIGNED,
     NOT_HOPPER,
     Clause,
     Family,
@@ -50,13 +48,13 @@ from tileattn.kernels.cuda.families.size_class import (
     is_head_major,
     suits_planes,
 )
-from tileattn.kernels.cuda.families.tiles import tuned_tiles
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, tuned_tiles
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
 FLOAT32_FORWARD = "forward_float32_sm90"
 FLOAT32_BACKWARD, FLOAT32_DQ = "backward_float32_sm90", "backward_float32_dq_sm90"
 SPLIT_KEYS, SPLIT_QUERIES = "split_keys", "split_queries"
-MAX_DIM = 128
+MAX_BACKWARD_DIM = 128
 TILE_ROWS = 64  # rows that share a factor
 _UNIT = 16  # columns: the K extent of wgmma
 _WARPS = 8  # of a thread block that splits a tile
@@ -68,7 +66,7 @@ _UNSUPPORTED: tuple[Clause, ...] = (
     NOT_HOPPER,
     ("an array is empty", lambda P, _: bool(empty_axes(P)) or 0 in (P.D, P.Dv)),
     ("an array has nearly 2**31 rows or more", lambda P, _: not fits_positions(P)),
-    (f"a head dimension is above {MAX_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_DIM),
+    (f"a head dimension is above {MAX_HEAD_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_HEAD_DIM),
     ("queries or keys are few", lambda P, context: not suits_planes(P, context.tuning)),
 )
 _UNSUPPORTED_FORWARD: tuple[Clause, ...] = (
@@ -77,8 +75,10 @@ _UNSUPPORTED_FORWARD: tuple[Clause, ...] = (
 )
 _UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
     *_UNSUPPORTED,
-    NOT_ALIGNED,
-    NO_TENSOR_MAPS,
+    (
+        f"a head dimension is above {MAX_BACKWARD_DIM}",
+        lambda P, _: max(P.D, P.Dv) > MAX_BACKWARD_DIM,
+    ),
     ("bias is in use", lambda P, _: P.has_bias),
 )
 
@@ -128,20 +128,21 @@ def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
 
     All sums stay in registers, so they have a fixed order, also without ``deterministic``.
     """
-    P = problem
+    P, align = problem, context.alignment_bytes
     rows = TILE_ROWS
     maps = tuple((name, rows) for name in ("q_planes", "k_planes", "v_planes", "dout_planes"))
     dim, value = _buckets(P)
     tile = tuned_tiles(FLOAT32_BACKWARD, P.dtype.itemsize, max(dim, value))[0]
     shared = hopper_backward_bytes(tile, plane_columns(dim), plane_columns(value))
     key = key_of(FLOAT32_BACKWARD, P, context, dim, value, tile, shared)
-    key = replace(key, head_major=is_head_major(P, context.tuning))
+    key = replace(key, head_major=is_head_major(P, context.tuning), alignment_bytes=align)
     why = f"{SUPPORTED}, {tile.why}"
     grid = Grid("keys", key.block_k, most=context.sm_count)
     main = KernelLaunch(key, grid, shared, why, maps, traits=_KEYS)
     tile = tuned_tiles(FLOAT32_DQ, P.dtype.itemsize, max(dim, value))[0]
     shared = hopper_wide_dq_bytes(tile, plane_columns(dim), plane_columns(value))
     key = key_of(FLOAT32_DQ, P, context, dim, value, tile, shared)
+    key = replace(key, alignment_bytes=align)
     grid = Grid("queries", key.block_q, most=context.sm_count)
     dq = KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=_DQ)
     context = context._replace(dbias=False)  # a kernel of its own computes dbias of all heads

@@ -27,7 +27,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     SplitSums<HEAD_DIM, NT> s_sums;
     Scores<false, 1, NT> s(0, 0);
     Fragment<Accum, 1, NT> dp;
-    Fragment<Accum, 1, DT> dq, part;
+    Fragment<Accum, 1, DT> dq;
     SplitOperand<BLOCK_K / 16> ds;
     Accum lse_log2[2], delta[2];
     const WarpBias<false, 1, NT> bias(nullptr);
@@ -107,16 +107,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         // TMA has zeroed rows past the end of the array.
         if (attended.hi + work.k_start >= p.Nk) attended.hi = FAR;
         const int kv = work.h / int(p.group), q_tile = work.q0 / TILE_ROWS;
-        auto keys = [&](const float* all) {
-            return factors_of(all, p, p.Hkv, p.Nk, work.entry(), kv, work.k_start, work.b);
-        };
-        auto queries = [&](const float* all) {
-            return factors_of(all, p, p.Hq, p.Nq, work.entry(), work.h, work.q_start, work.b);
-        };
-        const float *const k_factors = keys(p.k_factors), *const v_factors = keys(p.v_factors);
+        const i64 keys = first_factor(p, p.Hkv, p.Nk, work.entry(), kv, work.k_start, work.b);
+        const i64 own = first_factor(p, p.Hq, p.Nq, work.entry(), work.h, work.q_start, work.b) + q_tile;
         const bool has_rows = work.q0 < work.Nq(p);
-        const float q_inverse = has_rows ? queries(p.q_factors)[q_tile] : 0;
-        const float dout_inverse = has_rows ? queries(p.dout_factors)[q_tile] : 0;
+        const float q_inverse = has_rows ? p.q_factors[own] : 0;
+        const float dout_inverse = has_rows ? p.dout_factors[own] : 0;
         float farthest = 0;
         bool any = work.tiles.begin < work.tiles.end;
         if (any) {
@@ -144,7 +139,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         for (; any; ++tile) {
             smem.full(pipe.stage).wait(pipe.phase);
             if constexpr (HAS_TILE_LIST) staged = smem.storage.tiles[pipe.stage], tile = staged.tile();
-            const float k_inverse = k_factors[tile], dp_inverse = v_factors[tile] * dout_inverse;
+            const float k_inverse = p.k_factors[keys + tile], dp_inverse = p.v_factors[keys + tile] * dout_inverse;
             const ValueTile v = smem.v(pipe.stage);
             zero_unattended(v, tile_columns(VALUE_DIM), tile, attended, warpgroup);
             dp_sums.issue(smem.dout(warpgroup), v);
@@ -162,10 +157,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             float factor[2];
             row_factors(dp, factor);
             ds.split(dp, factor);
-            split_gemm_async(part, ds, k);
-            warpgroup_wait<0>(part);
+            add_split_product(dq, ds, k, {inverse_power(factor[0]) * k_inverse, inverse_power(factor[1]) * k_inverse});
             release();
-            add_scaled(dq, part, {inverse_power(factor[0]) * k_inverse, inverse_power(factor[1]) * k_inverse});
             any = HAS_TILE_LIST ? !staged.is_last() : tile + 1 < work.tiles.end;
         }
         smem.q_empty(warpgroup).arrive();  // safe: the GEMMs that read q and dO are complete

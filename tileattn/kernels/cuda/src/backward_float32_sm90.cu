@@ -16,13 +16,11 @@ struct Factors {
     const WorkTile& work;
 
     __device__ float of_keys(const float* all) const {
-        return factors_of(all, p, p.Hkv, p.Nk, work.entry(), work.kv, key_start(), work.b)[work.k0 / BLOCK_K];
+        return all[first_factor(p, p.Hkv, p.Nk, work.entry(), work.kv, work.k_start, work.b) + work.k0 / BLOCK_K];
     }
     __device__ float of_queries(const float* all, int h, int tile) const {
-        return factors_of(all, p, p.Hq, p.Nq, work.entry(), h, query_start(), work.b)[tile];
+        return all[first_factor(p, p.Hq, p.Nq, work.entry(), h, work.q_start, work.b) + tile];
     }
-    __device__ i64 key_start() const { return work.k_start; }
-    __device__ i64 query_start() const { return work.q_start; }
 };
 
 // Store 16 rows of each warp, and flag the head if a number is not finite.
@@ -46,7 +44,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     int tile = 0, h = 0;
     SplitSums<HEAD_DIM, QT> sums;
     TileScores s(0, 0);
-    Fragment<Accum, 1, VT> dv, part;
+    Fragment<Accum, 1, VT> dv;
     Operands probs;
     TileInputs inputs(smem);
     float k_inverse = 0, farthest = 0;
@@ -80,11 +78,9 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         const DoutTile dout = smem.dout(dout_pipe.stage);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
         zero_past_end<VALUE_COLUMNS>(p, dout, work, tile * BLOCK_Q, DV_WARPGROUP);
-        split_gemm_async(part, probs, dout);
-        warpgroup_wait<0>(part);
+        add_split_product(dv, probs, dout, {dout_inverse, dout_inverse});
         smem.dout_empty(dout_pipe.stage).arrive();  // safe: only dV's GEMM read it here
         dout_pipe.advance();
-        add_scaled(dv, part, {dout_inverse, dout_inverse});
     };
 
     for (;;) {
@@ -117,7 +113,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     int tile = 0, h = 0;
     SplitSums<VALUE_DIM, QT> sums;
     Fragment<Accum, 1, QT> dp;
-    Fragment<Accum, 1, DT> dk, part;
+    Fragment<Accum, 1, DT> dk;
     Operands ds;
     float v_inverse = 0;
 
@@ -154,11 +150,9 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         const QueryTile q = smem.q(q_pipe.stage);
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
         zero_past_end<HEAD_COLUMNS>(p, q, work, tile * BLOCK_Q, DK_WARPGROUP);
-        split_gemm_async(part, ds, q);
-        warpgroup_wait<0>(part);
+        add_split_product(dk, ds, q, {inverse_power(factor[0]) * q_inverse, inverse_power(factor[1]) * q_inverse});
         smem.q_empty(q_pipe.stage).arrive();  // safe: only dK's GEMM read it here
         q_pipe.advance();
-        add_scaled(dk, part, {inverse_power(factor[0]) * q_inverse, inverse_power(factor[1]) * q_inverse});
     };
 
     for (;;) {

@@ -8,7 +8,7 @@
 #include "planes.cuh"
 #include "split_gemm_sm90.cuh"
 
-static_assert(BLOCK_K == TILE_ROWS && ROWS == WARPGROUP_ROWS, "a tile has one factor");
+static_assert(TILE_ROWS % BLOCK_K == 0 && ROWS == WARPGROUP_ROWS, "a tile has one factor");
 
 constexpr bool SHIFT_FROM_SUMS = FOLD;
 constexpr int CHUNK = HAS_SCORE_MOD || HAS_MASK_MOD ? 8 : NT;
@@ -31,37 +31,44 @@ __device__ inline float2 load_pair(const Element* row, int column, int columns) 
 __device__ inline void load_queries(const Params& p, const WorkTile& work, const QueryTile& tile,
                                     float (&inverse)[2]) {
     const Lane lane;
-    const int warp_lane = threadIdx.x % WARP;
-    const int row0 = threadIdx.x % WARPGROUP / WARP * 16, rows = work.Nq(p) - work.q0 - row0;
+    int warp_lane = threadIdx.x % WARP, row0 = threadIdx.x % WARPGROUP / WARP * 16;
+    hide(warp_lane), hide(row0);  // so that addresses that depend on them are not kept in registers
+    const int rows = work.Nq(p) - work.q0 - row0;
     const Element* const q = rows_of<Element>(p.q, p.q_at, work.entry(), work.h) +
                              (i64(work.q_start) + work.q0 + row0) * p.q_at.n;
+    // Two neighbouring elements, in the order of an operand's registers: rows alternate, then sides.
+    auto load = [&](int k, int i) {
+        const int row = lane.row(2 * (i % 2)), columns = row < rows ? int(p.D) : 0;
+        return load_pair(q + row * p.q_at.n, 16 * k + i / 2 * 8 + 2 * lane.t, columns);
+    };
+    // Up to 128 columns stay in registers; wider rows are loaded again.
     constexpr int DEPTH = (HEAD_DIM + 15) / 16;
-    float2 x[DEPTH][4];  // in the order of an operand's registers
-    float factor[2];
+    constexpr bool KEPT = DEPTH <= 8;
+    float2 kept[KEPT ? DEPTH : 1][4];
+    float most[2] = {}, factor[2];
+#pragma unroll(KEPT ? DEPTH : 4)
+    for (int k = 0; k < DEPTH; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 pair = load(k, i);
+            if constexpr (KEPT) kept[k][i] = pair;
+            most[i % 2] = fmaxf(most[i % 2], fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int row = lane.row(2 * half), columns = row < rows ? int(p.D) : 0;
-        float most = 0;
 #pragma unroll
-        for (int k = 0; k < DEPTH; ++k)
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-                const float2 pair = load_pair(q + row * p.q_at.n, 16 * k + 8 * side + 2 * lane.t, columns);
-                x[k][2 * side + half] = pair;
-                most = fmaxf(most, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-            }
-#pragma unroll
-        for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        factor[half] = power_of_two(most), inverse[half] = inverse_power(factor[half]);
+        for (int step = 1; step < 4; step *= 2) most[half] = fmaxf(most[half], __shfl_xor_sync(~0u, most[half], step));
+        factor[half] = power_of_two(most[half]), inverse[half] = inverse_power(factor[half]);
     }
-#pragma unroll
+#pragma unroll(KEPT ? DEPTH : 4)
     for (int k = 0; k < DEPTH; ++k) {
         Atom<float16>::A high, low;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const Split a = split(x[k][i].x, factor[i % 2]), b = split(x[k][i].y, factor[i % 2]);
-            high.r[i] = u32(a.high.bits) | u32(b.high.bits) << 16;
-            low.r[i] = u32(a.low.bits) | u32(b.low.bits) << 16;
+            const float2 pair = KEPT ? kept[KEPT ? k : 0][i] : load(k, i);
+            const Split first = split(pair.x, factor[i % 2]), second = split(pair.y, factor[i % 2]);
+            high.r[i] = u32(first.high.bits) | u32(second.high.bits) << 16;
+            low.r[i] = u32(first.low.bits) | u32(second.low.bits) << 16;
         }
         const int row = row0 + warp_lane % 16, column = 16 * k + warp_lane / 16 * 8;
         store_matrices(tile.chunk(row, 2 * high_column(column)), high.r);
@@ -89,7 +96,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     DenseMask<false, 1, NT> dense;
     const WarpBias<false, 1, NT> bias(smem.bias());
     SplitOperand<BLOCK_K / 16> probs;
-    Fragment<Accum, 1, VT> acc, part;
+    Fragment<Accum, 1, VT> acc;
     RowState<1> state;
 
     // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete.
@@ -172,20 +179,18 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
         state = RowState<1>(false);
         acc.clear();
-        auto factors = [&](const float* all) {
-            return factors_of(all, p, p.Hkv, p.Nk, work.entry(), work.h / int(p.group), work.k_start, work.b);
-        };
-        const float *const k_factors = factors(p.k_factors), *const v_factors = factors(p.v_factors);
+        const i64 factors =
+            first_factor(p, p.Hkv, p.Nk, work.entry(), work.h / int(p.group), work.k_start, work.b);
         float farthest = 0;  // inverse factor of a tile of keys
         if constexpr (HAS_TILE_LIST) list = KeyTileList(p, work), next_entry = list.entry(tile);
         if (tile < work.tiles.end) load_mask_and_bias((HAS_TILE_LIST ? next_entry.tile() : tile) * BLOCK_K);
-        const Accum softmax_scale_log2 = ScoreMod(p, work.b, work.h).softmax_scale_log2();
 #pragma unroll 1
         for (; tile < work.tiles.end; ++tile) {
             if constexpr (HAS_TILE_LIST) entry = next_entry, next_entry = list.entry(tile + 1);
             const int place = HAS_TILE_LIST ? entry.tile() : tile;
             const bool partial = work.tiles.is_partial(place) || (HAS_TILE_LIST && entry.is_partial());
-            const float k_inverse = k_factors[place], v_inverse = v_factors[place];
+            const i64 factor = factors + place / (TILE_ROWS / BLOCK_K);
+            const float k_inverse = p.k_factors[factor], v_inverse = p.v_factors[factor];
             smem.k_full(k_pipe.stage).wait(k_pipe.phase);
             sums.issue(smem.q(warpgroup), smem.k(k_pipe.stage));
             sums.template wait<0>();
@@ -193,7 +198,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             farthest = fmaxf(farthest, k_inverse);
             sums.join(s, {q_inverse[0] * k_inverse, q_inverse[1] * k_inverse});
             modify_and_mask(partial);
-            online_softmax(softmax_scale_log2);
+            online_softmax(ScoreMod(p, work.b, work.h).softmax_scale_log2());
             if constexpr (HAS_DROPOUT) {
                 const Dropout dropout(p, work.b, work.h);
 #pragma unroll
@@ -202,10 +207,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             probs.split(s, {1, 1});
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
             if (tile + 1 == work.tiles.end) zero_past_end();
-            split_gemm_async(part, probs, smem.v(v_pipe.stage));
-            warpgroup_wait<0>(part);
+            add_split_product(acc, probs, smem.v(v_pipe.stage), {v_inverse, v_inverse});
             release_v();
-            add_scaled(acc, part, {v_inverse, v_inverse});
         }
         skip_tiles(work.end - work.tiles.end);
 

@@ -216,12 +216,14 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
 #pragma unroll 1
                 for (int tile = begin - 1; tile < end; ++tile) {
                     loads.look_up();
-                    if (tile + 1 < end) {
+                    auto load_keys = [&] {
+                        if (tile + 1 == end) return;
                         const Barrier full = smem.k_full(k_pipe.stage);
                         smem.k_empty(k_pipe.stage).wait(k_pipe.phase ^ 1);
                         loads.load(smem.k(k_pipe.stage), maps.k, list.tile(tile + 1) * BLOCK_K, kv, full);
                         k_pipe.advance();
-                    }
+                    };
+                    if constexpr (STAGES > 1) load_keys();
                     if (tile >= begin) {
                         const Barrier full = smem.v_full(v_pipe.stage);
                         smem.v_empty(v_pipe.stage).wait(v_pipe.phase ^ 1);
@@ -232,6 +234,8 @@ __device__ inline void produce(const Params& p, const Maps& maps, const Smem& sm
                         if (!published) publish_work();
                         if (HAS_SCHEDULER && pass == 0) smem.found_empty().arrive();
                     }
+                    // With one stage, values are free before the next keys.
+                    if constexpr (STAGES == 1) load_keys();
                     if (tile != find_at) continue;
                     found = find();
                     const bool early = PREFETCHES_Q && (late || is_short(end - begin));

@@ -11,7 +11,7 @@
 constexpr int ROWS = BLOCK_Q / CONSUMERS;  // queries of a warpgroup
 constexpr bool READS_ONCE = ROWS < WARPGROUP_ROWS;  // one block has all rows that share keys
 static_assert(BLOCK_Q == ROWS * CONSUMERS && WARPS_N == 1, "the warpgroups share the queries");
-static_assert(STAGES >= 2, "the next k stage is read before the v stage is released");
+static_assert(STAGES >= 2 || SPLIT_FLOATS, "the next k stage is read before the v stage is released");
 
 using WorkTile = WindowedWorkTile;
 using QueryTile = SmemTile<ROWS, tile_columns(HEAD_DIM)>;  // of one warpgroup
@@ -57,7 +57,7 @@ constexpr int Q_FIT = (Q_SPACE - OUT_BYTES) / QueryTile::BYTES;
 constexpr int Q_STAGES = LOADS_OWN_Q || Q_FIT >= 2 * CONSUMERS ? 2 * CONSUMERS : Q_FIT;
 constexpr int Q_TILES = LOADS_OWN_Q ? CONSUMERS : Q_STAGES;
 static_assert(Q_STAGES >= CONSUMERS, "a stage for every warpgroup");
-static_assert((BLOCK_Q - ROWS + BLOCK_K - 1) / BLOCK_K < STAGES,
+static_assert((BLOCK_Q - ROWS + BLOCK_K - 1) / BLOCK_K < STAGES || SPLIT_FLOATS,
               "a warpgroup fetches the next work tile before it skips the rest of this one");
 
 constexpr int TRACKED = 512;  // bits for unfinished work tiles: iterations modulo 512

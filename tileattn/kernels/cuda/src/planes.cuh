@@ -18,11 +18,9 @@ __device__ inline bool keeps_digits(const Params& p, float q_inverse, float k_in
     return q_inverse * 0x1p15f * (k_inverse * 0x1p15f) * scale <= MAX_PRODUCT;
 }
 
-// The inverse factors of the tiles of a head, from the first tile of a sequence on. `heads` and `rows` are the
+// The index of the inverse factor of the first tile of a sequence, among all heads. `heads` and `rows` are the
 // array's. Packed sequence b begins at tile start / TILE_ROWS + b. NaN marks a tile that cannot be split.
-template <class T>
-__device__ inline T* factors_of(T* factors, const Params& p, i64 heads, i64 rows, i64 entry, i64 h, i64 start,
-                                i64 b) {
+__device__ inline i64 first_factor(const Params& p, i64 heads, i64 rows, i64 entry, i64 h, i64 start, i64 b) {
     const i64 first = PACKED ? start / TILE_ROWS + b : 0;
-    return factors + (entry * heads + h) * block_count<TILE_ROWS>(p, rows) + first;
+    return (entry * heads + h) * block_count<TILE_ROWS>(p, rows) + first;
 }

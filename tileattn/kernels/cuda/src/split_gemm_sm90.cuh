@@ -1,19 +1,21 @@
 // Layer 2. Asynchronous GEMMs of float32 as three GEMMs of float16 numbers (splitting.cuh): the products of two
 // high parts, and of a high and a low part.
 //
-// The tensor core cuts sums toward zero. So sums leave it every 64 terms, and are added in float32.
+// The tensor core cuts sums toward zero. So sums leave it every 64 terms, or 128 if registers are few, and are added
+// in float32.
 #pragma once
 
 #include "gemm_sm90.cuh"
 #include "splitting.cuh"
 
-constexpr int SUM_STEPS = 64 / 16;  // wgmmas after which a sum of products of high parts leaves the tensor core
 
 // C = X Y^T for 64 rows of x and 8 * NT rows of y, both planes of DEPTH columns: the sums of products of high
 // parts, for each 64 columns, and all other products together.
 template <int DEPTH, int NT>
 struct SplitSums {
-    static constexpr int STEPS = (DEPTH + 15) / 16, PARTS = (STEPS + SUM_STEPS - 1) / SUM_STEPS;
+    // wgmmas, and those after which a sum of products of high parts leaves the tensor core.
+    static constexpr int STEPS = (DEPTH + 15) / 16, SUM_STEPS = (DEPTH <= 128 ? 64 : 128) / 16;
+    static constexpr int PARTS = (STEPS + SUM_STEPS - 1) / SUM_STEPS;
     Fragment<float, 1, NT> high[PARTS], low;
 
     template <class X, class Y>
@@ -53,11 +55,10 @@ struct SplitSums {
     }
 };
 
-// 64 x 16 * K numbers as the first operand of a GEMM. The low part is not scaled: it shares sums with the high
-// part. `shifted` is the high part for the low part of the other operand, which is scaled.
+// 64 x 16 * K numbers as the first operand of a GEMM.
 template <int K>
 struct SplitOperand {
-    Atom<float16>::A high[K], low[K], shifted[K];
+    Atom<float16>::A high[K], low[K];
 
     // Split the numbers of atoms begin to end - 1, each multiplied by the factor of its row.
     template <int NT>
@@ -68,42 +69,45 @@ struct SplitOperand {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* const from = c.x[0][2 * k + i / 2] + i % 2 * 2;
-                const float x = from[0] * factor[i % 2], y = from[1] * factor[i % 2];
+                const float x = rounded_product(from[0], factor[i % 2]), y = rounded_product(from[1], factor[i % 2]);
                 const u32 both = pack<float16>(x, y);
+                const float16 first{static_cast<unsigned short>(both)}, second{static_cast<unsigned short>(both >> 16)};
                 high[k].r[i] = both;
-                low[k].r[i] = pack<float16>(x - widen(float16{static_cast<unsigned short>(both)}),
-                                            y - widen(float16{static_cast<unsigned short>(both >> 16)}));
-                asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(shifted[k].r[i]) : "r"(both), "r"(0x10001000u));  // 2**-11
+                low[k].r[i] = pack<float16>((x - widen(first)) / LOW_UNIT, (y - widen(second)) / LOW_UNIT);
             }
     }
 };
 
-// Issue C = A Y for 16 * K rows of planes: A is in registers, Y is MN-major. Small products come first.
-template <int K, class Y, int NT>
-__device__ inline void split_gemm_async(Fragment<float, 1, NT>& c, const SplitOperand<K>& a, const Y& y) {
-    auto& d = accum_registers(c);
-    discard_operand(d);
+// Add A Y to `sum`, for 16 * K rows of planes, with an inverse factor for each of a lane's two rows: A is in
+// registers, Y is MN-major. Columns from atom FIRST on, 64 or 32 at a time: with all of them the sums would need twice
+// the registers. The warpgroup waits for its GEMMs, while others compute.
+template <int FIRST = 0, int K, class Y, int NT>
+__device__ inline void add_split_product(Fragment<float, 1, NT>& sum, const SplitOperand<K>& a, const Y& y,
+                                         const float (&inverse)[2]) {
+    constexpr int MOST = NT <= 16 ? 8 : 4, COUNT = NT - FIRST < MOST ? NT - FIRST : MOST;
+    Fragment<float, 1, COUNT> high, low;
+    auto &high_sums = accum_registers(high), &low_sums = accum_registers(low);
+    discard_operand(high_sums), discard_operand(low_sums);
     wgmma_fence();
-    auto multiply = [&](const Atom<float16>::A(&part)[K], int column, bool add) {
 #pragma unroll
-        for (int k = 0; k < K; ++k)
-            wgmma(float16{}, d, part[k].r, y.mn_major(16 * k, column, column + high_column(64)), add || k > 0);
-    };
-    multiply(a.low, high_column(0), false);
-    multiply(a.shifted, low_column(0), true);
-    multiply(a.high, high_column(0), true);
+    for (int k = 0; k < K; ++k) {
+        const auto y_high = y.mn_major(16 * k, high_column(8 * FIRST));
+        const auto y_low = y.mn_major(16 * k, low_column(8 * FIRST));
+        wgmma(float16{}, high_sums, a.high[k].r, y_high, k > 0);
+        wgmma(float16{}, low_sums, a.high[k].r, y_low, k > 0);
+        wgmma(float16{}, low_sums, a.low[k].r, y_high, true);
+    }
     wgmma_commit();
-}
-
-// Add the result, with an inverse factor for each of a lane's two rows.
-template <int NT>
-__device__ inline void add_scaled(Fragment<float, 1, NT>& sum, const Fragment<float, 1, NT>& part,
-                                  const float (&inverse)[2]) {
+    wgmma_wait<0>();
+    fence_operand(high_sums), fence_operand(low_sums);
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
+    for (int n = 0; n < COUNT; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-            sum.x[0][n][e] = fmaf(part.x[0][n][e], inverse[e / 2], sum.x[0][n][e]);
+        for (int e = 0; e < 4; ++e) {
+            float& x = sum.x[0][FIRST + n][e];
+            x = fmaf(low.x[0][n][e], inverse[e / 2] * LOW_UNIT, fmaf(high.x[0][n][e], inverse[e / 2], x));
+        }
+    if constexpr (FIRST + COUNT < NT) add_split_product<FIRST + COUNT>(sum, a, y, inverse);
 }
 
 // The power of two of each of a lane's two rows of a fragment whose rows are spread over four lanes.

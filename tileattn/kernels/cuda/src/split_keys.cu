@@ -14,10 +14,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const Sequence sequence(p, at.b);
     const i64 entry = sequence.entry(), start = sequence.k_start;
     if (at.block * TILE_ROWS >= sequence.Nk) return;
-    auto factors = [&](float* all) { return factors_of(all, p, p.Hkv, p.Nk, entry, at.h, start, at.b); };
+    const i64 factors = first_factor(p, p.Hkv, p.Nk, entry, at.h, start, at.b);
     const SplitArray x = work.second ? SplitArray{p.v, p.v_at, int(p.Dv), plane_columns(VALUE_DIM), p.v_planes,
-                                                  factors(p.v_factors)}
+                                                  p.v_factors + factors}
                                      : SplitArray{p.k, p.k_at, int(p.D), plane_columns(HEAD_DIM), p.k_planes,
-                                                  factors(p.k_factors)};
+                                                  p.k_factors + factors};
     work.split(x, entry, at.h, p.Hkv, p.Nk, start, at.block, int(sequence.Nk), int(sequence.length(p)));
 }

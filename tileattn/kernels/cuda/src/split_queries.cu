@@ -11,10 +11,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const i64 entry = sequence.entry(), start = sequence.q_start;
     const int rows = int(sequence.Nq);
     if (at.block * TILE_ROWS >= rows) return;
-    auto factors = [&](float* all) { return factors_of(all, p, p.Hq, p.Nq, entry, at.h, start, at.b); };
+    const i64 factors = first_factor(p, p.Hq, p.Nq, entry, at.h, start, at.b);
     const SplitArray x = work.second ? SplitArray{p.dout, p.dout_at, int(p.Dv), plane_columns(VALUE_DIM),
-                                                  p.dout_planes, factors(p.dout_factors)}
+                                                  p.dout_planes, p.dout_factors + factors}
                                      : SplitArray{p.q, p.q_at, int(p.D), plane_columns(HEAD_DIM), p.q_planes,
-                                                  factors(p.q_factors)};
+                                                  p.q_factors + factors};
     work.split(x, entry, at.h, p.Hq, p.Nq, start, at.block, rows, rows);
 }

@@ -56,7 +56,7 @@ __device__ inline void split_tile(const Element* from, i64 stride, int columns, 
     finite = __syncthreads_and(finite);
     reduce_tile(largest, smallest);
     const float factor = power_of_two(largest);
-    const bool kept = finite && smallest >= largest * SMALLEST_ROW;
+    const bool kept = finite && smallest / SMALLEST_ROW >= largest;
     if (threadIdx.x == 0) *inverse = kept ? inverse_power(factor) : __uint_as_float(0x7fffffff);
 #pragma unroll
     for (int i = 0; i < PASSES; ++i) {

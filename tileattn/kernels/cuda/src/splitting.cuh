@@ -1,30 +1,35 @@
-// Layer 1. float32 as two float16 numbers, a high and a low one: x = (high + low * 2**-11) / factor. As
-// splitting.py, with the same bits.
+// Layer 1. float32 as two float16 numbers, for products on tensor cores. splitting.py defines the functions.
 #pragma once
 
 #include "types.cuh"
 
 constexpr float LOW_UNIT = 0x1p-11f;  // of a low part
 
-// The power of two that brings the largest number of a group to [2**14, 2**15), or at most 2**126.
+// x * factor = high + low * LOW_UNIT, with an error of at most 2**-23 of it, or 2**-36 if it is small.
+struct Split {
+    float16 high, low;
+};
+
+// The factor 2**e that moves the largest element into [2**14, 2**15), at most 2**126. The element is finite
+// and at least 0.
 __device__ inline float power_of_two(float largest) {
-    const int field = 268 - int(__float_as_uint(largest) >> 23);
-    return __uint_as_float(u32(field < 253 ? field : 253) << 23);
+    const u32 field = __float_as_uint(largest) >> 23;
+    return __uint_as_float(min(268u - field, 253u) << 23);
 }
+
+// Exact: the exponent field of the inverse is 254 less that of the factor.
 __device__ inline float inverse_power(float factor) {
     return __uint_as_float((254u << 23) - __float_as_uint(factor));
 }
 
-struct Split {
-    float16 high, low;
-};
+// A contracted fma would give the low part of a tiny negative number another sign of zero.
 __device__ inline Split split(float x, float factor) {
-    const float scaled = x * factor;
-    const float16 high = narrow<float16>(scaled);
-    return {high, narrow<float16>((scaled - widen(high)) / LOW_UNIT)};
+    const float y = rounded_product(x, factor);
+    const float16 high = narrow<float16>(y);
+    return {high, narrow<float16>((y - widen(high)) / LOW_UNIT)};
 }
 
-// Rows of keys and values have one factor for each tile of this many.
+// Rows have one factor for each tile of this many.
 constexpr int TILE_ROWS = 64;
 
 // In a row of planes, 64 high parts and the 64 low parts of the same columns take turns: a slice of a

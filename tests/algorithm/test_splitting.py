@@ -1,0 +1,403 @@
+"""Products of float32 by float16 parts: the stated bounds, and the accuracy of attention."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import ArrayLike, NDArray
+
+from tileattn import reference
+from tileattn.algorithm.splitting import (
+    TILE_ROWS,
+    inverse_power,
+    power_of_two,
+    scores,
+    split,
+    split_p,
+    split_rows,
+    split_tiles,
+    weighted_sum,
+)
+from tileattn.testing import error_bound
+
+Array = NDArray[Any]
+
+LARGEST = float(np.finfo(np.float32).max)
+U = 2.0**-24  # relative error of one rounding in float32
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def exactly(x: Array) -> Array:
+    return x.astype(np.float64)
+
+
+def single(x: Array) -> Array:
+    """Round to float32, and clip to its largest numbers."""
+    return np.clip(x, -LARGEST, LARGEST).astype(np.float32)
+
+
+# --- factors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fraction", [0, 1, 0x2AAAAA, 2**23 - 1])
+def test_a_factor_moves_a_number_below_2_to_the_15(fraction: int) -> None:
+    """Every exponent, from 0 and subnormal numbers to the largest."""
+    bits = (np.arange(255, dtype=np.uint32) << 23) | np.uint32(fraction)
+    for x in bits.view(np.float32):
+        factor = power_of_two(x)
+        assert factor.dtype == np.float32
+        mantissa, exponent = math.frexp(float(factor))
+        assert mantissa == 0.5
+        moved = float(x) * float(factor)
+        assert moved < 2.0**15
+        assert moved >= 2.0**14 or exponent - 1 == 126
+        inverse = inverse_power(factor)
+        assert float(inverse) * float(factor) == 1
+        assert inverse >= np.finfo(np.float32).tiny
+
+
+def test_factors_of_named_numbers() -> None:
+    given = [0.0, 1e-45, 2.0**-126, 2.0**-112, 2.0**-111, 1.0, 2.0**14, LARGEST]
+    want = [2.0**e for e in (126, 126, 126, 126, 125, 14, 0, -113)]
+    assert power_of_two(np.array(given, np.float32)).tolist() == want
+    assert power_of_two(np.zeros((0, 3), np.float32)).shape == (0, 3)
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def matrix(seed: int, kind: str, size: float, shape: tuple[int, ...]) -> Array:
+    """Draw float32 numbers: ``size`` is the decimal exponent of their amplitude."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape)
+    if kind == "log-normal":
+        x = np.exp(6 * rng.random() * x) * rng.choice([-1, 1], shape)
+    elif kind == "outlier column":
+        x[..., rng.integers(shape[-1])] *= 2.0 ** rng.integers(30)
+    elif kind == "rows of all sizes":
+        x *= np.exp2(rng.uniform(-26, 0, (*shape[:-1], 1)))
+    elif kind == "zeros":
+        x *= rng.random(shape) < 0.2
+        x *= rng.random((*shape[:-1], 1)) < 0.7
+    return single(x * 10.0**size)
+
+
+kinds = st.sampled_from(["normal", "log-normal", "outlier column", "rows of all sizes", "zeros"])
+sizes = st.floats(-45, 38)
+
+
+def rest(x: Array, factor: ArrayLike, high: Array, low: Array) -> Array:
+    """Return ``x * factor - high - low * 2**-11``, which float64 holds exactly."""
+    y: Array = exactly(x) * exactly(np.asarray(factor))
+    return y - exactly(high) - np.ldexp(exactly(low), -11)
+
+
+def bound(y: Array) -> Array:
+    """Bound the error of the two parts of y."""
+    return np.maximum(2.0**-23 * np.abs(y), 2.0**-36)
+
+
+@given(seeds, kinds, sizes)
+def test_the_parts_add_up(seed: int, kind: str, size: float) -> None:
+    x = matrix(seed, kind, size, (7, 40))
+    factor = power_of_two(np.abs(x).max())
+    high, low = split(x, factor)
+    assert high.dtype == low.dtype == np.float16
+    assert (np.abs(high) <= 2.0**15).all()
+    assert (np.abs(low) <= 2.0**14).all()
+    assert (np.abs(rest(x, factor, high, low)) <= bound(exactly(x) * exactly(factor))).all()
+
+
+@pytest.mark.parametrize(
+    ("x", "error"),
+    [
+        (1 + 4095 * 2.0**-23, 2.0**-23),  # low would need 12 bits
+        (2.0**-14 + 3 * 2.0**-37, 2.0**-37),
+        (2.0**-15 + 2.0**-36, 2.0**-36),  # a tie of subnormal low parts
+        (2.0**-37, 2.0**-37),
+        (1 + 4094 * 2.0**-23, 0),
+    ],
+)
+def test_the_bound_is_reached(x: float, error: float) -> None:
+    x32 = np.float32(x)
+    assert x32 == x
+    for sign in (1, -1):
+        y, one = np.array([sign * x], np.float32), np.float32(1)
+        assert abs(rest(y, one, *split(y, one)))[0] == error <= bound(exactly(y))[0]
+
+
+def test_zeros_have_zero_parts() -> None:
+    high, low, inverse = split_tiles(np.zeros((2, 70, 3), np.float32))
+    assert not high.any()
+    assert not low.any()
+    assert (inverse == 2.0**-126).all()
+
+
+@given(seeds, st.floats(-36, 15))
+def test_probabilities_add_up(seed: int, size: float) -> None:
+    p = np.minimum(np.random.default_rng(seed).random((5, 40)) * 2.0**size, 2**15)
+    p = p.astype(np.float32)
+    high, low, scaled = split_p(p)
+    error = np.abs(exactly(p) - exactly(high) - exactly(low))
+    assert (error <= np.maximum(2.0**-23 * p, 2.0**-25)).all()
+    assert (np.abs(exactly(scaled) - np.ldexp(exactly(high), -11)) <= 2.0**-25).all()
+
+
+# --- tiles and rows -------------------------------------------------------------------------------
+
+
+def splittable(tile: Array) -> bool:
+    """Compare every row with the largest element, one by one."""
+    rows = [[abs(float(x)) for x in row] for row in tile]
+    if not all(math.isfinite(x) for row in rows for x in row):
+        return False
+    largest = max((x for row in rows for x in row), default=0.0)
+    return all(max(row, default=0.0) >= largest * 2.0**-24 for row in rows if any(row))
+
+
+def check_tiles(x: Array, tile_rows: int) -> int:
+    """Compare with tiles that are split one by one, and count those that cannot be."""
+    high, low, inverse = split_tiles(x, tile_rows)
+    assert high.shape == low.shape == x.shape
+    assert inverse.dtype == np.float32
+    assert inverse.shape == (*x.shape[:-2], -(-x.shape[-2] // tile_rows))
+    for *lead, n in np.ndindex(inverse.shape):
+        rows = (*lead, slice(n * tile_rows, (n + 1) * tile_rows))
+        tile = x[rows]
+        assert np.isnan(inverse[*lead, n]) != splittable(tile)
+        if splittable(tile):
+            factor = power_of_two(np.abs(tile).max(initial=0))
+            assert inverse[*lead, n] == inverse_power(factor)
+            for part, want in zip((high, low), split(tile, factor), strict=True):
+                np.testing.assert_array_equal(part[rows], want)
+    return int(np.isnan(inverse).sum())
+
+
+@given(seeds, kinds, sizes, st.sampled_from([1, 16, TILE_ROWS]), st.integers(0, 3))
+def test_each_tile_has_its_factor(
+    seed: int, kind: str, size: float, tile_rows: int, nonfinite: int
+) -> None:
+    x = matrix(seed, kind, size, (2, 100, 3))
+    rng = np.random.default_rng(seed)
+    for bad in (np.nan, -np.inf)[:nonfinite]:
+        x[tuple(rng.integers(x.shape))] = bad
+    check_tiles(x, tile_rows)
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**-124, 2.0**127])
+def test_the_smallest_row_of_a_tile(size: float) -> None:
+    """Rows at the limit are split; smaller ones are not, unless they are 0 or in another tile."""
+    x = np.zeros((130, 3), np.float32)
+    x[5, 1], x[63] = -1.5, 1.5 * 2.0**-24
+    x[64:128], x[129] = 1.0, 2.0**-20
+    x = (x * size).astype(np.float32)
+    assert check_tiles(x, TILE_ROWS) == 0
+    x[63] = np.nextafter(x[63], np.float32(0))
+    assert np.isnan(split_tiles(x)[2]).tolist() == [True, False, False]
+    assert not np.isnan(split_rows(x)[2]).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_only_the_tile_of_a_bad_element_is_not_splittable(bad: float) -> None:
+    x = matrix(0, "normal", 0, (2, 150, 5))
+    want = split_tiles(x)[2]
+    x[1, 70, 2] = bad
+    want[1, 1] = np.nan
+    np.testing.assert_array_equal(split_tiles(x)[2], want)
+    assert np.argwhere(np.isnan(split_rows(x)[2])).tolist() == [[1, 70]]
+
+
+def test_views_have_the_parts_of_their_copies() -> None:
+    x = matrix(0, "rows of all sizes", 0, (140, 3, 10)).swapaxes(0, 1)[..., ::-2]
+    for part, want in zip(split_tiles(x), split_tiles(x.copy()), strict=True):
+        np.testing.assert_array_equal(part, want)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 5), (0, 70, 5), (2, 70, 0)])
+def test_empty_arrays(shape: tuple[int, ...]) -> None:
+    x = np.zeros(shape, np.float32)
+    assert check_tiles(x, TILE_ROWS) == 0
+    assert split_rows(x)[2].shape == shape[:2]
+    q, p = np.ones((2, 3, shape[2]), np.float32), np.ones((2, 3, shape[1]), np.float32)
+    if shape[0]:
+        np.testing.assert_array_equal(scores(q, x), np.zeros((2, 3, shape[1])))
+        np.testing.assert_array_equal(weighted_sum(p, x), np.zeros((2, 3, shape[2])))
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def sizes_of_products(x: Array, y: Array) -> Array:
+    return np.abs(exactly(x)) @ np.abs(exactly(y))
+
+
+def least(x: Array, rows: int) -> Array:
+    """Return the largest element of the group of each row, times 2**-50: its smallest error."""
+    groups = [np.abs(x[..., n : n + rows, :]) for n in range(0, x.shape[-2], rows)]
+    tops = [np.broadcast_to(x.max((-2, -1), initial=0)[..., None], x.shape[:-1]) for x in groups]
+    return np.ldexp(exactly(np.concatenate(tops, axis=-1)), -50)[..., None]
+
+
+@given(seeds, kinds, st.floats(-18, 5), st.floats(-18, 5), st.sampled_from([1, 3, 64, 200]))
+def test_scores_are_within_their_bound(
+    seed: int, kind: str, q_size: float, k_size: float, D: int
+) -> None:
+    """Two parts lose 2**-23 of each factor, and 2**-22 with the fourth product.
+
+    Small elements lose 2**-50 of the largest element of the row of q or the tile of k; the fourth
+    product is a multiple of that. Inverse factors with a product below 2**-149 become 0.
+    """
+    q = matrix(seed, kind, q_size, (2, 5, D))
+    k = matrix(seed + 1, kind, k_size, (2, 70, D))
+    tiles = np.repeat(split_tiles(k)[2], TILE_ROWS, axis=-1)[:, None, :70]
+    s, keys = scores(q, k), k.swapaxes(-1, -2)
+    size = sizes_of_products(q, keys)
+    small_q, small_k = 4 * least(q, 1), 4 * least(k, TILE_ROWS).swapaxes(-1, -2)
+    error = (2.0**-21 + (3 * min(D, 64) + 5) * U) * size
+    error += small_q * np.abs(exactly(keys)).sum(-2, keepdims=True)
+    error += small_k * np.abs(exactly(q)).sum(-1, keepdims=True)
+    error += D * (small_q * small_k * 2.0**28 + 2.0**-120)
+    ok = np.abs(s - exactly(q) @ exactly(keys)) <= error
+    assert (ok | np.isnan(tiles)).all()
+    assert (np.isnan(s) == np.isnan(np.broadcast_to(tiles, s.shape))).all()
+
+
+@given(seeds, kinds, st.floats(-18, 18), st.floats(-8, 0), st.sampled_from([1, 3, 64, 200]))
+def test_weighted_sums_are_within_their_bound(
+    seed: int, kind: str, size: float, p_size: float, N: int
+) -> None:
+    """P loses 2**-25, and small elements of v 2**-50 of the largest of their tile.
+
+    The low part of a subnormal v, up to 2**-14 before the inverse factor, meets the error of P.
+    """
+    rng = np.random.default_rng(seed)
+    p = np.ldexp(rng.random((2, 5, N)) ** 4 * 10.0**p_size, 15).astype(np.float32)
+    v = matrix(seed + 1, kind, size, (2, N, 6))
+    out, exact = weighted_sum(p, v), exactly(p) @ exactly(v)
+    error = (2.0**-21 + (3 * min(N, 64) + 5) * U) * sizes_of_products(p, v)
+    error += 3 * 2.0**-25 * np.abs(exactly(v)).sum(-2, keepdims=True)
+    error += 4 * exactly(p + 2.0**-4) @ np.broadcast_to(least(v, TILE_ROWS), v.shape)
+    bad = np.isnan(split_tiles(v)[2].sum(axis=-1))[:, None, None]
+    ok = np.abs(out - exact) <= error + float(np.finfo(np.float32).tiny)
+    assert (ok | bad).all()
+    assert (np.isnan(out) == bad).all()
+
+
+def inputs(kind: str, seed: int, B: int, M: int, N: int, D: int) -> dict[str, Array]:
+    """Draw q, k and v of a call with grouped heads; scores are of order 1 to 10."""
+    rng = np.random.default_rng(seed)
+    x = {
+        "q": rng.standard_normal((B, 3, M, D)),
+        "k": rng.standard_normal((B, 1, N, D)),
+        "v": rng.standard_normal((B, 1, N, D)),
+    }
+    if kind.startswith("log-normal"):
+        sigma = float(kind.split()[1])
+        for name, y in x.items():
+            wild = np.exp(sigma * y) * rng.choice([-1, 1], y.shape)
+            x[name] = wild / np.sqrt(np.mean(wild**2)) if name != "v" else wild
+    elif kind.startswith("amplitude"):
+        size = float(kind.split()[1])
+        x["q"], x["k"], x["v"] = x["q"] * size, x["k"] / size, x["v"] * size
+    elif kind == "huge column":
+        x["v"][..., 3] *= 2.0**20
+        x["q"][..., 5] *= 2.0**20
+        x["k"][..., 5] *= 2.0**-20
+    elif kind == "huge column of q":
+        x["q"][..., 5] *= 2.0**20
+        x["k"][..., 5] = 0
+    elif kind == "huge key in each tile":
+        x["k"][..., 7::TILE_ROWS, :] *= 8
+        x["v"][..., 7::TILE_ROWS, :] *= 2.0**20
+    elif kind == "positive values":
+        x["v"] = np.abs(x["v"])
+    return {name: single(y) for name, y in x.items()}
+
+
+USUAL = [
+    "normal",
+    "positive values",
+    *(f"log-normal {sigma}" for sigma in (1, 2)),
+    *(f"amplitude {size}" for size in (1e-30, 1e-10, 1e10, 1e30)),
+    "huge column",
+    "huge column of q",
+    "huge key in each tile",
+]
+SHAPES = [(37, 200, 64), (21, 333, 128), (50, 130, 80)]
+each_shape = pytest.mark.parametrize(("M", "N", "D"), SHAPES)
+
+
+def error_of(actual: Array, exact: Array) -> float:
+    return float(np.linalg.norm(actual - exact))
+
+
+@each_shape
+@pytest.mark.parametrize("kind", USUAL)
+def test_products_are_as_exact_as_those_of_float32(kind: str, M: int, N: int, D: int) -> None:
+    """The error is at most twice that of ``np.matmul``; with OpenBLAS it is 0.4 to 1.7 times."""
+    x = inputs(kind, 0, 2, M, N, D)
+    s, k = scores(x["q"], x["k"]), x["k"].swapaxes(-1, -2)
+    exact = exactly(x["q"]) @ exactly(k)
+    assert error_of(s, exact) <= 2 * error_of(x["q"] @ k, exact)
+    p = np.ldexp(np.exp((s - s.max(axis=-1, keepdims=True)) * np.float32(D**-0.5)), 11)
+    exact = exactly(p) @ exactly(x["v"])
+    assert error_of(weighted_sum(p, x["v"]), exact) <= 2 * error_of(p @ x["v"], exact)
+
+
+@pytest.mark.parametrize("sigma", [3, 4])
+def test_scores_of_few_products(sigma: float) -> None:
+    """If one product decides a sum, float32 rounds once: 2**-24. Parts lose up to 2**-21."""
+    x = inputs(f"log-normal {sigma}", 0, 2, 37, 200, 64)
+    k = x["k"].swapaxes(-1, -2)
+    exact = exactly(x["q"]) @ exactly(k)
+    error = error_of(scores(x["q"], x["k"]), exact)
+    assert error <= 8 * error_of(x["q"] @ k, exact)
+    assert error <= 2.0**-21 * np.linalg.norm(sizes_of_products(x["q"], k))
+
+
+def attended(x: dict[str, Array], scale: float) -> tuple[Array, Array]:
+    """Attend with split products: out and lse."""
+    s = scores(x["q"], x["k"]) * np.float32(scale)
+    m = s.max(axis=-1, keepdims=True)
+    p = np.exp(s - m)
+    total = p.sum(axis=-1, keepdims=True)
+    out = weighted_sum(np.ldexp(p, 11), x["v"]) / np.ldexp(total, 11)
+    return out, (m + np.log(total))[..., 0]
+
+
+@each_shape
+@pytest.mark.parametrize("kind", [*USUAL, "log-normal 4"])
+def test_attention_is_within_the_error_bound(kind: str, M: int, N: int, D: int) -> None:
+    x, scale = inputs(kind, 1, 2, M, N, D), D**-0.5
+    bounds, exact = error_bound(**x, scale=scale), reference.forward(**x, scale=scale)
+    out, lse = attended(x, scale)
+    assert error_of(out, exact.out) <= bounds["out"].error
+    assert error_of(lse, exact.lse) <= bounds["lse"].error
+
+
+def beside_a_sink(gap: float) -> dict[str, Array]:
+    """Make a call in which key 0, of value 0, has 2**gap times the probability of any other.
+
+    Elements of q and k have few bits: the scores are exact, so only P counts.
+    """
+    rng, scale = np.random.default_rng(0), 64**-0.5
+    q, k = (rng.standard_normal((1, 1, n, 64)) * 0.01 for n in (16, 500))
+    q[..., 0], k[..., 0], k[..., 0, :] = 4, 0, 0
+    k[..., 0, 0] = gap * np.log(2) / scale / 4
+    v = 1 + 0.3 * rng.standard_normal((1, 1, 500, 64))
+    v[..., 0, :] = 0
+    few_bits = (x.astype(np.float16).astype(np.float32) for x in (q, k, v))
+    return dict(zip(("q", "k", "v"), few_bits, strict=True))
+
+
+@pytest.mark.parametrize("gap", [4.0, 12.0, 16.0, 20.0, 26.0, 30.0])
+def test_p_beside_a_sink(gap: float) -> None:
+    """P loses 2**-36 of the largest in its row: too much from a ratio of 2**22 on."""
+    x = beside_a_sink(gap)
+    bound = error_bound(**x)["out"].error
+    error = error_of(attended(x, 64**-0.5)[0], reference.forward(**x).out)
+    assert (error <= bound) == (gap <= 20)
