@@ -84,6 +84,8 @@ MODIFIED: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "functions": ((128, 128), {"score_mod": tilt, "mask_mod": stripes, "aux": (SLOPES,)}),
     "dropout, aligned to 8 bytes": ((38, 54), {"dropout_p": 0.3, "causal": True, "seed": 5}),
     "negative scale, aligned to 4 bytes": ((17, 101), {"scale": -0.3, "sinks": SLOPES}),
+    "192 columns": ((192, 160), {"causal": True, "kv_lengths": [290, 63]}),
+    "256 columns": ((256, 256), {"window": (200, 9), "sinks": SLOPES}),
     "all": (
         (96, 80),
         {
