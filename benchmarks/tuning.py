@@ -106,10 +106,10 @@ def cases() -> list[Case]:
         for kind, N, causal in product(PASSES, (2048, 4096, 8192), causals)
         for D, heads, part in product((64, 128), (2, 4, 16), (2, 3, 8))
     ]
-    # A head that exceeds the L2 cache, long heads that share keys, and float32 (generic kernels).
+    # A head that exceeds the L2 cache, long heads that share keys, and float32 and float64.
     plain += [Configuration(kind, "bf16", 1, 2, 1 << 17, 128, True) for kind in PASSES]
     plain += [Configuration("backward", "bf16", 1, 16, 32768, 128, True, Hkv=n) for n in (2, 4)]
-    plain += grid_of(("f32",), (64, 128), (1024, 4096, 16384), PASSES, causals)
+    plain += grid_of(("f32", "f64"), (64, 128), (1024, 4096, 16384), PASSES, causals)
     found = [Case(one) for one in plain]
     found += [Case(one, deterministic=True) for one in plain if one.kind == "backward"]
     dense = grid_of(half, (64, 128), (512, 2048, 8192), PASSES, causals)

@@ -34,6 +34,7 @@ from tileattn.kernels.cuda.families.hopper import (
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.params import PARAMS
+from tileattn.kernels.cuda.tuning import tuning_of
 
 BYTES = 1 << 24
 
@@ -196,7 +197,7 @@ class Machine:
     def device_of(self, ordinal: int) -> Device:
         """Stand in for ``describe.device_of``."""
         limit, l2, sms = (n - ordinal for n in ATTRIBUTES.values())
-        return Device("NVIDIA H200", self.arch, sms, limit, l2)
+        return Device("NVIDIA H200", self.arch, sms, limit, l2, tuning_of(self.arch))
 
     def array(self, shape: tuple[int, ...], dtype: Any = np.float32, device: int = 0) -> Any:
         """Make an array on a device."""

@@ -99,8 +99,12 @@ def test_explain_counts_what_is_taken(gpu: Machine, name: str, arch: str) -> Non
     assert taken(gpu, lambda: tileattn.backward(**given, **options)) == expected
     # The same bytes are to do for both ways of summing dq.
     assert taken(gpu, lambda: tileattn.backward(**given, **options, deterministic=True)) <= expected
-    if not {"sinks", "alibi_slopes", "kv_lengths"} & options.keys():
-        assert taken(gpu, lambda: tileattn.forward(*map(given.get, "qkv"), **options)) == 0
+    of_forward = taken(gpu, lambda: tileattn.forward(*map(given.get, "qkv"), **options))
+    if (name, arch) == ("float32", "sm_90a"):  # two numbers for each element of k and v, and flags
+        least = B * HKV * NK * (128 + 64) * 4
+        assert least < of_forward < 1.1 * least
+    elif not {"sinks", "alibi_slopes", "kv_lengths"} & options.keys():
+        assert of_forward == 0
 
 
 @pytest.mark.parametrize("names", ["q", "kv", "qkv"])

@@ -9,6 +9,11 @@ from tests.kernels.cuda.plan.planning import A100, H200, asked, backward, forwar
 from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
 from tileattn.kernels.cuda.families.block_order import COUNTS, ORDERS_KEYS, ORDERS_QUERIES
+from tileattn.kernels.cuda.families.float32 import (
+    FLOAT32_BACKWARD,
+    FLOAT32_DQ,
+    FLOAT32_FORWARD,
+)
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
@@ -39,7 +44,8 @@ def on_device(problem: Problem) -> CallLayout:
     [
         (H200, "float16", 64, [HOPPER, HOPPER_BACKWARD, "backward_dq_convert_sm90"]),
         (H200, "bfloat16", 200, [HOPPER, HOPPER_WIDE, HOPPER_WIDE_DQ]),
-        (H200, "float32", 64, ["forward", "backward_dkdv", "backward_dq_convert"]),
+        (H200, "float32", 64, [FLOAT32_FORWARD, FLOAT32_BACKWARD, FLOAT32_DQ]),
+        (H200, "float32", 300, ["forward", "naive_dkdv", "naive_dq"]),
         (A100, "float16", 64, ["forward", "backward_dkdv", "backward_dq_convert"]),
         (A100, "float64", 300, ["forward", "naive_dkdv", "naive_dq"]),
         (A100, "float64", 520, ["naive_forward", "naive_dkdv", "naive_dq"]),

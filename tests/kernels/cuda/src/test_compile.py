@@ -142,6 +142,14 @@ _FIRSTS = {(arch, key.kernel, key.head_flags > 0): (arch, key) for arch, key in 
 AS_LAUNCHED = {*_FIRSTS.values(), *(case for case in CASES if is_tuned(case[1], case[0]))}
 
 
+def most_spilled(key: KernelKey) -> int:
+    """Return the bytes that a kernel may spill."""
+    if key.kernel == HOPPER:
+        return 128  # in its NaN-safe passes, which rarely run
+    is_wide = key.kernel == FLOAT32_FORWARD and max(key.head_dim, key.value_dim) > 128
+    return 192 if is_wide and (key.mask or key.mask_mod or key.packed) else 0
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -157,8 +165,8 @@ def test_a_kernel_compiles(case: Case, compiled_quickly: Callable[..., Compiled]
     assert made.registers is not None, f"the log names no kernel {key.kernel}:\n{made.log}"
     assert COMPLAINT.search(made.log) is None, made.log
     if key.kernel in {LATENT, FLOAT32_FORWARD} or is_tuned(key, arch):
-        # The NaN-safe passes of Hopper's forward kernel rarely run. They may spill a little.
-        assert made.spill_bytes in range(129 if key.kernel == HOPPER else 1), made.log
+        assert made.spill_bytes is not None
+        assert made.spill_bytes <= most_spilled(key), made.log
 
 
 @pytest.mark.parametrize(

@@ -253,12 +253,14 @@ def attended_keys(P: Problem) -> int:
 
 
 def suits_planes(P: Problem, tuning: Tuning) -> bool:
-    """Return True if float32 queries and keys are so many that splitting the keys pays.
+    """Return True for float32 if queries and keys are so many that splitting the keys pays.
 
     Only the lengths and the window count, so that a row has the same bits in any batch. Packed
     lengths are known only on the device, and count as long.
     """
     left, right = P.window
+    if P.dtype.name != "float32":
+        return False
     if P.is_packed:
         return left is None or right is None or left + right + 1 >= tuning.plane_rows
     return min(P.Nq, attended_keys(P)) >= tuning.plane_rows

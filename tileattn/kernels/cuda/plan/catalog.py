@@ -126,4 +126,5 @@ def _single_launches(dtype: str, dim: int) -> Iterator[KernelKey]:
 
 def context_of(arch: str, alignment_bytes: int = MAX_ALIGNMENT) -> LaunchContext:
     """Return the context of contiguous arrays on one SM of a GPU of an architecture."""
-    return LaunchContext(alignment_bytes, device_of_arch(arch).shared_limit, arch=arch)
+    device = device_of_arch(arch)
+    return LaunchContext(alignment_bytes, device.shared_limit, arch=arch, tuning=device.tuning)
