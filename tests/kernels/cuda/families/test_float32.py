@@ -28,8 +28,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("the GPU does not have compute capability 9.0", {}, {"arch": "sm_90"}),
     *(("an array is empty", {name: 0}, {}) for name in ("B", "Hq", "Hkv", "Nk", "D", "Dv")),
     ("an array has nearly 2**31 rows or more", {"Nk": 1 << 31}, {}),
-    ("a head dimension is above 128", {"D": 132}, {}),
-    ("a head dimension is above 128", {"Dv": 132}, {}),
+    ("a head dimension is above 256", {"D": 260}, {}),
+    ("a head dimension is above 256", {"Dv": 260}, {}),
     ("queries or keys are few", {"Nq": FEW - 1}, {}),
     ("queries or keys are few", {"Nk": FEW - 1}, {}),
     ("queries or keys are few", {"window": (FEW // 2, FEW // 2 - 2)}, {}),
@@ -89,7 +89,7 @@ def test_lengths_of_packed_sequences_do_not_decide(window: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("dim", [16, 64, 72, 128])
+@pytest.mark.parametrize("dim", [16, 64, 72, 128, 192, 256])
 def test_a_bias_of_any_dtype(dim: int, dtype: str) -> None:
     problem = problem_of({"bias"}, D=dim, Dv=dim, Nk=528)
     bias = contiguous((1, problem.Hq, problem.Nq, problem.Nk), dtype)

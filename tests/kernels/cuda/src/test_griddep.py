@@ -74,6 +74,8 @@ _ONE_AN_SM = (
     "forward_sm90",
     "latent_sm90",
     "forward_wide_sm90",
+    "forward_float32_sm90",
+    "float32_dq_sm90",
 )
 
 # Kernels that start while the previous one runs, and what precedes all other accesses: a load that

@@ -1,0 +1,299 @@
+"""float32 on Hopper's tensor cores, forward: two float16 numbers for each element.
+
+Every call must run `forward_float32_sm90`. Which heads it leaves to the generic kernel shows in no
+plan: there the results are the generic kernel's, within the same bound.
+"""
+
+import math
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tileattn
+from tests.arrays import Array, Given, normal
+from tests.gpu.hopper import MASKS, described
+from tests.on_gpu import bits, captured, host, needs_gpu, poisoned, sent, sent_options
+from tileattn import Attention, reference
+from tileattn.backends.cupy import describe
+from tileattn.kernels.cuda.families.float32 import FLOAT32_FORWARD
+from tileattn.kernels.cuda.plan.plan import plan_forward
+from tileattn.testing import assert_attention_close, error_bound
+
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
+
+B, HQ, HKV, NQ, NK = 2, 4, 2, 205, 324
+GROUP = HQ // HKV
+SQUARE = [(64, 64), (128, 128)]
+WRONG = [math.nan, math.inf, -math.inf]
+RNG = np.random.default_rng(7)
+
+
+def drawn(D: int = 64, Dv: int = 64, Nq: int = NQ, Nk: int = NK, seed: int = 0) -> Given:
+    return normal((B, HQ, HKV, Nq, Nk, D, Dv), np.float32, seed)
+
+
+def forward(q: Any, k: Any, v: Any, **options: Any) -> Attention:
+    """Call the kernel on the GPU; arrays that are there already keep their strides."""
+    given, there = (sent(q), sent(k), sent(v)), sent_options(options)
+    plan = plan_forward(*described("forward", *given, **there), describe.device_of(0))
+    assert FLOAT32_FORWARD in [launch.key.kernel for launch in plan.launches], str(plan)
+    with poisoned():
+        attention: Attention = host(tileattn.forward(*given, **there))
+    return attention
+
+
+def check(q: Array, k: Array, v: Array, **options: Any) -> Attention:
+    """Compare the results with the oracle."""
+    attention = forward(q, k, v, **options)
+    with np.errstate(all="ignore"):
+        bounds = error_bound(q, k, v, **options)
+        expected = reference.forward(q, k, v, **options)
+    assert_attention_close(attention, expected, bounds)
+    return attention
+
+
+def part(attention: Attention, *at: Any) -> list[bytes]:
+    return bits(np.ascontiguousarray(x[at]) for x in attention)
+
+
+def tilt(s: Any, _b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
+    return s + slopes[h] * np.cos(i - j)
+
+
+def stripes(_b: Any, _h: Any, i: Any, j: Any, _slopes: Any) -> Any:
+    return (i + j) % 7 > 0
+
+
+SLOPES = RNG.random(HQ).astype(np.float32)
+BIAS = RNG.standard_normal((B, HQ, NQ, NK)).astype(np.float32)
+SEEN = RNG.random((HQ, NQ, NK)) < 0.7
+PLAIN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "offset": {"causal": True, "q_offset": [-40, 150]},
+    "window": {"window": (200, 9)},
+    "left": {"window": (150, None), "q_offset": 120},
+    "lengths": {"kv_lengths": [290, 63], "sinks": SLOPES},
+}
+"""Calls that run the same kernels: three for each pair of head dimensions."""
+MODIFIED: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "bias and mask": ((64, 64), {"bias": BIAS, "mask": SEEN, "window": (200, 5)}),
+    "block mask": ((128, 128), {"block_mask": MASKS["dense"](NQ, NK), "causal": True}),
+    "functions": ((128, 128), {"score_mod": tilt, "mask_mod": stripes, "aux": (SLOPES,)}),
+    "dropout, aligned to 8 bytes": ((38, 54), {"dropout_p": 0.3, "causal": True, "seed": 5}),
+    "negative scale, aligned to 4 bytes": ((17, 101), {"scale": -0.3, "sinks": SLOPES}),
+    "192 columns": ((192, 160), {"causal": True, "kv_lengths": [290, 63]}),
+    "256 columns": ((256, 256), {"window": (200, 9), "sinks": SLOPES}),
+    "all": (
+        (96, 80),
+        {
+            **{"bias": BIAS[0].astype(np.float16), "mask": SEEN, "dropout_p": 0.2},
+            **{"softcap": 3.0, "alibi_slopes": SLOPES, "sinks": SLOPES},
+            **{"window": (300, 90), "q_offset": [11, -30], "kv_lengths": [NK, 200]},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("options", PLAIN)
+@pytest.mark.parametrize(("D", "Dv"), SQUARE)
+def test_masks_by_position(D: int, Dv: int, options: str) -> None:
+    check(*drawn(D, Dv)[:3], **PLAIN[options])
+
+
+@pytest.mark.usefixtures("few_sms")
+@pytest.mark.parametrize("options", MODIFIED)
+def test_options_and_alignments(options: str) -> None:
+    dims, there = MODIFIED[options]
+    check(*drawn(*dims)[:3], **there)
+
+
+@pytest.mark.parametrize("lengths", [(128, 128), (129, 259), (200, 515), (513, 130), (400, 330)])
+def test_lengths(lengths: tuple[int, int]) -> None:
+    """With a causal mask the first of 400 queries attend to nothing."""
+    q, k, v = drawn(Nq=lengths[0], Nk=lengths[1])[:3]
+    check(q, k, v)
+    if lengths[1] > 200:  # else most queries attend to too few keys
+        check(q, k, v, causal=True)
+
+
+def test_strides() -> None:
+    """Broadcast, reversed and permuted axes, columns of wider rows; `out` as given."""
+    import cupy
+
+    q, k, v = map(sent, drawn()[:3])
+    k = cupy.broadcast_to(k[:1], k.shape)[:, :, ::-1]
+    v = cupy.concatenate([v, v], axis=-1).swapaxes(1, 2).copy().swapaxes(1, 2)[..., 32:96]
+    there = q.get(), np.ascontiguousarray(k.get()), np.ascontiguousarray(v.get())
+    expected = check(*there)
+    assert bits(forward(q, k, v)) == bits(expected)
+    out = cupy.full((B, HQ, NQ, 68), 7, np.float32)
+    tileattn.forward(q, k, v, out=out[..., 4:])
+    assert (out[..., 4:].get() == expected.out).all()
+    assert (out[..., :4] == 7).all()
+
+
+# --- sizes of the elements ------------------------------------------------------------------------
+
+
+def moderate(q: Array, k: Array) -> float:
+    """Return a scale for scores up to about 4."""
+    q, k = (x.astype(np.float64) for x in (q, k.repeat(GROUP, axis=1)))
+    return float(4 / np.abs(q @ k.swapaxes(-1, -2)).max())
+
+
+AMPLITUDES = [
+    *((x, 1, 1) for x in (1e-30, 1e-10, 1e10, 1e30)),
+    *((1, x, 1) for x in (1e-30, 1e-10, 1e10, 1e30)),
+    *((1, 1, x) for x in (1e-30, 1e-10, 1e10, 1e30)),
+    *((1e30, 1e-30, 1e30), (1e-30, 1e30, 1e-30), (1e15, 1e15, 1e10), (1e-15, 1e-15, 1e-10)),
+]
+
+
+@pytest.mark.parametrize("sizes", AMPLITUDES, ids=str)
+def test_amplitudes(sizes: tuple[float, float, float]) -> None:
+    q, k, v = (x * np.float32(size) for x, size in zip(drawn()[:3], sizes, strict=True))
+    check(q, k, v, scale=moderate(q, k))
+
+
+def uneven(name: str, x: Array) -> Array:
+    """Let elements, columns or rows of an array differ in size."""
+    x, rows = x.copy(), np.arange(x.shape[-2])[:, np.newaxis]
+    if name == "log-normal":
+        x *= np.exp(3 * np.random.default_rng(1).standard_normal(x.shape)).astype(np.float32)
+    elif name == "a huge column":
+        x[..., 3] *= 1e6
+    elif name == "a huge row in a tile":
+        x[..., 100, :] *= 1e5
+    elif name == "alternating rows":
+        x *= np.where(rows % 2, 1, 2.0**-20).astype(np.float32)
+    elif name == "rows too small for their tile":
+        x *= np.where(rows % 5, 1, 2.0**-40).astype(np.float32)
+    elif name == "zeros":
+        x *= rows % 64 == 9
+    else:
+        assert name == SUBNORMAL
+        x *= np.float32(1e-39)
+    return x
+
+
+UNEVEN = (
+    *("log-normal", "a huge column", "a huge row in a tile", "alternating rows", "zeros"),
+    "rows too small for their tile",
+)
+SUBNORMAL = "subnormal numbers"  # not in q and in k: their products would be 0
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [*product(UNEVEN, ("q", "k", "v", "qkv")), *((SUBNORMAL, x) for x in ("k", "v", "qv"))],
+)
+def test_elements_of_different_sizes(name: str, where: str) -> None:
+    arrays = zip("qkv", drawn()[:3], strict=True)
+    q, k, v = (uneven(name, x) if of in where else x for of, x in arrays)
+    if name == SUBNORMAL:
+        (k if "q" in where else q)[...] *= np.float32(1e10)
+    check(q, k, v, scale=moderate(q, k), causal=True)
+
+
+@pytest.mark.usefixtures("few_sms")
+@pytest.mark.parametrize(("D", "Dv"), SQUARE)
+def test_heads_with_large_scores(D: int, Dv: int) -> None:
+    """They are within their bounds, and other heads keep their bits, also of the same keys."""
+    q, k, v = drawn(D, Dv)[:3]
+    before = forward(q, k, v, causal=True)
+    q[0, 1] *= 3000
+    k[1, 1] *= np.linspace(0.1, 400, NK, dtype=np.float32)[:, np.newaxis]
+    after = check(q, k, v, causal=True)
+    others = np.ones((B, HQ), bool)
+    others[0, 1] = others[1, GROUP:] = False
+    assert part(after, others) == part(before, others)
+
+
+# --- NaN and infinity -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("few_sms")
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("where", "qkv")
+@pytest.mark.parametrize("options", ["plain", "causal", "window"])
+def test_what_is_not_finite(options: str, where: str, wrong: float) -> None:
+    """It acts as in the formula, and heads that do not attend to it keep their bits."""
+    q, k, v = drawn()[:3]
+    before = forward(q, k, v, **PLAIN[options])
+    {"q": q, "k": k, "v": v}[where][1, 1, [5, 190], [3, 60]] = wrong
+    after = check(q, k, v, **PLAIN[options])
+    others = np.ones((B, HQ), bool)
+    others[1, 1 if where == "q" else slice(GROUP, None)] = False
+    assert part(after, others) == part(before, others)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_keys_that_no_query_attends_to(wrong: float) -> None:
+    """Past the lengths they change no bit. In a tile with attended keys the bounds hold."""
+    q, k, v = drawn()[:3]
+    lengths: dict[str, Any] = {"kv_lengths": [300, 131]}
+    before = forward(q, k, v, **lengths)
+    for x in (k, v):
+        x[0, :, 300:] = x[1, :, 131:] = wrong
+    assert bits(forward(q, k, v, **lengths)) == bits(before)
+    q, k, v = drawn(Nq=150, Nk=400)[:3]
+    window: dict[str, Any] = {"window": (150, 0)}
+    bounds, expected = error_bound(q, k, v, **window), reference.forward(q, k, v, **window)
+    k[..., :97, :] = v[..., :97, :] = wrong  # the first query attends to keys from 100 on
+    assert_attention_close(forward(q, k, v, **window), expected, bounds)
+
+
+# --- the same bits --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("D", "Dv"), SQUARE)
+def test_the_same_bits_in_any_batch(
+    D: int, Dv: int, causal: bool, request: pytest.FixtureRequest
+) -> None:
+    """Query heads alone, with one work tile or several for each thread block; some heads fail."""
+    q, k, v = drawn(D, Dv)[:3]
+    q[0, 1] *= 3000
+    v[1, 1, 7] = math.inf
+    whole = forward(q, k, v, causal=causal)
+    request.getfixturevalue("few_sms")
+    for _ in range(5):
+        assert bits(forward(q, k, v, causal=causal)) == bits(whole)
+    for b, h in np.ndindex(B, HQ):
+        mine, shared = np.s_[b : b + 1, h : h + 1], np.s_[b : b + 1, h // GROUP : h // GROUP + 1]
+        alone = forward(q[mine].copy(), k[shared].copy(), v[shared].copy(), causal=causal)
+        assert bits(alone) == part(whole, *mine)
+
+
+@pytest.mark.parametrize("lengths", [(128, 333, 1, 0, 70), (5, 40)], ids=str)
+def test_packed_sequences(lengths: tuple[int, ...]) -> None:
+    """Bits depend neither on the other sequences nor on what follows in the last tile."""
+    ends = np.cumsum([0, *lengths])
+    q, k, v = (x[0, :, : ends[-1]] for x in drawn(Nq=600, Nk=600)[:3])
+    options: dict[str, Any] = {"cu_seqlens_q": ends, "causal": True}
+    whole = check(q, k, v, **options)
+    for first, end in pairwise(ends):
+        rows = np.s_[:, first:end]
+        spoiled = [np.full_like(x, math.nan) for x in (q, k, v)]
+        for x, clean in zip(spoiled, (q, k, v), strict=True):
+            x[rows] = clean[rows]
+        assert part(forward(*spoiled, **options), *rows) == part(whole, *rows)
+        if end > first:
+            one = {"cu_seqlens_q": np.array([0, end - first]), "causal": True}
+            alone = forward(*(x[rows].copy() for x in (q, k, v)), **one)
+            assert bits(alone) == part(whole, *rows)
+
+
+def test_in_a_graph() -> None:
+    """Replays clear the flags of heads: one that has failed is computed as any other again."""
+    q, k, v = map(sent, drawn()[:3])
+    clean, spoiled = v.copy(), v.copy()
+    spoiled[0, 0, 5, 3] = math.nan
+    with captured(lambda: tileattn.forward(q, k, v)) as (results, replay):
+        for values in (clean, spoiled, clean):
+            v[...] = values
+            replay()
+            assert bits(results) == bits(tileattn.forward(q, k, v))
