@@ -180,8 +180,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     }
 }
 
-// Producers need more registers to search for tiles and packed sequences.
-using Share = Registers<HAS_TILE_LIST || PACKED ? 40 : 24>;
+// Producers need more registers to search for tiles.
+using Share = Registers<HAS_TILE_LIST ? 40 : 24>;
 
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_float32_dq_sm90(const __grid_constant__ Params p, const __grid_constant__ BackwardMaps maps) {

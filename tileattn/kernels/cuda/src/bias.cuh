@@ -123,7 +123,7 @@ template <bool TRANSPOSED, int NT>
 struct HeldBias {
     static constexpr bool STAGED = false;
     static constexpr int BYTES = 0;
-    static_assert(BIAS_ALIGNMENT_BYTES == 0, "it is not copied to shared memory");
+    static_assert(NT == 0 || BIAS_ALIGNMENT_BYTES == 0, "it is not copied to shared memory");
     Accum values[HAS_BIAS ? NT : 1][4];
 
     __device__ explicit HeldBias(char*) {}
