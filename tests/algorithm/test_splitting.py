@@ -261,7 +261,7 @@ def product_bound(x: Array, y: Array, small_x: Array, small_y: Array) -> Array:
     with a product below 2**-149 become 0.
     """
     depth = x.shape[-1]
-    error = (2.0**-21 + (3 * min(depth, 64) + 5) * U) * sizes_of_products(x, y)
+    error = (2.0**-21 + (3 * min(depth, 128) + 5) * U) * sizes_of_products(x, y)
     small_x, small_y = (4 * np.broadcast_to(*z) for z in ((small_x, x.shape), (small_y, y.shape)))
     error += small_x @ np.abs(exactly(y)) + np.abs(exactly(x)) @ small_y
     bounded: Array = error + 2.0**28 * (small_x @ small_y) + depth * 2.0**-120
@@ -270,7 +270,7 @@ def product_bound(x: Array, y: Array, small_x: Array, small_y: Array) -> Array:
 
 @given(
     *(seeds, kinds, st.floats(-18, 5), st.floats(-18, 5)),
-    *(st.sampled_from([1, 3, 64, 130]), st.sampled_from([1, TILE_ROWS])),
+    *(st.sampled_from([1, 3, 64, 100, 130]), st.sampled_from([1, TILE_ROWS])),
 )
 def test_scores_are_within_their_bound(
     seed: int, kind: str, q_size: float, k_size: float, D: int, tile_rows: int
@@ -287,15 +287,18 @@ def test_scores_are_within_their_bound(
     assert (np.isnan(s) == bad).all()
 
 
-@given(seeds, kinds, st.floats(-18, 18), st.floats(-8, 0), st.sampled_from([1, 3, 64, 200]))
+@given(
+    *(seeds, kinds, st.floats(-18, 18), st.floats(-8, 0)),
+    *(st.sampled_from([1, 3, 64, 200]), st.sampled_from([32, TILE_ROWS])),
+)
 def test_weighted_sums_are_within_their_bound(
-    seed: int, kind: str, size: float, p_size: float, N: int
+    seed: int, kind: str, size: float, p_size: float, N: int, keys: int
 ) -> None:
     """P loses 2**-36, and small elements of v 2**-50 of the largest of their tile."""
     rng = np.random.default_rng(seed)
     p = np.ldexp(rng.random((2, 5, N)) ** 4 * 10.0**p_size, 15).astype(np.float32)
     v = matrix(seed + 1, kind, size, (2, N, 6))
-    out, exact = weighted_sum(p, v), exactly(p) @ exactly(v)
+    out, exact = weighted_sum(p, v, keys), exactly(p) @ exactly(v)
     error = product_bound(p, v, np.array(2.0**-36), least(v, TILE_ROWS))
     bad = np.isnan(split_tiles(v)[2].sum(axis=-1))[:, None, None]
     ok = np.abs(out - exact) <= error
@@ -365,7 +368,7 @@ USUAL = [
     "huge column of q",
     "huge key in each tile",
 ]
-SHAPES = [(37, 200, 64), (21, 333, 128), (50, 130, 80)]
+SHAPES = [(37, 200, 64), (21, 333, 128), (50, 130, 80), (30, 100, 200)]
 each_shape = pytest.mark.parametrize(("M", "N", "D"), SHAPES)
 
 

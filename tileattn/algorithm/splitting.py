@@ -27,9 +27,6 @@ Array = NDArray[Any]
 TILE_ROWS = 64
 """Rows of a tile, from row 0 of the sequence. The rows of a tile share a factor."""
 
-SUM_COLUMNS = 64
-"""Columns of q and k in one sum of ``high high`` products. These sums are added in float32."""
-
 LOW_SCALE = np.float32(2.0**11)
 """Factor of ``low``, which keeps it in the range of float16."""
 
@@ -159,8 +156,9 @@ def scores(q: Array, k: Array, tile_rows: int = 1) -> Array:
 
     Notes
     -----
-    Tensor cores sum ``q_high k_high`` over 64 columns at a time, since they truncate. They sum the
-    cross products over all columns: an error of this sum is multiplied by ``2**-11``.
+    Tensor cores sum ``q_high k_high`` over 64 columns at a time, since they truncate, and over 128
+    columns if D is above 128. They sum the cross products over all columns: an error of this sum is
+    multiplied by ``2**-11``.
     """
     *q_parts, q_inverse = split_tiles(q, tile_rows)
     *k_parts, k_inverse = split_tiles(k)
@@ -168,7 +166,8 @@ def scores(q: Array, k: Array, tile_rows: int = 1) -> Array:
     k_high, k_low = (x.astype(np.float32).swapaxes(-1, -2) for x in k_parts)
     cross = q_high @ k_low + q_low @ k_high
     total = np.zeros_like(cross)
-    for lo, hi in cut(q.shape[-1], SUM_COLUMNS):
+    D = q.shape[-1]
+    for lo, hi in cut(D, 64 if D <= 128 else 128):
         total += q_high[..., lo:hi] @ k_high[..., lo:hi, :]
     of_query = np.repeat(q_inverse, tile_rows, axis=-1)[..., : q.shape[-2], None]
     of_key = np.repeat(k_inverse, TILE_ROWS, axis=-1)[..., None, : k.shape[-2]]
@@ -177,7 +176,7 @@ def scores(q: Array, k: Array, tile_rows: int = 1) -> Array:
     return result
 
 
-def weighted_sum(p: Array, v: Array) -> Array:
+def weighted_sum(p: Array, v: Array, keys: int = TILE_ROWS) -> Array:
     """Return ``p v`` of three products for each tile of v, up to the truncation of tensor cores.
 
     P needs no factor of its tile: ``split(p, 1)`` keeps all digits down to ``2**-13``, and smaller
@@ -190,14 +189,17 @@ def weighted_sum(p: Array, v: Array) -> Array:
         P times ``FORWARD_P_FACTOR`` or ``BACKWARD_P_FACTOR``, from 0 to ``2**15``.
     v : array of float32, shape (..., N, Dv)
         Values.
+    keys : int
+        Keys in one sum of the tensor cores: 64, or 32 if D or Dv is above 192.
 
     Returns
     -------
     array of float32, shape (..., M, Dv)
-        ``(p_high v_high + 2**-11 (p_high v_low + p_low v_high)) / factor``, added tile by tile; NaN
+        ``(p_high v_high + 2**-11 (p_high v_low + p_low v_high)) / factor``, added sum by sum; NaN
         if a tile is not splittable.
     """
-    return _tile_products(p, v, lambda tile: (*split(tile, 1), np.ones(p.shape[:-1], np.float32)))
+    one = np.ones(p.shape[:-1], np.float32)
+    return _tile_products(p, v, lambda columns: (*split(columns, 1), one), keys)
 
 
 def gradient_product(ds: Array, x: Array) -> Array:
@@ -219,24 +221,27 @@ def gradient_product(ds: Array, x: Array) -> Array:
         ``(ds_high x_high + 2**-11 (ds_high x_low + ds_low x_high)) / factors``, added tile by tile;
         NaN if a tile of x is not splittable, and in rows with NaN or infinities.
     """
-    return _tile_products(ds, x, split_rows)
+    return _tile_products(ds, x, split_rows, TILE_ROWS)
 
 
 def _tile_products(
-    a: Array, x: Array, split_columns: Callable[[Array], tuple[Array, Array, Array]]
+    a: Array,
+    x: Array,
+    split_columns: Callable[[Array], tuple[Array, Array, Array]],
+    depth: int,
 ) -> Array:
-    """Return ``a x``, added tile by tile.
+    """Return ``a x``, added after each ``depth`` rows of x.
 
-    ``split_columns`` splits the columns of a for a tile, and returns an inverse factor of each row.
+    ``split_columns`` splits as many columns of a, and returns an inverse factor of each row.
     """
     *x_parts, x_inverse = split_tiles(x)
     batch = np.broadcast_shapes(a.shape[:-2], x.shape[:-2])
     out = np.zeros((*batch, a.shape[-2], x.shape[-1]), np.float32)
-    for tile, (lo, hi) in enumerate(cut(x.shape[-2], TILE_ROWS)):
+    for lo, hi in cut(x.shape[-2], depth):
         *a_parts, a_inverse = split_columns(a[..., lo:hi])
         a_high, a_low = (y.astype(np.float32) for y in a_parts)
         x_high, x_low = (y[..., lo:hi, :].astype(np.float32) for y in x_parts)
-        inverse = (a_inverse * x_inverse[..., tile, None])[..., None]
+        inverse = (a_inverse * x_inverse[..., lo // TILE_ROWS, None])[..., None]
         out += (a_high @ x_high) * inverse
         out += (a_high @ x_low + a_low @ x_high) * (inverse / LOW_SCALE)
     return out
