@@ -229,6 +229,40 @@ def run_shape(D: int, Hq: int, Hkv: int, Nq: int, Nk: int) -> None:
         x.get()
 
 
+def split_floats() -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield D, Dv and options of float32 whose kernels split numbers; Nq is 201, Nk 330."""
+    rng = np.random.default_rng(10)
+    ends = {"cu_seqlens_q": np.array([0, 0, 70, 201]), "cu_seqlens_k": np.array([0, 9, 199, 330])}
+    yield 64, 64, {}
+    yield 128, 128, {"causal": True, "kv_lengths": [330, 133], "sinks": rng.standard_normal(4)}
+    yield 128, 128, {"bias": rng.standard_normal((2, 4, 201, 330)).astype(np.float32)}
+    yield 64, 64, {"bias": rng.standard_normal((4, 201, 330)), "dropout_p": 0.2}
+    yield 40, 72, {"mask": rng.random((2, 1, 201, 330)) < 0.5, "softcap": 2.0}
+    yield 64, 128, ends | {"causal": True}
+    blocks = rng.random((4, 6)) < 0.5
+    yield 128, 64, {"block_mask": tileattn.BlockMask(blocks, (64, 64)), "window": (200, 30)}
+    yield 256, 256, {"causal": True}
+    yield 192, 160, {"dropout_p": 0.2}
+
+
+def run_split_floats(D: int, Dv: int, given: dict[str, Any]) -> None:
+    """Run both passes of float32; other kernels compute the heads of one row that is infinite."""
+    import cupy
+
+    rng = np.random.default_rng(11)
+    B = 1 if "cu_seqlens_q" in given else 2
+    q, k, v, dout = (
+        cupy.asarray(rng.standard_normal(shape).astype(np.float32))
+        for shape in ((B, 4, 201, D), (B, 2, 330, D), (B, 2, 330, Dv), (B, 4, 201, Dv))
+    )
+    v[0, 1, 100] = np.inf
+    there = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+    out, lse = tileattn.forward(q, k, v, **there)
+    for x in (out, lse, *tileattn.backward(dout, q, k, v, out, lse, **there)):
+        if isinstance(x, cupy.ndarray):
+            x.get()
+
+
 def append(dtype: Any, D: int, Dv: int, given: dict[str, Any]) -> None:
     """Append to caches, and rotate: what the device says is beyond the caches in part."""
     import cupy
@@ -311,6 +345,7 @@ JOBS: dict[str, tuple[Callable[..., None], Callable[[], Iterable[Any]]]] = {
     "invariant": (run_many, lambda: many({"invariant": True})),
     "claimed": (run_claimed, lambda: ((D,) for D in (64, 128, 256))),
     "shapes": (run_shape, lambda: SHAPES),
+    "float32": (run_split_floats, split_floats),
 }
 """By name for ``--only``: a function, and what lists the problems that it runs."""
 

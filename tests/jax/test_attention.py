@@ -94,6 +94,23 @@ def test_equal_calls_outside_of_jit_share_a_program() -> None:
         assert programs[0] == programs[1]
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "tensorfloat32", "highest"])
+def test_jax_default_matmul_precision_changes_no_bit(precision: str) -> None:
+    q, k, v, dout = map(jnp.asarray, normal(SIZES))
+
+    def both(*rows: Any) -> Any:
+        out, pullback = jax.vjp(lambda *x: attention(*x, causal=True), *rows)
+        return out, *pullback(dout)
+
+    expected = both(q, k, v)
+    with jax.default_matmul_precision(precision):
+        found = both(q, k, v)
+        program = str(jax.make_jaxpr(both)(q, k, v))
+    assert "dot_general" not in program  # on a CPU the setting may change no matmul
+    for x, y in zip(found, expected, strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
 # --- transformations ------------------------------------------------------------------------------
 
 

@@ -2,10 +2,11 @@
 
 Each operand is multiplied by a power of two and split into two float16 numbers: ``high`` has the
 first 11 significant bits, ``low`` the following ones. Three of the four products of the parts are
-summed in float32. The fourth, ``low low``, is at most ``2**-22 |x| |y|`` and is left out.
+summed in float32: ``high high`` in one sum, the cross products ``high low`` and ``low high`` in
+another. The fourth, ``low low``, is at most ``2**-22 |x| |y|`` and is left out.
 
-`scores` and `weighted_sum` emulate the kernels. They round float32 sums to nearest; tensor cores
-truncate sums, which is not emulated.
+`scores`, `weighted_sum` and `gradient_product` emulate the kernels. They round float32 sums to
+nearest; tensor cores truncate sums, which is not emulated.
 
 References
 ----------
@@ -13,6 +14,7 @@ Ootomo and Yokota, Recovering single precision accuracy from Tensor Cores while 
 theoretical peak performance, arXiv:2203.03341.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,14 +27,17 @@ Array = NDArray[Any]
 TILE_ROWS = 64
 """Rows of a tile, from row 0 of the sequence. The rows of a tile share a factor."""
 
-SUM_COLUMNS = 64
-"""Columns of q and k in one sum of the tensor cores. These sums are added in float32."""
-
 LOW_SCALE = np.float32(2.0**11)
 """Factor of ``low``, which keeps it in the range of float16."""
 
 SMALLEST_ROW = np.float32(2.0**-24)
 """Least ratio of the largest element of a row that is not 0 to the largest of its tile."""
+
+FORWARD_P_FACTOR = np.float32(2.0**11)
+"""Factor of P in the forward pass. P may reach ``2**15``: its running maximum may lag."""
+
+BACKWARD_P_FACTOR = np.float32(2.0**15)
+"""Factor of P in the backward pass: ``2**8`` in the exponent, and ``2**7`` before the split."""
 
 
 class Split(NamedTuple):
@@ -127,71 +132,118 @@ def split_rows(x: Array) -> tuple[Array, Array, Array]:
     return split_tiles(x, tile_rows=1)
 
 
-def split_p(p: Array) -> tuple[Array, Array, Array]:
-    """Split P, from 0 to ``2**15``, without a factor; all products go to one accumulator.
-
-    Returns ``high = float16(p)``, ``low = float16(p - high)`` and ``float16(high * 2**-11)``, which
-    multiplies the low part of v. The softmax is scaled by ``2**11``. The error of ``high + low`` is
-    at most ``max(2**-23 p, 2**-25)``: P below ``2**-13`` of the row's largest loses digits.
-    """
-    high = p.astype(np.float16)
-    wide = high.astype(np.float32)
-    return high, (p - wide).astype(np.float16), (wide / LOW_SCALE).astype(np.float16)
-
-
-def scores(q: Array, k: Array) -> Array:
+def scores(q: Array, k: Array, tile_rows: int = 1) -> Array:
     """Return ``q k^T`` of three products, up to the truncation of tensor cores.
+
+    The backward pass computes ``q k^T`` again, and ``dout v^T``, in the same way.
 
     Parameters
     ----------
     q : array of float32, shape (..., M, D)
-        Queries. The inverse factors of a query and of a tile of k must have a finite product. If
-        it is below ``2**-149``, the scores, of at most ``D 2**-120``, are 0.
+        Queries. The inverse factors of a query and of a tile of k must have a finite product. Below
+        ``2**-138`` the cross products count as 0, below ``2**-149`` all products: the scores have
+        an error of up to ``D 2**-120``.
     k : array of float32, shape (..., N, D)
         Keys.
+    tile_rows : int
+        Rows of q that share a factor: 1 in the forward pass, ``TILE_ROWS`` in the backward pass.
 
     Returns
     -------
     array of float32, shape (..., M, N)
-        ``(q_high k_high + 2**-11 (q_high k_low + q_low k_high)) / factors``; NaN for rows of q and
-        tiles of k that are not splittable.
+        ``(q_high k_high + 2**-11 (q_high k_low + q_low k_high)) / factors``; NaN for tiles of q and
+        k that are not splittable.
+
+    Notes
+    -----
+    Tensor cores sum ``q_high k_high`` over 64 columns at a time, since they truncate, and over 128
+    columns if D is above 128. They sum the cross products over all columns: an error of this sum is
+    multiplied by ``2**-11``.
     """
-    *q_parts, q_inverse = split_rows(q)
+    *q_parts, q_inverse = split_tiles(q, tile_rows)
     *k_parts, k_inverse = split_tiles(k)
-    batch = np.broadcast_shapes(q.shape[:-2], k.shape[:-2])
-    total = np.zeros((*batch, q.shape[-2], k.shape[-2]), np.float32)
-    for lo, hi in cut(q.shape[-1], SUM_COLUMNS):
-        q_high, q_low = (x[..., lo:hi].astype(np.float32) for x in q_parts)
-        k_high, k_low = (x[..., lo:hi].astype(np.float32).swapaxes(-1, -2) for x in k_parts)
-        total += q_high @ k_high + (q_high @ k_low + q_low @ k_high) / LOW_SCALE
+    q_high, q_low = (x.astype(np.float32) for x in q_parts)
+    k_high, k_low = (x.astype(np.float32).swapaxes(-1, -2) for x in k_parts)
+    cross = q_high @ k_low + q_low @ k_high
+    total = np.zeros_like(cross)
+    D = q.shape[-1]
+    for lo, hi in cut(D, 64 if D <= 128 else 128):
+        total += q_high[..., lo:hi] @ k_high[..., lo:hi, :]
+    of_query = np.repeat(q_inverse, tile_rows, axis=-1)[..., : q.shape[-2], None]
     of_key = np.repeat(k_inverse, TILE_ROWS, axis=-1)[..., None, : k.shape[-2]]
-    result: Array = total * (q_inverse[..., None] * of_key)
+    inverse = of_query * of_key
+    result: Array = total * inverse + cross * (inverse / LOW_SCALE)
     return result
 
 
-def weighted_sum(p: Array, v: Array) -> Array:
+def weighted_sum(p: Array, v: Array, keys: int = TILE_ROWS) -> Array:
     """Return ``p v`` of three products for each tile of v, up to the truncation of tensor cores.
+
+    P needs no factor of its tile: ``split(p, 1)`` keeps all digits down to ``2**-13``, and smaller
+    numbers have an error of up to ``2**-36``. In the forward pass this is ``2**-24`` and ``2**-47``
+    of the largest P of the row. The backward pass computes ``P^T dout`` in the same way: dv.
 
     Parameters
     ----------
     p : array of float32, shape (..., M, N)
-        P times ``2**11``, from 0 to ``2**15``.
+        P times ``FORWARD_P_FACTOR`` or ``BACKWARD_P_FACTOR``, from 0 to ``2**15``.
     v : array of float32, shape (..., N, Dv)
         Values.
+    keys : int
+        Keys in one sum of the tensor cores: 64, or 32 if D or Dv is above 192.
 
     Returns
     -------
     array of float32, shape (..., M, Dv)
-        ``(p_low v_high + (p_high 2**-11) v_low + p_high v_high) / factor``, added tile by tile; NaN
+        ``(p_high v_high + 2**-11 (p_high v_low + p_low v_high)) / factor``, added sum by sum; NaN
         if a tile is not splittable.
     """
-    *v_parts, inverse = split_tiles(v)
-    batch = np.broadcast_shapes(p.shape[:-2], v.shape[:-2])
-    out = np.zeros((*batch, p.shape[-2], v.shape[-1]), np.float32)
-    for tile, (lo, hi) in enumerate(cut(v.shape[-2], TILE_ROWS)):
-        high, low, scaled = (x.astype(np.float32) for x in split_p(p[..., lo:hi]))
-        v_high, v_low = (x[..., lo:hi, :].astype(np.float32) for x in v_parts)
-        out += (low @ v_high + scaled @ v_low + high @ v_high) * inverse[..., tile, None, None]
+    one = np.ones(p.shape[:-1], np.float32)
+    return _tile_products(p, v, lambda columns: (*split(columns, 1), one), keys)
+
+
+def gradient_product(ds: Array, x: Array) -> Array:
+    """Return ``ds x`` of three products for each tile of x, up to the truncation of tensor cores.
+
+    ``dS k`` is dq and ``dS^T q`` is dk, before the scale.
+
+    Parameters
+    ----------
+    ds : array of float32, shape (..., M, N)
+        dS or its transpose. The rows of each tile of 64 columns have their own factors.
+    x : array of float32, shape (..., N, D)
+        Keys or queries. The inverse factors of a row of ds and of a tile of x must have a finite
+        product. Small products add an error of up to ``N 2**-120``, as in `scores`.
+
+    Returns
+    -------
+    array of float32, shape (..., M, D)
+        ``(ds_high x_high + 2**-11 (ds_high x_low + ds_low x_high)) / factors``, added tile by tile;
+        NaN if a tile of x is not splittable, and in rows with NaN or infinities.
+    """
+    return _tile_products(ds, x, split_rows, TILE_ROWS)
+
+
+def _tile_products(
+    a: Array,
+    x: Array,
+    split_columns: Callable[[Array], tuple[Array, Array, Array]],
+    depth: int,
+) -> Array:
+    """Return ``a x``, added after each ``depth`` rows of x.
+
+    ``split_columns`` splits as many columns of a, and returns an inverse factor of each row.
+    """
+    *x_parts, x_inverse = split_tiles(x)
+    batch = np.broadcast_shapes(a.shape[:-2], x.shape[:-2])
+    out = np.zeros((*batch, a.shape[-2], x.shape[-1]), np.float32)
+    for lo, hi in cut(x.shape[-2], depth):
+        *a_parts, a_inverse = split_columns(a[..., lo:hi])
+        a_high, a_low = (y.astype(np.float32) for y in a_parts)
+        x_high, x_low = (y[..., lo:hi, :].astype(np.float32) for y in x_parts)
+        inverse = (a_inverse * x_inverse[..., lo // TILE_ROWS, None])[..., None]
+        out += (a_high @ x_high) * inverse
+        out += (a_high @ x_low + a_low @ x_high) * (inverse / LOW_SCALE)
     return out
 
 

@@ -4,8 +4,9 @@ Other kernels split the arrays before. The heads that cannot be split, and heads
 are left to the generic kernels.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families import generic
@@ -79,7 +80,6 @@ _UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
         f"a head dimension is above {MAX_BACKWARD_DIM}",
         lambda P, _: max(P.D, P.Dv) > MAX_BACKWARD_DIM,
     ),
-    ("bias is in use", lambda P, _: P.has_bias),
 )
 
 
@@ -126,31 +126,41 @@ def _tiles(P: Problem, context: LaunchContext) -> list[tuple[TileSize, int]]:
 def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
     """Launch the kernel over keys, the kernel for dq, and what recomputes flagged heads.
 
-    All sums stay in registers, so they have a fixed order, also without ``deterministic``.
+    All sums stay in registers, so they have a fixed order, also without ``deterministic``. The
+    kernel for dq has dS of every pair, so it writes dbias like the generic kernel over keys.
     """
-    P, align = problem, context.alignment_bytes
-    rows = TILE_ROWS
-    maps = tuple((name, rows) for name in ("q_planes", "k_planes", "v_planes", "dout_planes"))
-    dim, value = _buckets(P)
-    tile = tuned_tiles(FLOAT32_BACKWARD, P.dtype.itemsize, max(dim, value))[0]
-    shared = hopper_backward_bytes(tile, plane_columns(dim), plane_columns(value))
-    key = key_of(FLOAT32_BACKWARD, P, context, dim, value, tile, shared)
-    key = replace(key, head_major=is_head_major(P, context.tuning), alignment_bytes=align)
-    why = f"{SUPPORTED}, {tile.why}"
-    grid = Grid("keys", key.block_k, most=context.sm_count)
-    main = KernelLaunch(key, grid, shared, why, maps, traits=_KEYS)
-    tile = tuned_tiles(FLOAT32_DQ, P.dtype.itemsize, max(dim, value))[0]
-    shared = hopper_wide_dq_bytes(tile, plane_columns(dim), plane_columns(value))
-    key = key_of(FLOAT32_DQ, P, context, dim, value, tile, shared)
-    key = replace(key, alignment_bytes=align)
-    grid = Grid("queries", key.block_q, most=context.sm_count)
-    dq = KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=_DQ)
-    context = context._replace(dbias=False)  # a kernel of its own computes dbias of all heads
+    P = problem
+    changes_bias = P.softcap is not None or P.score_mod is not None  # on the way from dS to dbias
+    dbias = context.dbias and (context.full_bias or context.entry_copies) and not changes_bias
+    main = _gradients(FLOAT32_BACKWARD, "keys", P, context, hopper_backward_bytes, _KEYS)
+    main = main._replace(key=replace(main.key, head_major=is_head_major(P, context.tuning)))
+    dq = _gradients(FLOAT32_DQ, "queries", P, context, hopper_wide_dq_bytes, _DQ)
+    dq = dq._replace(key=replace(dq.key, write_dbias=dbias))
+    context = context._replace(dbias=dbias)  # otherwise a kernel of its own computes it
     others = generic.dq_launch(P, context), generic.dkdv_launch(P, context, add_dq=False)
     left = NON_FINITE | LARGE_SCORES | FAILED
     repairs = (generic.repairing(x, context, left)._replace(traits=PLAIN) for x in others)
     splits = (_split(kernel, P, context) for kernel in (SPLIT_KEYS, SPLIT_QUERIES))
     return *splits, main, dq, *repairs
+
+
+def _gradients(
+    kernel: str,
+    over: Literal["keys", "queries"],
+    P: Problem,
+    context: LaunchContext,
+    count_bytes: Callable[[TileSize, int, int], int],
+    traits: KernelTraits,
+) -> KernelLaunch:
+    """Launch a backward kernel over blocks of keys, or of queries."""
+    dim, value = _buckets(P)
+    tile = tuned_tiles(kernel, P.dtype.itemsize, max(dim, value))[0]
+    shared = count_bytes(tile, plane_columns(dim), plane_columns(value))
+    key = key_of(kernel, P, context, dim, value, tile, shared)
+    key = replace(key, alignment_bytes=context.alignment_bytes, bias_alignment_bytes=0)
+    grid = Grid(over, key.block_k if over == "keys" else key.block_q, most=context.sm_count)
+    maps = tuple((f"{name}_planes", TILE_ROWS) for name in ("q", "k", "v", "dout"))
+    return KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=traits)
 
 
 def _buckets(P: Problem) -> tuple[int, int]:

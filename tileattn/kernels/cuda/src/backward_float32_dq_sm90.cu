@@ -10,7 +10,7 @@ static_assert(BLOCK_K == TILE_ROWS && !PAIR, "a tile has one factor");
 // Columns of atoms whose scores are recomputed at a time. Derivatives, mask_mod and dropout need registers.
 constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
 constexpr bool CHUNKED = CHUNK < NT;
-static_assert(!HAS_BIAS, "there is no room for the bias");
+static_assert(!(WRITE_DBIAS && HAS_SCORE_GRAD), "dS is also dbias");
 
 // A consumer warpgroup.
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     Fragment<Accum, 1, DT> dq;
     SplitOperand<BLOCK_K / 16> ds;
     Accum lse_log2[2], delta[2];
-    const WarpBias<false, 1, NT> bias(nullptr);
+    HeldBias<false, NT> bias(nullptr);
 
     // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete.
     // Each thread has read the entry of the stage before that GEMM.
@@ -150,10 +150,18 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             const KeyTile k = smem.k(pipe.stage);
             zero_unattended(k, tile_columns(HEAD_DIM), tile, attended, warpgroup);
             s_sums.issue(smem.q(warpgroup), k);
+            bias.load(ScoreMod(p, work.b, work.h), work.q0 + row0, tile * BLOCK_K);
             s_sums.template wait<0>();
             s_sums.join(s, {q_inverse * k_inverse, q_inverse * k_inverse});
             farthest = fmaxf(farthest, k_inverse);
             compute_ds();
+            if constexpr (WRITE_DBIAS) {
+                // With several copies of dbias each batch entry has its own.
+                BiasElement* const dbias = static_cast<BiasElement*>(p.dbias_copies > 1 ? p.dbias_sums : p.dbias);
+                const i64 first = (i64(work.entry()) * p.Hq + work.h) * p.Nq * p.Nk;
+                WarpBias<false, 1, NT>(nullptr).write(dbias + first, ScoreMod(p, work.b, work.h), work.q0 + row0,
+                                                      tile * BLOCK_K, dp);
+            }
             float factor[2];
             row_factors(dp, factor);
             ds.split(dp, factor);
@@ -172,6 +180,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     }
 }
 
+// Producers need more registers to search for tiles.
+using Share = Registers<HAS_TILE_LIST ? 40 : 24>;
+
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_float32_dq_sm90(const __grid_constant__ Params p, const __grid_constant__ BackwardMaps maps) {
     extern __shared__ __align__(1024) char tensors[];
@@ -182,11 +193,11 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     wait_for_prerequisites();
     __syncthreads();
     if (warpgroup == CONSUMERS) {
-        reg_dealloc<PRODUCER_REGISTERS>();
+        reg_dealloc<Share::PRODUCER>();
         const int warp = uniform(threadIdx.x / WARP);
         if (warp == WARPS_M && (!PRODUCES_ALONE || is_first_lane())) produce(p, maps, smem);
     } else {
-        reg_alloc<CONSUMER_REGISTERS>();
+        reg_alloc<Share::CONSUMER>();
         consume(p, smem, warpgroup);
     }
 }

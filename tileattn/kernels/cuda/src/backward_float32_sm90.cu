@@ -9,6 +9,8 @@
 static_assert(!SPLIT_Q && IS_WIDE && !PAIR && CONSUMERS == 2 && BLOCK_Q == TILE_ROWS);
 
 constexpr int DV_WARPGROUP = 0, DK_WARPGROUP = 1;
+// Load the mask and the bias of a tile after the GEMM of S, not beside it: wide sums leave no registers.
+constexpr bool LOADS_LATE = VALUE_DIM > 64;
 
 // The inverse factors of the tiles of keys and values, and of each query head.
 struct Factors {
@@ -61,10 +63,11 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
         zero_past_end<HEAD_COLUMNS>(p, q, work, tile * BLOCK_Q, DV_WARPGROUP);
         sums.issue(smem.k(), q);
+        if constexpr (!LOADS_LATE) inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q);
         sums.template wait<0>();
         farthest = fmaxf(farthest, q_inverse);
         sums.join(s, {q_inverse * k_inverse, q_inverse * k_inverse});
-        inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q);
+        if constexpr (LOADS_LATE) inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q);
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;
         recompute_p(p, work.sequence(p), h, partial, smem.storage.lse_log2[q_pipe.stage], inputs, s, probs);
         fence_async_shared();  // for lse, which TMA overwrites

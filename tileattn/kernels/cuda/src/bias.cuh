@@ -89,7 +89,7 @@ struct WarpBias {
     // May overwrite the staged bias.
     __device__ void write(BiasElement* dbias, const ScoreMod& score_mod, int i, int j,
                           const Fragment<Accum, MT, NT>& ds) const {
-        static_assert(TRANSPOSED);
+        static_assert(TRANSPOSED || !STAGED);
         const int rows = score_mod.Nq - i, columns = score_mod.Nk - j;
         dbias += i64(i) * score_mod.Nk + j;
         // Eight lanes have neighbours of a row: whole sectors of 32 bytes, if elements have 4 bytes or more.
@@ -108,11 +108,38 @@ struct WarpBias {
                 for (int m = 0; m < MT; ++m)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        const int row = 8 * n + lane.column(e), column = 16 * m + lane.row(e);
+                        const int across = 8 * n + lane.column(e), down = 16 * m + lane.row(e);
+                        const int row = TRANSPOSED ? across : down, column = TRANSPOSED ? down : across;
                         if (row < rows && column < columns)
                             dbias[i64(row) * score_mod.Nk + column] =
                                 narrow<BiasElement>(ds.x[m][n][e]);
                     }
         }
+    }
+};
+
+// The bias of a warp's scores in registers, loaded while a GEMM runs.
+template <bool TRANSPOSED, int NT>
+struct HeldBias {
+    static constexpr bool STAGED = false;
+    static constexpr int BYTES = 0;
+    static_assert(NT == 0 || BIAS_ALIGNMENT_BYTES == 0, "it is not copied to shared memory");
+    Accum values[HAS_BIAS ? NT : 1][4];
+
+    __device__ explicit HeldBias(char*) {}
+
+    __device__ void load(const ScoreMod& score_mod, int row, int column) {
+        if constexpr (HAS_BIAS) {
+            const WarpBias<TRANSPOSED, 1, NT> bias(nullptr);
+#pragma unroll
+            for (int n = 0; n < NT; n += 2)
+                bias.read(reinterpret_cast<Accum(&)[2][4]>(values[n]), score_mod, row, column, 0, n);
+        }
+    }
+    __device__ void read(Accum (&x)[2][4], const ScoreMod&, int, int, int, int n) const {
+#pragma unroll
+        for (int a = 0; a < 2; ++a)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[a][e] = values[n + a][e];
     }
 };

@@ -104,8 +104,9 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
 }
 
 // The warp that loads the bias of each tile, once all consumers have read the bias of the previous one.
+template <class Bias = TileBias>
 __device__ inline void load_bias(const Params& p, const Smem& smem) {
-    const TileBias bias(smem.bias());
+    const Bias bias(smem.bias());
     const WorkTile& work = smem.storage.work_tile;  // read again for each tile, to save registers
     PipelineState<1> k_pipe, bias_pipe;
 #pragma unroll 1

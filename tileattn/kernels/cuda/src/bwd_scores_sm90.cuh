@@ -9,8 +9,11 @@
 constexpr int DT = HEAD_COLUMNS / 8, VT = VALUE_COLUMNS / 8;
 
 using TileScores = Scores<true, 1, QT>;
-// Columns of atoms whose scores are recomputed at a time. score_mod, mask_mod and dropout need registers.
-constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT || HAS_BIAS ? 2 : QT;
+// Columns of atoms whose scores are recomputed at a time. score_mod, mask_mod, dropout and a bias need registers. Split
+// float32 leaves some in narrow heads.
+constexpr bool NEEDS_REGISTERS = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ||
+                                 (SPLIT_FLOATS ? VALUE_DIM > 64 && (HAS_BIAS || HAS_ALIBI) : HAS_BIAS);
+constexpr int CHUNK = NEEDS_REGISTERS ? 2 : QT;
 constexpr bool CHUNKED = CHUNK < QT;
 // P or dS as an operand of dV or dK.
 template <bool>
@@ -125,6 +128,7 @@ struct TileInputs {
     // Start to load the mask of keys from k0 and queries from q0 on.
     __device__ void load(const Params& p, int b, int h, int k0, int q0) {
         if constexpr (HAS_MASK) dense.load(AttentionMask(p, b, h), k0, q0);
+        if constexpr (SPLIT_FLOATS) bias.load(ScoreMod(p, b, h), k0, q0);
     }
     __device__ void wait_for_bias() const {
         if constexpr (BIAS_IS_LOADED) smem.bias_full().wait(bias_pipe.phase);

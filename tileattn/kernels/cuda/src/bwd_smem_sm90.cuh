@@ -17,7 +17,15 @@ constexpr bool NAN_SAFE = ONLY_FLAGGED;  // for heads that the first launch has 
 
 // True if a separate warp loads the bias, one tile ahead.
 constexpr int QT = BLOCK_Q / 8 / SHARES;  // atoms of the scores that a CTA finishes
-using TileBias = WarpBias<true, 1, QT>;
+template <bool>
+struct TileBiasOf {
+    using Type = WarpBias<true, 1, QT>;
+};
+template <>
+struct TileBiasOf<true> {
+    using Type = HeldBias<true, QT>;
+};
+using TileBias = TileBiasOf<SPLIT_FLOATS>::Type;
 constexpr bool BIAS_IS_LOADED = HAS_BIAS && TileBias::STAGED;
 
 // True if dK and dV leave registers only for half of dP of a tile, and none for the next tile.
@@ -90,7 +98,7 @@ struct Tensors {
 // NaN-safe: a copy of k with zeros instead of values that are not finite.
 constexpr int CLEAN_K_BYTES = NAN_SAFE ? KeyTile::BYTES : 0;
 constexpr int BIAS_BYTES = TileBias::BYTES;
-static_assert(!(HAS_BIAS && (IS_WIDE || NAN_SAFE)), "there is no room for the bias");
+static_assert(!(BIAS_IS_LOADED && (IS_WIDE || NAN_SAFE)), "there is no room for the bias");
 static_assert(!(IS_WIDE && NAN_SAFE), "generic kernels are for those heads");
 static_assert(Tensors::BYTES + CLEAN_K_BYTES + BIAS_BYTES == SHARED_BYTES, "what a launch brings");
 
