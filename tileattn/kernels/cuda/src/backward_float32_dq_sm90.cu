@@ -32,10 +32,10 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     Accum lse_log2[2], delta[2];
     HeldBias<false, NT> bias(nullptr);
 
-    // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete.
-    // Each thread has read the entry of the stage before that GEMM.
+    // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete. With a
+    // tile list all threads do, since each has read the tile of the stage.
     auto release = [&] {
-        if (leads) smem.empty(pipe.stage).arrive();
+        if (HAS_TILE_LIST || leads) smem.empty(pipe.stage).arrive();
         pipe.advance();
     };
     // From S and dP to dS.

@@ -74,7 +74,9 @@ struct Smem {
     // One thread initialises the barriers. A q_full gets three arrivals: q, dO and the work tile.
     __device__ void init() const {
         for (int g = 0; g < CONSUMERS; ++g) q_full(g).init(3), q_empty(g).init(WARPGROUP);
-        for (int s = 0; s < STAGES; ++s) full(s).init(1), empty(s).init(CONSUMERS);
+        // Threads that have read the tile of a stage release it, or one for each warpgroup.
+        constexpr int READERS = SPLIT_FLOATS && HAS_TILE_LIST ? CONSUMERS * WARPGROUP : CONSUMERS;
+        for (int s = 0; s < STAGES; ++s) full(s).init(1), empty(s).init(READERS);
         if constexpr (PAIR) {
             for (int g = 0; g < CONSUMERS; ++g) storage.exchanges[g].init();
             storage.claims.init();
