@@ -58,6 +58,7 @@ SPLIT_KEYS, SPLIT_QUERIES = "split_keys", "split_queries"
 MAX_BACKWARD_DIM = 128
 TILE_ROWS = 64  # rows that share a factor
 _UNIT = 16  # columns: the K extent of wgmma
+_NARROW_DIM = 32  # up to here generic kernels were faster with dbias (H200: docs/tuning-log.md)
 _WARPS = 8  # of a thread block that splits a tile
 _HALF_BYTES, _FACTOR_BYTES = 2, 4
 _SPLITS = "float32 as two float16 numbers, before the main kernel"
@@ -79,6 +80,10 @@ _UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
     (
         f"a head dimension is above {MAX_BACKWARD_DIM}",
         lambda P, _: max(P.D, P.Dv) > MAX_BACKWARD_DIM,
+    ),
+    (
+        "the gradient of a bias of narrow heads is wanted",
+        lambda P, context: context.dbias and max(P.D, P.Dv) <= _NARROW_DIM,
     ),
 )
 

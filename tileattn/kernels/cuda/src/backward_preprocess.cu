@@ -13,8 +13,9 @@ constexpr int LANES = lanes_of_row(VALUE_DIM) / VECTORS, ROWS = WARP / LANES;
 constexpr int TOGETHER = 4;  // the most blocks of ROWS rows that a warp counts at a time
 static_assert(ROW_PAD % (TOGETHER * ROWS) == 0, "a warp has rows of one head and sequence");
 
-// The rounding of a larger logsumexp would be visible in the gradients.
-constexpr Accum MAX_EXACT_LSE = sizeof(Element) == 2 ? 512 : 16;
+// The rounding of a larger logsumexp would be visible in the gradients. In float32 the rounding of such scores is as
+// large up to here (H200: docs/tuning-log.md).
+constexpr Accum MAX_EXACT_LSE = sizeof(Element) == 2 ? 512 : sizeof(Element) == 4 ? 32 : 16;
 
 using PaddedBlock = HeadBlock<ROW_PAD, ROW_BLOCKS>;
 

@@ -76,6 +76,51 @@ __device__ inline void load_queries(const Params& p, const WorkTile& work, const
     }
 }
 
+// Sums over many keys lose digits: each addition rounds the whole sum. So the sums over GROUP_TILES tiles go to a
+// total, which is kept where the results will be. A thread reads only what it has stored.
+constexpr int GROUP_TILES = 64;
+struct LongSums {
+    Element* out;  // of the first row of the warp
+    Accum* lse;
+    i64 stride;
+    int rows, columns;
+    Accum factor[2] = {1, 1};  // for the total: shifts have risen
+    bool has_total = false;
+
+    __device__ void scale(const Accum (&rescale)[2]) { factor[0] *= rescale[0], factor[1] *= rescale[1]; }
+
+    // Add the total to the sums. Unless they are the last, they become the total, and begin at zero.
+    __device__ void add_total(RowState<1>& state, Fragment<Accum, 1, VT>& acc, bool is_last) {
+        const Lane lane;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = lane.row(2 * half);
+            Accum& l = state.l[0][half];
+#pragma unroll
+            for (int step = 1; step < 4; step *= 2) l += __shfl_xor_sync(~0u, l, step);
+            if (has_total && row < rows) l = fma(lse[row], factor[half], l);
+            __syncwarp();  // all lanes have read it
+            if (!is_last && lane.t == 0 && row < rows) lse[row] = l;
+            if (!is_last || lane.t > 0) l = 0;
+#pragma unroll
+            for (int n = 0; n < VT; ++n)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                    const int column = 8 * n + lane.column(e);
+                    const bool inside = row < rows && column < columns;
+                    Accum& x = acc.x[0][n][e];
+                    Element* const at = out + row * stride + column;
+                    if (has_total && inside) x = fma(*at, factor[half], x);
+                    if (!is_last && inside) *at = x;
+                    if (!is_last) x = 0;
+                }
+            factor[half] = 1;
+        }
+        __syncwarp();  // all lanes see the sums of a row
+        has_total = true;
+    }
+};
+
 // A consumer warpgroup. It takes the next work tile when it has stored the results of this one: the other
 // warpgroups compute meanwhile.
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
@@ -98,6 +143,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     SplitOperand<BLOCK_K / 16> probs;
     Fragment<Accum, 1, VT> acc;
     RowState<1> state;
+    LongSums long_sums{};
 
     // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete.
     auto release_k = [&] {
@@ -161,13 +207,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if constexpr (SHIFT_FROM_SUMS) {
             if (state.template update_by_sums<RESCALE_THRESHOLD>(s, softmax_scale_log2, rows, sums)) {
                 state.template raise_shifts<RESCALE_THRESHOLD>(s, rows, sums, rescale);
-                acc.scale_rows(0, rescale[0]);
+                acc.scale_rows(0, rescale[0]), long_sums.scale(rescale[0]);
             } else {
                 state.add_sums(sums);
             }
         } else {
             state.template update<RESCALE_THRESHOLD, RowMaxMode::BOUNDED>(s, softmax_scale_log2, rows, rescale);
-            acc.scale_rows(rescale);
+            acc.scale_rows(rescale), long_sums.scale(rescale[0]);
         }
     };
 
@@ -179,6 +225,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
         state = RowState<1>(false);
         acc.clear();
+        long_sums = {rows_of<Element>(p.out, p.out_at, work.entry(), work.h) +
+                         (i64(work.q_start) + work.q0 + row0) * p.out_at.n,
+                     lse_of(p, work) + work.q0 + row0, p.out_at.n, work.Nq(p) - work.q0 - row0, int(p.Dv)};
         const i64 factors =
             first_factor(p, p.Hkv, p.Nk, work.entry(), work.h / int(p.group), work.k_start, work.b);
         float farthest = 0;  // inverse factor of a tile of keys
@@ -209,13 +258,15 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             if (tile + 1 == work.tiles.end) zero_past_end();
             add_split_product(acc, probs, smem.v(v_pipe.stage), {v_inverse, v_inverse});
             release_v();
+            const int done = tile + 1 - work.tiles.begin;
+            if (done % GROUP_TILES == 0 && tile + 1 < work.tiles.end) long_sums.add_total(state, acc, false);
         }
+        if (long_sums.has_total) long_sums.add_total(state, acc, true);
         skip_tiles(work.end - work.tiles.end);
 
         bool good = all_finite_by_fma(acc) & state.all_bounded();
         state.reduce_sums(rows);
         const Lane lane;
-        const int left = work.Nq(p) - work.q0 - row0;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             good = good && keeps_digits(p, q_inverse[half], farthest);
@@ -226,11 +277,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
 #pragma unroll
             for (auto& atom : acc.x[0]) atom[2 * half] *= weight, atom[2 * half + 1] *= weight;
             const int i = lane.row(2 * half);
-            if (lane.t == 0 && i < left) lse_of(p, work)[work.q0 + row0 + i] = lse;
+            if (lane.t == 0 && i < long_sums.rows) long_sums.lse[i] = lse;
         }
-        store_rows<ALIGNMENT_BYTES>(rows_of<Element>(p.out, p.out_at, work.entry(), work.h) +
-                                        (i64(work.q_start) + work.q0 + row0) * p.out_at.n,
-                                    p.out_at.n, acc, 0, 0, left, int(p.Dv));
+        store_rows<ALIGNMENT_BYTES>(long_sums.out, long_sums.stride, acc, 0, 0, long_sums.rows, long_sums.columns);
         if (!__all_sync(~0u, good) && threadIdx.x % WARP == 0) fail_query_head(p, work.b, work.h);
     }
 }

@@ -84,7 +84,7 @@ struct SplitOperand {
 template <int FIRST = 0, int K, class Y, int NT>
 __device__ inline void add_split_product(Fragment<float, 1, NT>& sum, const SplitOperand<K>& a, const Y& y,
                                          const float (&inverse)[2]) {
-    constexpr int MOST = NT <= 16 ? 8 : 4, COUNT = NT - FIRST < MOST ? NT - FIRST : MOST;
+    constexpr int MOST = NT <= 8 ? 8 : 4, COUNT = NT - FIRST < MOST ? NT - FIRST : MOST;
     Fragment<float, 1, COUNT> high, low;
     auto &high_sums = accum_registers(high), &low_sums = accum_registers(low);
     discard_operand(high_sums), discard_operand(low_sums);
