@@ -165,7 +165,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             float factor[2];
             row_factors(dp, factor);
             ds.split(dp, factor);
-            add_split_product(dq, ds, k, {inverse_power(factor[0]) * k_inverse, inverse_power(factor[1]) * k_inverse});
+            add_split_product<8>(dq, ds, k, {inverse_power(factor[0]) * k_inverse, inverse_power(factor[1]) * k_inverse});
             release();
             any = HAS_TILE_LIST ? !staged.is_last() : tile + 1 < work.tiles.end;
         }

@@ -81,7 +81,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         const DoutTile dout = smem.dout(dout_pipe.stage);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
         zero_past_end<VALUE_COLUMNS>(p, dout, work, tile * BLOCK_Q, DV_WARPGROUP);
-        add_split_product(dv, probs, dout, {dout_inverse, dout_inverse});
+        add_split_product<8>(dv, probs, dout, {dout_inverse, dout_inverse});
         smem.dout_empty(dout_pipe.stage).arrive();  // safe: only dV's GEMM read it here
         dout_pipe.advance();
     };
@@ -153,7 +153,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         const QueryTile q = smem.q(q_pipe.stage);
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
         zero_past_end<HEAD_COLUMNS>(p, q, work, tile * BLOCK_Q, DK_WARPGROUP);
-        add_split_product(dk, ds, q, {inverse_power(factor[0]) * q_inverse, inverse_power(factor[1]) * q_inverse});
+        add_split_product<8>(dk, ds, q, {inverse_power(factor[0]) * q_inverse, inverse_power(factor[1]) * q_inverse});
         smem.q_empty(q_pipe.stage).arrive();  // safe: only dK's GEMM read it here
         q_pipe.advance();
     };

@@ -13,6 +13,9 @@ static_assert(TILE_ROWS % BLOCK_K == 0 && ROWS == WARPGROUP_ROWS, "a tile has on
 constexpr bool SHIFT_FROM_SUMS = FOLD;
 constexpr int CHUNK = HAS_SCORE_MOD || HAS_MASK_MOD ? 8 : NT;
 constexpr bool CHUNKED = CHUNK < NT;
+// Columns of atoms of PV at a time. Wide heads, and options beside 128 columns, leave fewer registers.
+constexpr bool HAS_REGISTERS = VT <= 8 || (VT <= 16 && !(PACKED || HAS_MASK || HAS_BLOCK_MASK || HAS_DROPOUT));
+constexpr int PV_ATOMS = HAS_REGISTERS ? 8 : 4;
 
 // Load two neighbouring elements of a row.
 __device__ inline float2 load_pair(const Element* row, int column, int columns) {
@@ -76,22 +79,37 @@ __device__ inline void load_queries(const Params& p, const WorkTile& work, const
     }
 }
 
+// Where the results of a warp go, from its first row on.
+struct Results {
+    Element* out;
+    Accum* lse;
+    i64 stride;
+    int rows, columns;
+
+    __device__ Results(const Params& p, const WorkTile& work) {
+        int row = threadIdx.x % WARPGROUP / WARP * 16;
+        hide(row);  // so that addresses are not kept in registers
+        row += work.q0;
+        out = rows_of<Element>(p.out, p.out_at, work.entry(), work.h) + (i64(work.q_start) + row) * p.out_at.n;
+        lse = lse_of(p, work) + row;
+        stride = p.out_at.n, rows = work.Nq(p) - row, columns = int(p.Dv);
+    }
+};
+
 // Sums over many keys lose digits: each addition rounds the whole sum. So the sums over GROUP_TILES tiles go to a
 // total, which is kept where the results will be. A thread reads only what it has stored.
 constexpr int GROUP_TILES = 64;
 struct LongSums {
-    Element* out;  // of the first row of the warp
-    Accum* lse;
-    i64 stride;
-    int rows, columns;
     Accum factor[2] = {1, 1};  // for the total: shifts have risen
     bool has_total = false;
 
     __device__ void scale(const Accum (&rescale)[2]) { factor[0] *= rescale[0], factor[1] *= rescale[1]; }
 
     // Add the total to the sums. Unless they are the last, they become the total, and begin at zero.
-    __device__ void add_total(RowState<1>& state, Fragment<Accum, 1, VT>& acc, bool is_last) {
+    __device__ void add_total(const Results& results, RowState<1>& state, Fragment<Accum, 1, VT>& acc,
+                              bool is_last) {
         const Lane lane;
+        auto [out, lse, stride, rows, columns] = results;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = lane.row(2 * half);
@@ -191,6 +209,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         const ScoreMod score_mod(p, work.b, work.h);
         const AttentionMask attn_mask(p, work.sequence(p), work.window, work.h);
         s.row = work.q0 + row0, s.column = (HAS_TILE_LIST ? entry.tile() : tile) * BLOCK_K;
+        hide(s.row);  // so that the windows of rows are not kept in registers
         if constexpr (HAS_BIAS) copy_wait<0>(), __syncwarp();
 #pragma unroll
         for (int n = 0; n < NT; n += CHUNK) {
@@ -225,9 +244,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         named_barrier_sync<WARPGROUP>(smem.warpgroup_barrier(warpgroup));
         state = RowState<1>(false);
         acc.clear();
-        long_sums = {rows_of<Element>(p.out, p.out_at, work.entry(), work.h) +
-                         (i64(work.q_start) + work.q0 + row0) * p.out_at.n,
-                     lse_of(p, work) + work.q0 + row0, p.out_at.n, work.Nq(p) - work.q0 - row0, int(p.Dv)};
+        long_sums = {};
         const i64 factors =
             first_factor(p, p.Hkv, p.Nk, work.entry(), work.h / int(p.group), work.k_start, work.b);
         float farthest = 0;  // inverse factor of a tile of keys
@@ -256,17 +273,19 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             probs.split(s, {1, 1});
             smem.v_full(v_pipe.stage).wait(v_pipe.phase);
             if (tile + 1 == work.tiles.end) zero_past_end();
-            add_split_product(acc, probs, smem.v(v_pipe.stage), {v_inverse, v_inverse});
+            add_split_product<PV_ATOMS>(acc, probs, smem.v(v_pipe.stage), {v_inverse, v_inverse});
             release_v();
             const int done = tile + 1 - work.tiles.begin;
-            if (done % GROUP_TILES == 0 && tile + 1 < work.tiles.end) long_sums.add_total(state, acc, false);
+            if (done % GROUP_TILES == 0 && tile + 1 < work.tiles.end) 
+                long_sums.add_total({p, work}, state, acc, false);
         }
-        if (long_sums.has_total) long_sums.add_total(state, acc, true);
+        if (long_sums.has_total) long_sums.add_total({p, work}, state, acc, true);
         skip_tiles(work.end - work.tiles.end);
 
         bool good = all_finite_by_fma(acc) & state.all_bounded();
         state.reduce_sums(rows);
         const Lane lane;
+        const Results results(p, work);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             good = good && keeps_digits(p, q_inverse[half], farthest);
@@ -277,9 +296,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
 #pragma unroll
             for (auto& atom : acc.x[0]) atom[2 * half] *= weight, atom[2 * half + 1] *= weight;
             const int i = lane.row(2 * half);
-            if (lane.t == 0 && i < long_sums.rows) long_sums.lse[i] = lse;
+            if (lane.t == 0 && i < results.rows) results.lse[i] = lse;
         }
-        store_rows<ALIGNMENT_BYTES>(long_sums.out, long_sums.stride, acc, 0, 0, long_sums.rows, long_sums.columns);
+        store_rows<ALIGNMENT_BYTES>(results.out, results.stride, acc, 0, 0, results.rows, results.columns);
         if (!__all_sync(~0u, good) && threadIdx.x % WARP == 0) fail_query_head(p, work.b, work.h);
     }
 }

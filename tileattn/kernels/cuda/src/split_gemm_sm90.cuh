@@ -79,12 +79,12 @@ struct SplitOperand {
 };
 
 // Add A Y to `sum`, for 16 * K rows of planes, with an inverse factor for each of a lane's two rows: A is in
-// registers, Y is MN-major. Columns from atom FIRST on, 64 or 32 at a time: with all of them the sums would need twice
-// the registers. The warpgroup waits for its GEMMs, while others compute.
-template <int FIRST = 0, int K, class Y, int NT>
+// registers, Y is MN-major. MOST atoms at a time, from FIRST on: with all of them the sums would need twice the
+// registers. The warpgroup waits for its GEMMs, while others compute.
+template <int MOST, int FIRST = 0, int K, class Y, int NT>
 __device__ inline void add_split_product(Fragment<float, 1, NT>& sum, const SplitOperand<K>& a, const Y& y,
                                          const float (&inverse)[2]) {
-    constexpr int MOST = NT <= 8 ? 8 : 4, COUNT = NT - FIRST < MOST ? NT - FIRST : MOST;
+    constexpr int COUNT = NT - FIRST < MOST ? NT - FIRST : MOST;
     Fragment<float, 1, COUNT> high, low;
     auto &high_sums = accum_registers(high), &low_sums = accum_registers(low);
     discard_operand(high_sums), discard_operand(low_sums);
@@ -107,7 +107,7 @@ __device__ inline void add_split_product(Fragment<float, 1, NT>& sum, const Spli
             float& x = sum.x[0][FIRST + n][e];
             x = fmaf(low.x[0][n][e], inverse[e / 2] * LOW_UNIT, fmaf(high.x[0][n][e], inverse[e / 2], x));
         }
-    if constexpr (FIRST + COUNT < NT) add_split_product<FIRST + COUNT>(sum, a, y, inverse);
+    if constexpr (FIRST + COUNT < NT) add_split_product<MOST, FIRST + COUNT>(sum, a, y, inverse);
 }
 
 // The power of two of each of a lane's two rows of a fragment whose rows are spread over four lanes.
