@@ -22,6 +22,11 @@ from tileattn.call.problem import problem_of
 from tileattn.kernels.cuda.families.backward_pass import backward_launches
 from tileattn.kernels.cuda.families.decode import DECODE
 from tileattn.kernels.cuda.families.families import forward_launches
+from tileattn.kernels.cuda.families.float32 import (
+    FLOAT32_BACKWARD,
+    FLOAT32_DQ,
+    FLOAT32_FORWARD,
+)
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
     HOPPER_BACKWARD,
@@ -38,8 +43,10 @@ from tools.sass import Instruction, disassembled, nvdisasm, parsed
 
 ARCH = "sm_90a"
 LINES = ("-lineinfo",)  # the machine code is the same
-DTYPES = ("float16", "bfloat16")
-_KERNELS = (HOPPER, DECODE, WIDE, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ)
+DTYPES = ("float16", "bfloat16", "float32")
+_FLOAT32 = (FLOAT32_FORWARD, FLOAT32_BACKWARD, FLOAT32_DQ)
+_KERNELS = (HOPPER, DECODE, WIDE, *HOPPER_BACKWARDS, HOPPER_WIDE_DQ, *_FLOAT32)
+_MANY = 1 << 13  # queries and keys: float32 is split
 _ROWS = (128, 4, 24)  # that share a key head, of calls over splits of the keys
 PAIRS = (
     *product(HEAD_DIM_BUCKETS, HEAD_DIM_BUCKETS),
@@ -57,15 +64,18 @@ _NO_STAGE = "the count of unfinished work tiles is in no stage: only threads wri
 # Kernel, barrier and what is read: loads that may be under way at an arrival, and why.
 ALLOWED = {
     **{(HOPPER, f"{x}_empty", "work_tiles"): "work tiles are freed by q_empty" for x in "kv"},
-    (HOPPER, "q_empty", "work_tiles"): _BY_STORES + "; q is read by GEMMs alone",
-    (HOPPER, "pass_done", "work_tiles"): _BY_STORES,
+    **{
+        (x, "q_empty", "work_tiles"): _BY_STORES + "; q is read by GEMMs alone"
+        for x in (HOPPER, FLOAT32_FORWARD, HOPPER_WIDE_DQ)
+    },
+    **{(x, "pass_done", "work_tiles"): _BY_STORES for x in (HOPPER, FLOAT32_FORWARD)},
     **{(HOPPER, f"{x}_empty", "any_redo"): _NO_STAGE for x in "qkv"},
-    **{(x, "k_empty", "work_tile"): _BY_STORES for x in HOPPER_BACKWARDS},
+    **{(x, "k_empty", "work_tile"): _BY_STORES for x in (*HOPPER_BACKWARDS, FLOAT32_BACKWARD)},
     **{(HOPPER_BACKWARD, x, "work_tile"): _WITH_K for x in ("ds_empty", "dq_full")},
     (HOPPER_BACKWARD, "q_empty", "lse_log2"): "of the next tile; q_empty frees the stage of dK",
     (HOPPER_WIDE, "dout_empty", "p"): "frees dout and delta; " + _BY_STORES,
-    (HOPPER_WIDE, "p_empty", "p"): _BY_STORES,
-    (HOPPER_WIDE_DQ, "q_empty", "work_tiles"): _BY_STORES + "; q is read by GEMMs alone",
+    **{(x, "p_empty", "p"): _BY_STORES for x in (HOPPER_WIDE, FLOAT32_BACKWARD)},
+    (FLOAT32_BACKWARD, "p_empty", "delta"): "delta is freed by dout_empty",
 }
 
 _BUFFER = re.compile(r"\bsmem\.(?:storage\.)?(\w+)")
@@ -82,6 +92,8 @@ def keys(
     found: dict[KernelKey, None] = {}
     for (dim, value), dtype, uses, window in product(pairs, dtypes, list(options), catalog.WINDOWS):
         asked = replace(problem_of(dtype, dim, uses), Dv=value, window=window)
+        if dtype == "float32":
+            asked = replace(asked, Nq=_MANY, Nk=_MANY)
         over_splits = (replace(asked, Hq=rows, Nk=1 << 16) for rows in _ROWS)
         for problem in over_splits if "kv_lengths" in uses else (asked,):
             launches = (
@@ -89,8 +101,9 @@ def keys(
                 *backward_launches(problem, context, deterministic=True, sinks=False),
             )
             found |= dict.fromkeys(x.key for x in launches if x.key.kernel in _KERNELS)
-    split = (_split_keys(*pair, dtype) for pair, dtype in product(pairs, dtypes))
-    return [*found, *chain.from_iterable(split), *(_latent_key(dtype) for dtype in dtypes)]
+    halves = [dtype for dtype in dtypes if dtype != "float32"]
+    split = (_split_keys(*pair, dtype) for pair, dtype in product(pairs, halves))
+    return [*found, *chain.from_iterable(split), *(_latent_key(dtype) for dtype in halves)]
 
 
 def _split_keys(dim: int, value: int, dtype: str) -> list[KernelKey]:

@@ -110,9 +110,11 @@ def test_options_and_alignments(options: str) -> None:
     check(*drawn(*dims)[:3], **there)
 
 
-@pytest.mark.parametrize("lengths", [(128, 128), (129, 259), (200, 515), (513, 130), (400, 330)])
+@pytest.mark.parametrize(
+    "lengths", [(128, 128), (129, 259), (200, 515), (513, 130), (400, 330), (130, 8300)]
+)
 def test_lengths(lengths: tuple[int, int]) -> None:
-    """With a causal mask the first of 400 queries attend to nothing."""
+    """The first of 400 causal queries attend to nothing. 4096 keys are a group of sums."""
     q, k, v = drawn(Nq=lengths[0], Nk=lengths[1])[:3]
     check(q, k, v)
     if lengths[1] > 200:  # else most queries attend to too few keys

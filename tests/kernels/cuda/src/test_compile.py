@@ -146,8 +146,9 @@ def most_spilled(key: KernelKey) -> int:
     """Return the bytes that a kernel may spill."""
     if key.kernel == HOPPER:
         return 128  # in its NaN-safe passes, which rarely run
-    is_wide = key.kernel == FLOAT32_FORWARD and max(key.head_dim, key.value_dim) > 128
-    return 192 if is_wide and (key.mask or key.mask_mod or key.packed) else 0
+    is_split = key.kernel == FLOAT32_FORWARD and max(key.head_dim, key.value_dim) > 64
+    masks = key.mask or key.block_mask or key.mask_mod or key.packed
+    return 192 if is_split and (masks or key.dropout) else 0
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ KEYS = [
     *keys([(256, 256)], ["float16"], [("cu_seqlens_q",)])[1:3],
     *(x for x in keys([(128, 128)], ["bfloat16"], [("kv_lengths",)]) if x.split_kv),
     *keys([(512, 512)], ["bfloat16"], [()])[:3],
+    *keys([(128, 128)], ["float32"], [()])[:3],
+    *keys([(256, 256)], ["float32"], [("block_mask",)])[:1],
+    *keys([(64, 64)], ["float32"], [("cu_seqlens_q",)])[:3],
     *keys([], ["bfloat16"]),  # latent attention
 ]
 

@@ -101,13 +101,12 @@ struct Results {
 constexpr int GROUP_TILES = 64;
 struct LongSums {
     Accum factor[2] = {1, 1};  // for the total: shifts have risen
-    bool has_total = false;
 
     __device__ void scale(const Accum (&rescale)[2]) { factor[0] *= rescale[0], factor[1] *= rescale[1]; }
 
     // Add the total to the sums. Unless they are the last, they become the total, and begin at zero.
     __device__ void add_total(const Results& results, RowState<1>& state, Fragment<Accum, 1, VT>& acc,
-                              bool is_last) {
+                              bool has_total, bool is_last) {
         const Lane lane;
         auto [out, lse, stride, rows, columns] = results;
 #pragma unroll
@@ -135,7 +134,6 @@ struct LongSums {
             factor[half] = 1;
         }
         __syncwarp();  // all lanes see the sums of a row
-        has_total = true;
     }
 };
 
@@ -276,10 +274,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             add_split_product<PV_ATOMS>(acc, probs, smem.v(v_pipe.stage), {v_inverse, v_inverse});
             release_v();
             const int done = tile + 1 - work.tiles.begin;
-            if (done % GROUP_TILES == 0 && tile + 1 < work.tiles.end) 
-                long_sums.add_total({p, work}, state, acc, false);
+            if (done % GROUP_TILES == 0 && tile + 1 < work.tiles.end)
+                long_sums.add_total({p, work}, state, acc, done > GROUP_TILES, false);
         }
-        if (long_sums.has_total) long_sums.add_total({p, work}, state, acc, true);
+        if (work.tiles.end - work.tiles.begin > GROUP_TILES)
+            long_sums.add_total({p, work}, state, acc, true, true);
         skip_tiles(work.end - work.tiles.end);
 
         bool good = all_finite_by_fma(acc) & state.all_bounded();
