@@ -2,14 +2,11 @@
 // numbers (split_gemm_sm90.cuh).
 //
 // A head fails as in forward_float32_sm90.cu. Generic kernels compute it again.
-#include "dq_producer_sm90.cuh"
+#include "dq_mainloop_sm90.cuh"
 #include "split_gemm_sm90.cuh"
 
 constexpr int NT = BLOCK_K / 8, DT = HEAD_DIM / 8;
 static_assert(BLOCK_K == TILE_ROWS && !PAIR, "a tile has one factor");
-// Columns of atoms whose scores are recomputed at a time. Derivatives, mask_mod and dropout need registers.
-constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
-constexpr bool CHUNKED = CHUNK < NT;
 static_assert(!(WRITE_DBIAS && HAS_SCORE_GRAD), "dS is also dbias");
 
 // A consumer warpgroup.
@@ -37,53 +34,6 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     auto release = [&] {
         if (HAS_TILE_LIST || leads) smem.empty(pipe.stage).arrive();
         pipe.advance();
-    };
-    // From S and dP to dS.
-    auto compute_ds = [&] {
-        const ScoreMod score_mod(p, work.b, work.h);
-        const AttentionMask attn_mask(p, work.sequence(p), work.h);
-        const Dropout dropout(p, work.b, work.h);
-        const bool partial = HAS_TILE_LIST ? staged.is_partial() : work.tiles.is_partial(tile);
-        const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
-        Fragment<Accum, 1, HAS_SCORE_GRAD ? NT : 1> slopes;
-        s.row = work.q0 + row0, s.column = tile * BLOCK_K;
-        DenseMask<false, 1, NT> dense;
-        if constexpr (HAS_MASK) dense.load(attn_mask, s.row, s.column);
-        auto finish = [&](int begin, int end) {
-#pragma unroll
-            for (int n = begin; n < end; ++n) {
-                if constexpr (HAS_DROPOUT)
-                    if (n % 2 == 0)
-                        dropout.for_columns<false, 1>(s.row, s.column, n, [&](int, int n, int e, bool kept) {
-                            Accum& x = dp.x[0][n][e];
-                            x = kept ? x * Accum(p.dropout_scale) : Accum(0);
-                        });
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    Accum& x = dp.x[0][n][e];
-                    const Accum P = exp2_of(exponent(s.x[0][n][e], softmax_scale_log2, lse_log2[e / 2]));
-                    x = score_gradient(P, x, delta[e / 2]);
-                    if constexpr (HAS_SCORE_GRAD) x *= slopes.x[0][n][e];
-                }
-            }
-        };
-        auto record = [&](int, int n, int e, Accum dsoftcap, Accum dfunction) {
-            if constexpr (HAS_SCORE_GRAD) slopes.x[0][n][e] = dsoftcap * dfunction;
-        };
-#pragma unroll
-        for (int n = 0; n < NT; n += CHUNK) {
-            begin_chunk<CHUNKED>(s);
-            s.apply(score_mod, bias, record, n, n + CHUNK);
-            if (partial) s.masked_fill_positions(attn_mask, n, n + CHUNK);
-            if constexpr (!HAS_MASK) finish(n, n + CHUNK);
-            // Scores are -infinity where masked out: then the warp sleeps for a nanosecond.
-            end_chunk<CHUNKED>(s, n + CHUNK, -infinity<Accum>());
-        }
-        if constexpr (HAS_MASK) {
-            dense.share();
-            s.masked_fill(dense);
-            finish(0, NT);
-        }
     };
     // Skip tiles that only the other warpgroup attends to.
     auto skip_tiles = [&](int count) {
@@ -154,7 +104,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             s_sums.template wait<0>();
             s_sums.join(s, {q_inverse * k_inverse, q_inverse * k_inverse});
             farthest = fmaxf(farthest, k_inverse);
-            compute_ds();
+            const bool partial = HAS_TILE_LIST ? staged.is_partial() : work.tiles.is_partial(tile);
+            s.row = work.q0 + row0, s.column = tile * BLOCK_K;
+            compute_ds(p, work, partial, bias, lse_log2, delta, s, dp, [](int) {});
             if constexpr (WRITE_DBIAS) {
                 // With several copies of dbias each batch entry has its own.
                 BiasElement* const dbias = static_cast<BiasElement*>(p.dbias_copies > 1 ? p.dbias_sums : p.dbias);

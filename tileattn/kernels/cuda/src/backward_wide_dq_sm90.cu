@@ -4,15 +4,12 @@
 //
 // Above 256 columns a cluster of two CTAs shares a work tile (pair_sm90.cuh). A warpgroup exchanges parts of
 // dP during the GEMM of S, then parts of S, then dS.
-#include "dq_producer_sm90.cuh"
+#include "dq_mainloop_sm90.cuh"
 
 constexpr int TURN_BARRIER = CONSUMER_BARRIER + 1;  // one for each warpgroup
 constexpr int OWN_KEYS = BLOCK_K / SHARES;  // of a tile, whose scores this CTA finishes
 constexpr int NT = OWN_KEYS / 8, DT = HEAD_COLUMNS / 8;
 static_assert(NT % 2 == 0, "a step of the GEMM of dQ has 16 keys");
-// Columns of atoms whose scores are recomputed at a time. Derivatives, mask_mod and dropout need registers.
-constexpr int CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
-constexpr bool CHUNKED = CHUNK < NT;
 static_assert(!HAS_BIAS, "there is no room for the bias");
 
 // A consumer warpgroup.
@@ -72,53 +69,10 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     };
     // From S and dP to dS, as an operand of dQ.
     auto compute_ds = [&] {
-        const ScoreMod score_mod(p, work.b, work.h);
-        const AttentionMask attn_mask(p, work.sequence(p), work.h);
-        const Dropout dropout(p, work.b, work.h);
         const bool partial = HAS_TILE_LIST ? staged.is_partial() : work.tiles.is_partial(tile);
-        const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
-        Fragment<Accum, 1, HAS_SCORE_GRAD ? NT : 1> slopes;
         s.row = work.q0 + row0, s.column = tile * BLOCK_K + OWN_KEYS * own_half();
-        DenseMask<false, 1, NT> dense;
-        if constexpr (HAS_MASK) dense.load(attn_mask, s.row, s.column);
-        auto finish = [&](int begin, int end) {
-#pragma unroll
-            for (int n = begin; n < end; ++n) {
-                if constexpr (HAS_DROPOUT)
-                    if (n % 2 == 0)
-                        dropout.for_columns<false, 1>(
-                            s.row, s.column, n, [&](int, int n, int e, bool kept) {
-                                Accum& x = dp.x[0][n][e];
-                                x = kept ? x * Accum(p.dropout_scale) : Accum(0);
-                            });
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    Accum& x = dp.x[0][n][e];
-                    const Accum P =
-                        exp2_of(exponent(s.x[0][n][e], softmax_scale_log2, lse_log2[e / 2]));
-                    x = score_gradient(P, x, delta[e / 2]);
-                    if constexpr (HAS_SCORE_GRAD) x *= slopes.x[0][n][e];
-                }
-                if (n % 2) ds[n / 2] = Atom<Element>::a_of(dp.x[0] + n - 1);
-            }
-        };
-        auto record = [&](int, int n, int e, Accum dsoftcap, Accum dfunction) {
-            if constexpr (HAS_SCORE_GRAD) slopes.x[0][n][e] = dsoftcap * dfunction;
-        };
-#pragma unroll
-        for (int n = 0; n < NT; n += CHUNK) {
-            begin_chunk<CHUNKED>(s);
-            s.apply(score_mod, bias, record, n, n + CHUNK);
-            if (partial) s.masked_fill_positions(attn_mask, n, n + CHUNK);
-            if constexpr (!HAS_MASK) finish(n, n + CHUNK);
-            // Scores are -infinity where masked out: then the warp sleeps for a nanosecond.
-            end_chunk<CHUNKED>(s, n + CHUNK, -infinity<Accum>());
-        }
-        if constexpr (HAS_MASK) {
-            dense.share();
-            s.masked_fill(dense);
-            finish(0, NT);
-        }
+        ::compute_ds(p, work, partial, bias, lse_log2, delta, s, dp,
+                     [&](int n) { ds[n / 2] = Atom<Element>::a_of(dp.x[0] + n - 1); });
         if constexpr (PAIR) {
             exchange.send(own_operands<NT / 2>(ds));
             exchange.receive(ds);

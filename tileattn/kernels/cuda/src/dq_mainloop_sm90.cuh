@@ -1,5 +1,5 @@
-// Layer 3. The producer of Hopper's kernels that compute only dQ: it loads values and keys alternately into one
-// circular buffer.
+// Layer 3. Hopper's kernels that compute only dQ, without their GEMMs: the producer, which loads values and keys
+// alternately into one circular buffer, and dS.
 #pragma once
 
 #include "gradient.cuh"
@@ -158,4 +158,60 @@ __device__ inline void zero_unattended(const Tile& rows, int columns, int tile, 
     }
     fence_async_shared();
     sync_warpgroup(warpgroup);
+}
+
+// Columns of atoms whose scores are recomputed at a time. Derivatives, mask_mod and dropout need registers.
+template <int NT>
+constexpr int DS_CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
+
+// From S and dP to dS, of rows and columns as in `s`. Call done(n) when atoms n - 1 and n are complete.
+template <int NT, class Bias, class Done>
+__device__ __forceinline__ void compute_ds(const Params& p, const WorkTile& work, bool partial, const Bias& bias,
+                                           const Accum (&lse_log2)[2], const Accum (&delta)[2],
+                                           Scores<false, 1, NT>& s, Fragment<Accum, 1, NT>& dp, Done done) {
+    constexpr int CHUNK = DS_CHUNK<NT>;
+    constexpr bool CHUNKED = CHUNK < NT;
+    const ScoreMod score_mod(p, work.b, work.h);
+    const AttentionMask attn_mask(p, work.sequence(p), work.h);
+    const Dropout dropout(p, work.b, work.h);
+    const Accum softmax_scale_log2 = score_mod.softmax_scale_log2();
+    Fragment<Accum, 1, HAS_SCORE_GRAD ? NT : 1> slopes;
+    DenseMask<false, 1, NT> dense;
+    if constexpr (HAS_MASK) dense.load(attn_mask, s.row, s.column);
+    auto finish = [&](int begin, int end) {
+#pragma unroll
+        for (int n = begin; n < end; ++n) {
+            if constexpr (HAS_DROPOUT)
+                if (n % 2 == 0)
+                    dropout.for_columns<false, 1>(s.row, s.column, n, [&](int, int n, int e, bool kept) {
+                        Accum& x = dp.x[0][n][e];
+                        x = kept ? x * Accum(p.dropout_scale) : Accum(0);
+                    });
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                Accum& x = dp.x[0][n][e];
+                const Accum P = exp2_of(exponent(s.x[0][n][e], softmax_scale_log2, lse_log2[e / 2]));
+                x = score_gradient(P, x, delta[e / 2]);
+                if constexpr (HAS_SCORE_GRAD) x *= slopes.x[0][n][e];
+            }
+            if (n % 2) done(n);
+        }
+    };
+    auto record = [&](int, int n, int e, Accum dsoftcap, Accum dfunction) {
+        if constexpr (HAS_SCORE_GRAD) slopes.x[0][n][e] = dsoftcap * dfunction;
+    };
+#pragma unroll
+    for (int n = 0; n < NT; n += CHUNK) {
+        begin_chunk<CHUNKED>(s);
+        s.apply(score_mod, bias, record, n, n + CHUNK);
+        if (partial) s.masked_fill_positions(attn_mask, n, n + CHUNK);
+        if constexpr (!HAS_MASK) finish(n, n + CHUNK);
+        // Scores are -infinity where masked out: then the warp sleeps for a nanosecond.
+        end_chunk<CHUNKED>(s, n + CHUNK, -infinity<Accum>());
+    }
+    if constexpr (HAS_MASK) {
+        dense.share();
+        s.masked_fill(dense);
+        finish(0, NT);
+    }
 }
