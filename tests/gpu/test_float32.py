@@ -36,7 +36,7 @@ def drawn(D: int = 64, Dv: int = 64, Nq: int = NQ, Nk: int = NK, seed: int = 0) 
 
 def forward(q: Any, k: Any, v: Any, **options: Any) -> Attention:
     """Call the kernel on the GPU; arrays that are there already keep their strides."""
-    given, there = (sent(q), sent(k), sent(v)), sent_options(options)
+    given, there = [*map(sent, (q, k, v))], sent_options(options)
     plan = plan_forward(*described("forward", *given, **there), describe.device_of(0))
     assert FLOAT32_FORWARD in [launch.key.kernel for launch in plan.launches], str(plan)
     with poisoned():
@@ -161,7 +161,6 @@ def test_amplitudes(sizes: tuple[float, float, float]) -> None:
 
 
 def uneven(name: str, x: Array) -> Array:
-    """Let elements, columns or rows of an array differ in size."""
     x, rows = x.copy(), np.arange(x.shape[-2])[:, np.newaxis]
     if name == "log-normal":
         x *= np.exp(3 * np.random.default_rng(1).standard_normal(x.shape)).astype(np.float32)
