@@ -137,6 +137,14 @@ def test_strides() -> None:
     assert (out[..., :4] == 7).all()
 
 
+def test_odd_columns_of_wider_rows() -> None:
+    """What follows the last column is not read: here NaN."""
+    q, k, v = drawn()[:3]
+    q[..., -1] = k[..., -1] = np.nan
+    expected = check(np.ascontiguousarray(q[..., :-1]), np.ascontiguousarray(k[..., :-1]), v)
+    assert bits(forward(sent(q)[..., :-1], sent(k)[..., :-1], sent(v))) == bits(expected)
+
+
 # --- sizes of the elements ------------------------------------------------------------------------
 
 

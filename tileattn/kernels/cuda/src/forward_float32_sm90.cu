@@ -19,13 +19,10 @@ constexpr int PV_ATOMS = HAS_REGISTERS ? 8 : 4;
 
 // Load two neighbouring elements of a row.
 __device__ inline float2 load_pair(const Element* row, int column, int columns) {
+    if (ALIGNMENT_BYTES >= 8 && column + 1 < columns) return *reinterpret_cast<const float2*>(row + column);
     float2 x{0, 0};
-    if constexpr (ALIGNMENT_BYTES >= 8) {
-        if (column < columns) x = *reinterpret_cast<const float2*>(row + column);
-    } else {
-        if (column < columns) x.x = row[column];
-        if (column + 1 < columns) x.y = row[column + 1];
-    }
+    if (column < columns) x.x = row[column];
+    if (column + 1 < columns) x.y = row[column + 1];
     return x;
 }
 
