@@ -296,6 +296,30 @@ def test_packed_sequences(lengths: tuple[int, ...]) -> None:
             assert bits(alone) == part(whole, *rows)
 
 
+def test_gradients_beside_a_spoiled_sequence() -> None:
+    """Its rows are in the last tile of the sequence before: neither values nor bits change."""
+    ends = np.array([0, 70, 200])
+    q, k, v, dout = (x[0, :, :200].copy() for x in drawn(Nq=200, Nk=200)[:4])
+
+    def gradients() -> list[bytes]:
+        given, there = [*map(sent, (q, k, v))], {"cu_seqlens_q": ends, "causal": True}
+        with poisoned():
+            out, lse = tileattn.forward(*given, **there)
+            found = tileattn.backward(sent(dout), *given, out, lse, **there)
+        return [x.get()[:, :70].tobytes() for x in (found.dq, found.dk, found.dv)]
+
+    clean = gradients()
+    q[:, 70:] = k[:, 70:] = v[:, 70:] = dout[:, 70:] = math.nan
+    assert gradients() == clean
+
+
+def test_a_score_mod_that_hides_nan() -> None:
+    """A tile of keys that cannot be split fails its heads also if no result is NaN."""
+    q, k, v = drawn()[:3]
+    k[:, :, 70] *= np.float32(2.0**-30)
+    check(q, k, v, score_mod=lambda s, b, h, i, j: np.where(s > 0, s, 0.0))
+
+
 def test_in_a_graph() -> None:
     """Replays clear the flags of heads: one that has failed is computed as any other again."""
     q, k, v = map(sent, drawn()[:3])

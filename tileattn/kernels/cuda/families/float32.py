@@ -4,7 +4,7 @@ Other kernels split the arrays before. The heads that cannot be split, and heads
 are left to the generic kernels.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -203,7 +203,7 @@ def plane_shape(problem: Problem, name: str) -> tuple[int, int, int, int]:
 class _Planes:
     """The part of the workspace for the planes of two arrays, and for their factors."""
 
-    names: Iterable[str]
+    names: tuple[str, ...]
 
     def __call__(self, P: Problem, _: KernelKey) -> Parts:
         """Return the bytes of each part."""

@@ -60,7 +60,7 @@ class KernelKey:
 
     @property
     def mapped_dtype(self) -> str:
-        """The dtype of the elements of tensor maps: those of float32 are planes of float16."""
+        """The dtype of the elements of tensor maps. Kernels for float32 map planes of float16."""
         return "float16" if self.dtype == "float32" else self.dtype
 
     def defines(self) -> tuple[str, ...]:

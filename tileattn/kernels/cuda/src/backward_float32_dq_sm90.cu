@@ -103,7 +103,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             bias.load(ScoreMod(p, work.b, work.h), work.q0 + row0, tile * BLOCK_K);
             s_sums.template wait<0>();
             s_sums.join(s, {q_inverse * k_inverse, q_inverse * k_inverse});
-            farthest = fmaxf(farthest, k_inverse);
+            farthest = maximum_or_nan(farthest, k_inverse);
             const bool partial = HAS_TILE_LIST ? staged.is_partial() : work.tiles.is_partial(tile);
             s.row = work.q0 + row0, s.column = tile * BLOCK_K;
             compute_ds(p, work, partial, bias, lse_log2, delta, s, dp, [](int) {});
@@ -123,6 +123,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
         smem.q_empty(warpgroup).arrive();  // safe: the GEMMs that read q and dO are complete
         if (work.tiles.begin < work.tiles.end) skip_tiles(work.end - work.tiles.end);
+        // Rows past the end of a packed sequence belong to the next one.
+        if constexpr (PACKED)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (work.q0 + row0 + lane.row(2 * half) >= work.Nq(p))
+#pragma unroll
+                    for (int n = 0; n < DT; ++n) dq.x[0][n][2 * half] = dq.x[0][n][2 * half + 1] = 0;
         if (!(all_finite_by_fma(dq) & keeps_digits(p, q_inverse, farthest))) fail_head(p, work.b, kv);
         dq.scale(Accum(p.scale));
         const int row = work.q0 + row0;

@@ -65,7 +65,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         sums.issue(smem.k(), q);
         if constexpr (!LOADS_LATE) inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q);
         sums.template wait<0>();
-        farthest = fmaxf(farthest, q_inverse);
+        farthest = maximum_or_nan(farthest, q_inverse);
         sums.join(s, {q_inverse * k_inverse, q_inverse * k_inverse});
         if constexpr (LOADS_LATE) inputs.load(p, work.b, h, work.k0 + row0, tile * BLOCK_Q);
         s.row = work.k0 + row0, s.column = tile * BLOCK_Q;

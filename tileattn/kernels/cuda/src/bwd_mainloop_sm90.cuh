@@ -104,7 +104,7 @@ __device__ inline void produce(const Params& p, const BackwardMaps& maps, const 
 }
 
 // The warp that loads the bias of each tile, once all consumers have read the bias of the previous one.
-template <class Bias = TileBias>
+template <class Bias = TileBias>  // a template, so that only kernels that call it compile it
 __device__ inline void load_bias(const Params& p, const Smem& smem) {
     const Bias bias(smem.bias());
     const WorkTile& work = smem.storage.work_tile;  // read again for each tile, to save registers

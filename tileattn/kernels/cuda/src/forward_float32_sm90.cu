@@ -1,8 +1,8 @@
 // Forward pass for float32 on Hopper: each GEMM is three GEMMs of float16 numbers (split_gemm_sm90.cuh).
-// Producer, work tiles and softmax are those of forward_sm90. Mirrors forward_block in spec.py.
+// Producer, work tiles and softmax are as in forward_sm90. Mirrors forward_block in spec.py.
 //
 // A head fails if a tile of its keys or values cannot be split, if a result is not finite, or if scores are so
-// large that lost digits count. The kernel `forward` computes it again. That depends on the head alone.
+// large that lost digits count. The kernel `forward` computes it again. Only the head's own arrays decide this.
 #include "fwd_mainloop_sm90.cuh"
 #include "head_flags.cuh"
 #include "planes.cuh"
@@ -27,7 +27,7 @@ __device__ inline float2 load_pair(const Element* row, int column, int columns) 
 }
 
 // Load and split the queries of a warp, with one factor for each row. Returns the inverse factors of a lane's two
-// rows. In registers, as operands of QK, ptxas 13.0 would overwrite them in the loop over tiles.
+// rows; infinity if a row is not finite. In registers, as operands of QK, ptxas 13.0 would overwrite them in the loop over tiles.
 __device__ inline void load_queries(const Params& p, const WorkTile& work, const QueryTile& tile,
                                     float (&inverse)[2]) {
     const Lane lane;
@@ -52,13 +52,15 @@ __device__ inline void load_queries(const Params& p, const WorkTile& work, const
         for (int i = 0; i < 4; ++i) {
             const float2 pair = load(k, i);
             if constexpr (KEPT) kept[k][i] = pair;
-            most[i % 2] = fmaxf(most[i % 2], fmaxf(fabsf(pair.x), fabsf(pair.y)));
+            most[i % 2] = maximum_or_nan(most[i % 2], maximum_or_nan(fabsf(pair.x), fabsf(pair.y)));
         }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int step = 1; step < 4; step *= 2) most[half] = fmaxf(most[half], __shfl_xor_sync(~0u, most[half], step));
-        factor[half] = power_of_two(most[half]), inverse[half] = inverse_power(factor[half]);
+        for (int step = 1; step < 4; step *= 2)
+            most[half] = maximum_or_nan(most[half], __shfl_xor_sync(~0u, most[half], step));
+        factor[half] = power_of_two(is_finite(most[half]) ? most[half] : 0);
+        inverse[half] = is_finite(most[half]) ? inverse_power(factor[half]) : infinity<float>();
     }
 #pragma unroll(KEPT ? DEPTH : 4)
     for (int k = 0; k < DEPTH; ++k) {
@@ -256,7 +258,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             sums.issue(smem.q(warpgroup), smem.k(k_pipe.stage));
             sums.template wait<0>();
             release_k();
-            farthest = fmaxf(farthest, k_inverse);
+            farthest = maximum_or_nan(farthest, k_inverse);
             sums.join(s, {q_inverse[0] * k_inverse, q_inverse[1] * k_inverse});
             modify_and_mask(partial);
             online_softmax(ScoreMod(p, work.b, work.h).softmax_scale_log2());

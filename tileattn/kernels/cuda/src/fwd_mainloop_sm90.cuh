@@ -292,7 +292,7 @@ __device__ inline void load_shared_rows(const Params& p, const WorkTile& work,
 
 // A warpgroup zeroes the rows of a tile of values from row `begin` on.
 __device__ inline void zero_rows(const ValueTile& tile, int begin) {
-    constexpr int CHUNKS = SPLIT_FLOATS ? kv_columns(VALUE_DIM) / 8 : VALUE_DIM * KV_SIZE / 16;
+    constexpr int CHUNKS = kv_columns(VALUE_DIM) / 8;
     const u32 zeros[4] = {};
 #pragma unroll 1
     for (int i = begin * CHUNKS + threadIdx.x % WARPGROUP; i < BLOCK_K * CHUNKS; i += WARPGROUP)

@@ -12,7 +12,15 @@ __device__ constexpr int tile_columns(int columns) { return SPLIT_FLOATS ? plane
 // below 2**-50 of the largest of its tile: with more, that would show in a score.
 constexpr float MAX_PRODUCT = 0x1p20f;
 
-// True if the scores of a tile of queries and one of keys, with these inverse factors, keep their digits.
+// The larger of two numbers, or NaN if one is NaN.
+__device__ inline float maximum_or_nan(float x, float y) {
+    float largest;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(x), "f"(y));
+    return largest;
+}
+
+// True if the scores of tiles of queries and of keys keep their digits. The inverse factors are the largest, and NaN
+// if a tile cannot be split: a score_mod may return numbers for scores of NaN.
 __device__ inline bool keeps_digits(const Params& p, float q_inverse, float k_inverse) {
     const float scale = fabsf(float(p.scale)) * 1.44269504f;
     return q_inverse * 0x1p15f * (k_inverse * 0x1p15f) * scale <= MAX_PRODUCT;

@@ -13,7 +13,7 @@
 // parts, for each 64 columns, and all other products together.
 template <int DEPTH, int NT>
 struct SplitSums {
-    // wgmmas, and those after which a sum of products of high parts leaves the tensor core.
+    // The number of wgmmas, and of wgmmas for a partial sum of products of high parts.
     static constexpr int STEPS = (DEPTH + 15) / 16, SUM_STEPS = (DEPTH <= 128 ? 64 : 128) / 16;
     static constexpr int PARTS = (STEPS + SUM_STEPS - 1) / SUM_STEPS;
     Fragment<float, 1, NT> high[PARTS], low;
@@ -110,7 +110,7 @@ __device__ inline void add_split_product(Fragment<float, 1, NT>& sum, const Spli
     if constexpr (FIRST + COUNT < NT) add_split_product<MOST, FIRST + COUNT>(sum, a, y, inverse);
 }
 
-// The power of two of each of a lane's two rows of a fragment whose rows are spread over four lanes.
+// The power of two of each of a lane's two rows. Four lanes share a row.
 template <int NT>
 __device__ inline void row_factors(const Fragment<float, 1, NT>& c, float (&factor)[2]) {
 #pragma unroll

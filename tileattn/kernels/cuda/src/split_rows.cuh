@@ -87,7 +87,7 @@ struct SplitArray {
     float* factors;
 };
 
-// The tile of a CTA. CTAs take two arrays in turn: those with the columns of q and k, and of v.
+// The tile of a CTA. Even CTAs split k or q, odd CTAs v or dO.
 struct SplitWork {
     bool second;
     int index;  // of the tile, among the tiles of all heads

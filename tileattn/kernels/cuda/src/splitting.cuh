@@ -3,7 +3,7 @@
 
 #include "types.cuh"
 
-constexpr float LOW_UNIT = 0x1p-11f;  // of a low part
+constexpr float LOW_UNIT = 0x1p-11f;  // what 1 in a low part stands for
 
 // x * factor = high + low * LOW_UNIT, with an error of at most 2**-23 of it, or 2**-36 if it is small.
 struct Split {
