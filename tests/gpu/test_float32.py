@@ -302,7 +302,8 @@ def test_gradients_beside_a_spoiled_sequence() -> None:
     q, k, v, dout = (x[0, :, :200].copy() for x in drawn(Nq=200, Nk=200)[:4])
 
     def gradients() -> list[bytes]:
-        given, there = [*map(sent, (q, k, v))], {"cu_seqlens_q": ends, "causal": True}
+        given: list[Any] = [*map(sent, (q, k, v))]
+        there: dict[str, Any] = {"cu_seqlens_q": ends, "causal": True}
         with poisoned():
             out, lse = tileattn.forward(*given, **there)
             found = tileattn.backward(sent(dout), *given, out, lse, **there)
@@ -317,7 +318,7 @@ def test_a_score_mod_that_hides_nan() -> None:
     """A tile of keys that cannot be split fails its heads also if no result is NaN."""
     q, k, v = drawn()[:3]
     k[:, :, 70] *= np.float32(2.0**-30)
-    check(q, k, v, score_mod=lambda s, b, h, i, j: np.where(s > 0, s, 0.0))
+    check(q, k, v, score_mod=lambda s, *_: np.where(s > 0, s, 0.0))
 
 
 def test_in_a_graph() -> None:
