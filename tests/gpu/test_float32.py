@@ -306,7 +306,7 @@ def test_gradients_beside_a_spoiled_sequence() -> None:
         there: dict[str, Any] = {"cu_seqlens_q": ends, "causal": True}
         with poisoned():
             out, lse = tileattn.forward(*given, **there)
-            found = tileattn.backward(sent(dout), *given, out, lse, **there)
+            found = tileattn.backward(*[sent(dout), *given, out, lse], **there)
         return [x.get()[:, :70].tobytes() for x in (found.dq, found.dk, found.dv)]
 
     clean = gradients()
