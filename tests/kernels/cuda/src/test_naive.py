@@ -51,8 +51,9 @@ def test_both_passes_of_every_column(D: int, Dv: int, tmp_path: Path) -> None:
     plan = backward(problem, H200)
     rows = plan.fields["rows"]
     padded = np.zeros((2, B, Hq, rows), dtype)
-    padded[0, ..., :Nq] = wanted.lse / np.log(2)
-    padded[1, ..., :Nq] = (dout * wanted.out).sum(-1)
+    power = 8  # BACKWARD_P_LOG2 of float32: P has it, and delta its inverse
+    padded[0, ..., :Nq] = wanted.lse / np.log(2) - power
+    padded[1, ..., :Nq] = (dout * wanted.out).sum(-1) / 2**power
     more = {"dout": dout, "lse_log2": padded[0], "delta": padded[1]}
     more["head_flags"] = np.zeros(2 + B * Hkv, np.uint32)  # two words for all heads first
     grads = {f"d{name}": np.full_like(x, np.nan) for name, x in given.items()}
