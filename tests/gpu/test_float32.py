@@ -138,7 +138,7 @@ def test_strides() -> None:
 
 
 def test_odd_columns_of_wider_rows() -> None:
-    """What follows the last column is not read: here NaN."""
+    """The kernel reads nothing past the last column, where wider rows have NaN."""
     q, k, v = drawn()[:3]
     q[..., -1] = k[..., -1] = np.nan
     expected = check(np.ascontiguousarray(q[..., :-1]), np.ascontiguousarray(k[..., :-1]), v)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="it sets PyTorch's flags: pip install torch")
 
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402 - PyTorch may be absent
 

@@ -56,11 +56,11 @@ FLOAT32_FORWARD = "forward_float32_sm90"
 FLOAT32_BACKWARD, FLOAT32_DQ = "backward_float32_sm90", "backward_float32_dq_sm90"
 SPLIT_KEYS, SPLIT_QUERIES = "split_keys", "split_queries"
 MAX_BACKWARD_DIM = 128
-TILE_ROWS = 64  # rows that share a factor
+TILE_ROWS = 64  # rows that share a factor, as in algorithm/splitting.py
 _UNIT = 16  # columns: the K extent of wgmma
 _NARROW_DIM = 32  # up to here generic kernels were faster with dbias (H200: docs/tuning-log.md)
 _WARPS = 8  # of a thread block that splits a tile
-_HALF_BYTES, _FACTOR_BYTES = 2, 4
+PLANE_BYTES, _FACTOR_BYTES = 2, 4  # of an element of planes, and of a factor
 _SPLITS = "float32 as two float16 numbers, before the main kernel"
 
 _UNSUPPORTED: tuple[Clause, ...] = (
@@ -210,7 +210,7 @@ class _Planes:
         found = {}
         for name in self.names:
             B, H, N, columns = plane_shape(P, name)
-            found[f"{name}_planes"] = _HALF_BYTES * B * H * N * columns
+            found[f"{name}_planes"] = PLANE_BYTES * B * H * N * columns
             found[f"{name}_factors"] = _FACTOR_BYTES * B * H * block_count(P, N, TILE_ROWS)
         return Parts(found, {})
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families.context import KernelLaunch
 from tileattn.kernels.cuda.families.ds_tiles import dbias_copies
+from tileattn.kernels.cuda.families.float32 import PLANE_BYTES
 from tileattn.kernels.cuda.families.grid import GridSizes, padded_rows
 from tileattn.kernels.cuda.plan.layout import ITEMSIZES, ROWS, CallLayout
 from tileattn.kernels.cuda.plan.params import CELLS, ON_DEVICE, PACKED, SECTIONS, scalar_fields
@@ -26,7 +27,6 @@ _SIZES, _SCHEDULE, _WINDOW = CELLS["B"], CELLS["single_heads"], CELLS["length"]
 _SPLITS, _SCALARS, _BIAS = CELLS["splits"], CELLS["scale"], CELLS["bias_B"]
 _schedule_cells = attrgetter(*(name for name, _ in SECTIONS["schedule"]))
 _SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3}  # to divide by the size of an element
-_PLANE_BYTES = 2  # of an element of planes
 
 PLACES = {"kv_lengths": "length", "q_offset": "offset"}
 """The cells of lengths and offsets that all sequences share."""
@@ -194,7 +194,7 @@ class Filler:
         if self._planes:
             named |= plane_layouts(P, self._running)
         for name in self._mapped:
-            itemsize = _PLANE_BYTES if name in self._planes else size
+            itemsize = PLANE_BYTES if name in self._planes else size
             for numbers in sizes_and_strides(named[name], itemsize):
                 maps += numbers
         return Filled(cells, grids, workspace, maps)
