@@ -91,10 +91,14 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("backward_float32_sm90", 4): {
         64: (TileSize(64, 64, 8, 1, 3),),
         128: (TileSize(64, 64, 8, 1, 2),),
+        192: (TileSize(32, 64, 8, 1, 2),),
+        256: (TileSize(32, 64, 8),),
     },
     ("backward_float32_dq_sm90", 4): {
         64: (TileSize(128, 64, 8, 1, 4),),
         128: (TileSize(128, 64, 8, 1, 3),),
+        192: (TileSize(64, 32, 4, 1, 5),),
+        256: (TileSize(64, 32, 4, 1, 3),),
     },
     ("forward", 8): {
         64: (TileSize(128, 32, 8, 1, 2, tuned=True),),

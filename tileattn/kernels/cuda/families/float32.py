@@ -55,7 +55,6 @@ from tileattn.kernels.cuda.tile_sizes import TileSize
 FLOAT32_FORWARD = "forward_float32_sm90"
 FLOAT32_BACKWARD, FLOAT32_DQ = "backward_float32_sm90", "backward_float32_dq_sm90"
 SPLIT_KEYS, SPLIT_QUERIES = "split_keys", "split_queries"
-MAX_BACKWARD_DIM = 128
 TILE_ROWS = 64  # rows that share a factor, as in algorithm/splitting.py
 _UNIT = 16  # columns: the K extent of wgmma
 _NARROW_DIM = 32  # up to here generic kernels were faster with dbias (H200: docs/tuning-log.md)
@@ -77,10 +76,6 @@ _UNSUPPORTED_FORWARD: tuple[Clause, ...] = (
 )
 _UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
     *_UNSUPPORTED,
-    (
-        f"a head dimension is above {MAX_BACKWARD_DIM}",
-        lambda P, _: max(P.D, P.Dv) > MAX_BACKWARD_DIM,
-    ),
     (
         "the gradient of a bias of narrow heads is wanted",
         lambda P, context: context.dbias and max(P.D, P.Dv) <= _NARROW_DIM,

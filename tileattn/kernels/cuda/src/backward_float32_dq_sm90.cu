@@ -6,7 +6,7 @@
 #include "split_gemm_sm90.cuh"
 
 constexpr int NT = BLOCK_K / 8, DT = HEAD_DIM / 8;
-static_assert(BLOCK_K == TILE_ROWS && !PAIR, "a tile has one factor");
+static_assert(TILE_ROWS % BLOCK_K == 0 && !PAIR, "a tile has one factor");
 static_assert(!(WRITE_DBIAS && HAS_SCORE_GRAD), "dS is also dbias");
 
 // A consumer warpgroup.
@@ -89,7 +89,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         for (; any; ++tile) {
             smem.full(pipe.stage).wait(pipe.phase);
             if constexpr (HAS_TILE_LIST) staged = smem.storage.tiles[pipe.stage], tile = staged.tile();
-            const float k_inverse = p.k_factors[keys + tile], dp_inverse = p.v_factors[keys + tile] * dout_inverse;
+            const i64 factor_at = keys + tile * BLOCK_K / TILE_ROWS;
+            const float k_inverse = p.k_factors[factor_at], dp_inverse = p.v_factors[factor_at] * dout_inverse;
             const ValueTile v = smem.v(pipe.stage);
             zero_unattended(v, tile_columns(VALUE_DIM), tile, attended, warpgroup);
             dp_sums.issue(smem.dout(warpgroup), v);
@@ -117,7 +118,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             float factor[2];
             row_factors(dp, factor);
             ds.split(dp, factor);
-            add_split_product<8>(dq, ds, k, {inverse_power(factor[0]) * k_inverse, inverse_power(factor[1]) * k_inverse});
+            add_split_product<(HEAD_DIM > 128 ? 8 : 8)>(dq, ds, k, {inverse_power(factor[0]) * k_inverse, inverse_power(factor[1]) * k_inverse});
             release();
             any = HAS_TILE_LIST ? !staged.is_last() : tile + 1 < work.tiles.end;
         }

@@ -6,7 +6,7 @@
 // A head fails as in forward_float32_sm90.cu. Generic kernels compute it again.
 #include "bwd_mainloop_sm90.cuh"
 
-static_assert(!SPLIT_Q && IS_WIDE && !PAIR && CONSUMERS == 2 && BLOCK_Q == TILE_ROWS);
+static_assert(!SPLIT_Q && IS_WIDE && !PAIR && CONSUMERS == 2 && BLOCK_K == TILE_ROWS && TILE_ROWS % BLOCK_Q == 0);
 
 constexpr int DV_WARPGROUP = 0, DK_WARPGROUP = 1;
 // Load the mask and the bias of a tile after the GEMM of S, not beside it: wide sums leave no registers.
@@ -21,7 +21,8 @@ struct Factors {
         return all[first_factor(p, p.Hkv, p.Nk, work.entry(), work.kv, work.k_start, work.b) + work.k0 / BLOCK_K];
     }
     __device__ float of_queries(const float* all, int h, int tile) const {
-        return all[first_factor(p, p.Hq, p.Nq, work.entry(), h, work.q_start, work.b) + tile];
+        return all[first_factor(p, p.Hq, p.Nq, work.entry(), h, work.q_start, work.b) +
+                   tile * BLOCK_Q / TILE_ROWS];
     }
 };
 
@@ -81,7 +82,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         const DoutTile dout = smem.dout(dout_pipe.stage);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
         zero_past_end<VALUE_COLUMNS>(p, dout, work, tile * BLOCK_Q, DV_WARPGROUP);
-        add_split_product<8>(dv, probs, dout, {dout_inverse, dout_inverse});
+        add_split_product<(VALUE_DIM > 128 ? 8 : 8)>(dv, probs, dout, {dout_inverse, dout_inverse});
         smem.dout_empty(dout_pipe.stage).arrive();  // safe: only dV's GEMM read it here
         dout_pipe.advance();
     };
@@ -153,7 +154,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         const QueryTile q = smem.q(q_pipe.stage);
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
         zero_past_end<HEAD_COLUMNS>(p, q, work, tile * BLOCK_Q, DK_WARPGROUP);
-        add_split_product<8>(dk, ds, q, {inverse_power(factor[0]) * q_inverse, inverse_power(factor[1]) * q_inverse});
+        add_split_product<(VALUE_DIM > 128 ? 8 : 8)>(dk, ds, q, {inverse_power(factor[0]) * q_inverse, inverse_power(factor[1]) * q_inverse});
         smem.q_empty(q_pipe.stage).arrive();  // safe: only dK's GEMM read it here
         q_pipe.advance();
     };
