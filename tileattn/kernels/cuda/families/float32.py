@@ -159,7 +159,9 @@ def _gradients(
     key = key_of(kernel, P, context, dim, value, tile, shared)
     key = replace(key, alignment_bytes=context.alignment_bytes, bias_alignment_bytes=0)
     grid = Grid(over, key.block_k if over == "keys" else key.block_q, most=context.sm_count)
-    maps = tuple((f"{name}_planes", TILE_ROWS) for name in ("q", "k", "v", "dout"))
+    q_rows, k_rows = min(tile.block_q, TILE_ROWS), min(tile.block_k, TILE_ROWS)
+    rows = {"q": q_rows, "k": k_rows, "v": k_rows, "dout": q_rows}
+    maps = tuple((f"{name}_planes", count) for name, count in rows.items())
     return KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=traits)
 
 

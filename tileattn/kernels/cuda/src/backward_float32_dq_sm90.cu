@@ -140,7 +140,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     }
 }
 
-// Producers need more registers to search for tiles.
+// One consumer warpgroup has as many registers as a thread can have. Producers need more to search for tiles.
+constexpr bool SHARES_REGISTERS = CONSUMERS > 1;
 using Share = Registers<HAS_TILE_LIST ? 40 : 24>;
 
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
@@ -153,11 +154,11 @@ extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     wait_for_prerequisites();
     __syncthreads();
     if (warpgroup == CONSUMERS) {
-        reg_dealloc<Share::PRODUCER>();
+        if constexpr (SHARES_REGISTERS) reg_dealloc<Share::PRODUCER>();
         const int warp = uniform(threadIdx.x / WARP);
         if (warp == WARPS_M && (!PRODUCES_ALONE || is_first_lane())) produce(p, maps, smem);
     } else {
-        reg_alloc<Share::CONSUMER>();
+        if constexpr (SHARES_REGISTERS) reg_alloc<Share::CONSUMER>();
         consume(p, smem, warpgroup);
     }
 }

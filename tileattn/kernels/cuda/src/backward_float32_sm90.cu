@@ -181,7 +181,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
 
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
     backward_float32_sm90(const __grid_constant__ Params p, const __grid_constant__ BackwardMaps maps) {
-    run_backward(p, maps, [&](const Smem& smem, int warpgroup) {
+    run_backward(p, maps, [&](const Smem& smem, int warpgroup) __attribute__((always_inline)) {
         if (warpgroup == DV_WARPGROUP)
             consume_for_dv(p, smem);
         else

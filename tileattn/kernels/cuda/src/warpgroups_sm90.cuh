@@ -16,10 +16,9 @@ static_assert(PRODUCER_WARPS == 4 || SPLIT_KV, "setmaxnreg takes a whole warpgro
 // more if it has half of the columns, and gives the rest to the consumers.
 constexpr int ALL_REGISTERS =
     65536 / WARPGROUP / MIN_BLOCKS_PER_SM / (WARPGROUPS + 1) / 8 * 8 * (WARPGROUPS + 1);
-constexpr int MAX_REGISTERS = 256;
 template <int NEEDED>
 struct Registers {
-    static constexpr int CONSUMER = WARPGROUPS == 1 ? MAX_REGISTERS : (ALL_REGISTERS - NEEDED) / WARPGROUPS / 8 * 8;
+    static constexpr int CONSUMER = (ALL_REGISTERS - NEEDED) / WARPGROUPS / 8 * 8;
     static constexpr int PRODUCER = ALL_REGISTERS - WARPGROUPS * CONSUMER;
 };
 constexpr int CONSUMER_REGISTERS = Registers<PAIR ? 40 : 24>::CONSUMER;
