@@ -8,6 +8,8 @@
 constexpr int NT = BLOCK_K / 8, DT = HEAD_DIM / 8;
 static_assert(TILE_ROWS % BLOCK_K == 0 && !PAIR, "a tile has one factor");
 static_assert(!(WRITE_DBIAS && HAS_SCORE_GRAD), "dS is also dbias");
+// Products one after the other, to save registers.
+constexpr bool IN_TURN = HEAD_DIM > 128 || HAS_TILE_LIST;
 
 // A consumer warpgroup.
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
@@ -118,7 +120,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             float factor[2];
             row_factors(dp, factor);
             ds.split(dp, factor);
-            add_split_product<(HEAD_DIM > 128 ? 8 : 8)>(dq, ds, k, {inverse_power(factor[0]) * k_inverse, inverse_power(factor[1]) * k_inverse});
+            add_split_product<8, IN_TURN>(dq, ds, k, {inverse_power(factor[0]) * k_inverse,
+                                                      inverse_power(factor[1]) * k_inverse});
             release();
             any = HAS_TILE_LIST ? !staged.is_last() : tile + 1 < work.tiles.end;
         }

@@ -11,6 +11,8 @@ static_assert(!SPLIT_Q && IS_WIDE && !PAIR && CONSUMERS == 2 && BLOCK_K == TILE_
 constexpr int DV_WARPGROUP = 0, DK_WARPGROUP = 1;
 // Load the mask and the bias of a tile after the GEMM of S, not beside it: wide sums leave no registers.
 constexpr bool LOADS_LATE = VALUE_DIM > 64;
+// Products one after the other, to save registers.
+constexpr bool IN_TURN = HEAD_DIM > 128 || VALUE_DIM > 128 || LOADS_LATE && (HAS_ALIBI || HAS_BIAS || HAS_MASK);
 
 // The inverse factors of the tiles of keys and values, and of each query head.
 struct Factors {
@@ -82,7 +84,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         const DoutTile dout = smem.dout(dout_pipe.stage);
         smem.dout_full(dout_pipe.stage).wait(dout_pipe.phase);
         zero_past_end<VALUE_COLUMNS>(p, dout, work, tile * BLOCK_Q, DV_WARPGROUP);
-        add_split_product<(VALUE_DIM > 128 ? 8 : 8)>(dv, probs, dout, {dout_inverse, dout_inverse});
+        add_split_product<8, IN_TURN>(dv, probs, dout, {dout_inverse, dout_inverse});
         smem.dout_empty(dout_pipe.stage).arrive();  // safe: only dV's GEMM read it here
         dout_pipe.advance();
     };
@@ -154,7 +156,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         const QueryTile q = smem.q(q_pipe.stage);
         smem.q_full(q_pipe.stage).wait(q_pipe.phase);
         zero_past_end<HEAD_COLUMNS>(p, q, work, tile * BLOCK_Q, DK_WARPGROUP);
-        add_split_product<(VALUE_DIM > 128 ? 8 : 8)>(dk, ds, q, {inverse_power(factor[0]) * q_inverse, inverse_power(factor[1]) * q_inverse});
+        add_split_product<8, IN_TURN>(dk, ds, q, {inverse_power(factor[0]) * q_inverse, inverse_power(factor[1]) * q_inverse});
         smem.q_empty(q_pipe.stage).arrive();  // safe: only dK's GEMM read it here
         q_pipe.advance();
     };

@@ -61,7 +61,7 @@ constexpr int DQ_COPIES = DQ_IS_TRANSPOSED ? 1 : DQ_COLUMNS / DQ_COPY_COLUMNS;
 // The dQ store warps alternate by tiles, so that one adds while the other waits. If a part has more copies
 // than there are stages, parities could not tell which warp a stage belongs to: one warp stores all tiles.
 constexpr int DQ_STORE_WARPS = DQ_COPIES > DQ_STAGES ? 1 : 2;
-static_assert(!DQ_IS_TRANSPOSED || (DQ_DIM > WARPGROUP_ROWS && CONSUMERS == 2), "64 columns a warpgroup");
+static_assert(IS_WIDE || !DQ_IS_TRANSPOSED || (DQ_DIM > WARPGROUP_ROWS && CONSUMERS == 2), "64 columns a warpgroup");
 static_assert(IS_WIDE || IN_HALVES || DQ_IS_TRANSPOSED || DQ_COLUMNS % 64 == 0 || DQ_COLUMNS == 32,
               "shares keep to slices");
 

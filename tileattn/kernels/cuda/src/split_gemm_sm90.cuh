@@ -129,10 +129,22 @@ struct SplitOperand {
     }
 };
 
+// Compute what follows after atoms begin to end - 1 of a sum, whose bits are never all set.
+template <int NT>
+__device__ inline void order_after(const Fragment<float, 1, NT>& sum, int begin, int end) {
+    u32 all = ~0u;
+#pragma unroll
+    for (int n = begin; n < end; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) all &= __float_as_uint(sum.x[0][n][e]);
+    order_after(all == ~0u);
+}
+
 // Add A Y to `sum`, for 16 * K rows of planes, with an inverse factor for each of a lane's two rows: A is in
 // registers, Y is MN-major. MOST atoms at a time, from FIRST on: with all of them the sums would need twice the
-// registers. The warpgroup waits for its GEMMs, while others compute.
-template <int MOST, int FIRST = 0, int K, class Y, int NT>
+// registers. The warpgroup waits for its GEMMs, while others compute. Unless IN_TURN, ptxas issues products before it
+// has added those of the atoms before, which takes more registers.
+template <int MOST, bool IN_TURN = false, int FIRST = 0, int K, class Y, int NT>
 __device__ inline void add_split_product(Fragment<float, 1, NT>& sum, const SplitOperand<K>& a, const Y& y,
                                          const float (&inverse)[2]) {
     constexpr int COUNT = NT - FIRST < MOST ? NT - FIRST : MOST;
@@ -158,16 +170,8 @@ __device__ inline void add_split_product(Fragment<float, 1, NT>& sum, const Spli
             float& x = sum.x[0][FIRST + n][e];
             x = fmaf(low.x[0][n][e], inverse[e / 2] * LOW_UNIT, fmaf(high.x[0][n][e], inverse[e / 2], x));
         }
-    // Wide sums leave no registers for the products of two steps.
-    if constexpr (NT > 16) {
-        u32 all = ~0u;
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) all &= __float_as_uint(sum.x[0][FIRST + n][e]);
-        order_after(all == ~0u);
-    }
-    if constexpr (FIRST + COUNT < NT) add_split_product<MOST, FIRST + COUNT>(sum, a, y, inverse);
+    if constexpr (IN_TURN) order_after(sum, FIRST, FIRST + COUNT);
+    if constexpr (FIRST + COUNT < NT) add_split_product<MOST, IN_TURN, FIRST + COUNT>(sum, a, y, inverse);
 }
 
 // The power of two of each of a lane's two rows. Four lanes share a row.
