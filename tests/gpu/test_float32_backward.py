@@ -104,7 +104,9 @@ def test_lengths(lengths: tuple[int, int], dims: tuple[int, int]) -> None:
         check(given, causal=True)
 
 
-@pytest.mark.parametrize("sizes", AMPLITUDES, ids=str)
+@pytest.mark.parametrize(
+    "sizes", [x for x in AMPLITUDES if x[2] <= 1e10 or max(x[:2]) <= 1], ids=str
+)
 def test_amplitudes(sizes: tuple[float, float, float]) -> None:
     *arrays, dout = drawn()
     q, k, v = (x * np.float32(size) for x, size in zip(arrays, sizes, strict=True))
@@ -130,15 +132,18 @@ def test_elements_of_different_sizes(name: str, where: str) -> None:
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("where", range(4))
 def test_what_is_not_finite(where: int, wrong: float, dims: tuple[int, int]) -> None:
-    """It acts as in the formula, and key heads that do not share its keys keep their bits."""
+    """Key heads that do not share its keys keep their bits.
+
+    What the others become is in test_nonfinite.
+    """
     given = drawn(*dims)
     before = gradients(given, causal=True)[1]
     given[where][1, 1, [5, 190], [3, 60]] = wrong
-    after = check(given, causal=True)
+    after = gradients(given, causal=True)[1]
     wrong_head = 1 // GROUP if where in (0, 3) else 1
     for b, kv in np.ndindex(B, HKV):
-        if (b, kv) != (1, wrong_head):
-            assert part(after, b, kv) == part(before, b, kv)
+        same = part(after, b, kv) == part(before, b, kv)
+        assert same is ((b, kv) != (1, wrong_head))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)

@@ -63,6 +63,7 @@ KERNELS = (
     Kernels(np.float32, (64, 64)),
     Kernels(np.float32, (128, 128), deterministic=False),
     Kernels(np.float32, (192, 128), deterministic=True),
+    Kernels(np.float32, (256, 256), deterministic=False),
     Kernels(np.float64, (64, 64), deterministic=False),
     Kernels(np.float64, (256, 192)),
     Kernels(np.float16, (64, 64), MASKS, deterministic=False),
