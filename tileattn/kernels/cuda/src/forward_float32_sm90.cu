@@ -11,7 +11,8 @@
 static_assert(TILE_ROWS % BLOCK_K == 0 && ROWS == WARPGROUP_ROWS, "a tile has one factor");
 
 constexpr bool SHIFT_FROM_SUMS = FOLD;
-constexpr int CHUNK = HAS_SCORE_MOD || HAS_MASK_MOD ? 8 : NT;
+constexpr int CHUNK = (HAS_SCORE_MOD || HAS_MASK_MOD) && NT > 8 ? 8 : NT;
+static_assert(NT % CHUNK == 0, "whole chunks");
 constexpr bool CHUNKED = CHUNK < NT;
 // Columns of atoms of PV at a time. Wide heads, and options beside 128 columns, leave fewer registers.
 constexpr bool HAS_REGISTERS = VT <= 8 || (VT <= 16 && !(PACKED || HAS_MASK || HAS_BLOCK_MASK || HAS_DROPOUT));
