@@ -11,9 +11,6 @@
 static_assert(TILE_ROWS % BLOCK_K == 0 && ROWS == WARPGROUP_ROWS, "a tile has one factor");
 
 constexpr bool SHIFT_FROM_SUMS = FOLD;
-constexpr int CHUNK = (HAS_SCORE_MOD || HAS_MASK_MOD) && NT > 8 ? 8 : NT;
-static_assert(NT % CHUNK == 0, "whole chunks");
-constexpr bool CHUNKED = CHUNK < NT;
 // Columns of atoms of PV at a time. Wide heads, and options beside 128 columns, leave fewer registers.
 constexpr bool HAS_REGISTERS = VT <= 8 || (VT <= 16 && !(PACKED || HAS_MASK || HAS_BLOCK_MASK || HAS_DROPOUT));
 constexpr int PV_ATOMS = HAS_REGISTERS ? 8 : 4;
@@ -209,13 +206,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         s.row = work.q0 + row0, s.column = (HAS_TILE_LIST ? entry.tile() : tile) * BLOCK_K;
         hide(s.row);  // so that the windows of rows are not kept in registers
         if constexpr (HAS_BIAS) copy_wait<0>(), __syncwarp();
-#pragma unroll
-        for (int n = 0; n < NT; n += CHUNK) {
-            begin_chunk<CHUNKED>(s);
-            s.apply(score_mod, bias, [](int, int, int, Accum, Accum) {}, n, n + CHUNK);
-            if (partial) s.masked_fill_positions(attn_mask, n, n + CHUNK);
-            end_chunk<CHUNKED>(s, n + CHUNK, infinity<Accum>());
-        }
+        s.apply(score_mod, bias, [](int, int, int, Accum, Accum) {});
+        if (partial) s.masked_fill_positions(attn_mask);
         if constexpr (HAS_MASK) dense.share(), s.masked_fill(dense);
         if (tile + 1 < work.tiles.end) load_mask_and_bias((HAS_TILE_LIST ? next_entry.tile() : tile + 1) * BLOCK_K);
     };
