@@ -15,7 +15,6 @@ constexpr bool IN_TURN = HEAD_DIM > 128 || HAS_TILE_LIST;
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
     const int row0 = threadIdx.x / WARP % 4 * 16;
     const bool leads = threadIdx.x % WARPGROUP == 0;
-    const Lane lane;
     PipelineState<1> work_pipe;
     PipelineState<STAGES> pipe;
     WorkTile work{};
@@ -54,10 +53,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         work = smem.storage.work_tiles[warpgroup];
         if (work.is_end) break;
         dq.clear();
-        const SlidingWindow window(p, work.sequence(p));
-        attended = window.key_range(0, window.Nq);
-        // TMA has zeroed rows past the end of the array.
-        if (attended.hi + work.k_start >= p.Nk) attended.hi = FAR;
+        attended = attended_keys(p, work);
         const int kv = work.h / int(p.group), q_tile = work.q0 / TILE_ROWS;
         const i64 keys = first_factor(p, p.Hkv, p.Nk, work.entry(), kv, work.k_start, work.b);
         const i64 own = first_factor(p, p.Hq, p.Nq, work.entry(), work.h, work.q_start, work.b) + q_tile;
@@ -67,14 +63,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         float farthest = 0;
         bool any = work.tiles.begin < work.tiles.end;
         if (any) {
-            const i64 first = (i64(work.entry()) * p.Hq + work.h) * p.rows +
-                              padded_start(work.q_start, work.b) + work.q0 + row0;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const i64 row = first + lane.row(2 * half);
-                lse_log2[half] = static_cast<const Accum*>(p.lse_log2)[row];
-                delta[half] = static_cast<const Accum*>(p.delta)[row];
-            }
+            load_statistics(p, work, row0, lse_log2, delta);
             tile = work.tiles.begin;
             skip_tiles(tile - work.begin);
         } else {
@@ -127,13 +116,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
         smem.q_empty(warpgroup).arrive();  // safe: the GEMMs that read q and dO are complete
         if (work.tiles.begin < work.tiles.end) skip_tiles(work.end - work.tiles.end);
-        // Rows past the end of a packed sequence belong to the next one.
-        if constexpr (PACKED)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (work.q0 + row0 + lane.row(2 * half) >= work.Nq(p))
-#pragma unroll
-                    for (int n = 0; n < DT; ++n) dq.x[0][n][2 * half] = dq.x[0][n][2 * half + 1] = 0;
+        clear_past_end(p, work, row0, dq);
         if (!(all_finite_by_fma(dq) & keeps_digits(p, q_inverse, farthest))) fail_head(p, work.b, kv);
         dq.scale(Accum(p.scale));
         const int row = work.q0 + row0;

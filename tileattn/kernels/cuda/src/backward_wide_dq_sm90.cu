@@ -16,7 +16,6 @@ static_assert(!HAS_BIAS, "there is no room for the bias");
 __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int warpgroup) {
     const int row0 = threadIdx.x / WARP % 4 * 16;
     const bool leads = threadIdx.x % WARPGROUP == 0;
-    const Lane lane;
     PipelineState<1> work_pipe;
     PipelineState<STAGES> pipe;
     int v_stage = 0, k_stage = 0;
@@ -110,24 +109,14 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         work = smem.storage.work_tiles[warpgroup];
         if (work.is_end) break;
         dq.clear();
-        const SlidingWindow window(p, work.sequence(p));
-        attended = window.key_range(0, window.Nq);
-        // TMA has zeroed rows past the end of the array.
-        if (attended.hi + work.k_start >= p.Nk) attended.hi = FAR;
+        attended = attended_keys(p, work);
         if (work.tiles.begin >= work.tiles.end) {
             // Safe: the work tile is in registers, and no GEMM reads q.
             smem.q_empty(warpgroup).arrive();
             skip_tiles(work.end - work.begin);
             wait_turn(), pass_turn();
         } else {
-            const i64 first = (i64(work.entry()) * p.Hq + work.h) * p.rows +
-                              padded_start(work.q_start, work.b) + work.q0 + row0;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const i64 row = first + lane.row(2 * half);
-                lse_log2[half] = static_cast<const Accum*>(p.lse_log2)[row];
-                delta[half] = static_cast<const Accum*>(p.delta)[row];
-            }
+            load_statistics(p, work, row0, lse_log2, delta);
             tile = work.tiles.begin;
             skip_tiles(tile - work.begin);
             wait_turn();
@@ -163,13 +152,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             release(k_stage);
             skip_tiles(work.end - work.tiles.end);
         }
-        // Rows past the end of a packed sequence belong to the next one.
-        if constexpr (PACKED)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (work.q0 + row0 + lane.row(2 * half) >= work.Nq(p))
-#pragma unroll
-                    for (int n = 0; n < DT; ++n) dq.x[0][n][2 * half] = dq.x[0][n][2 * half + 1] = 0;
+        clear_past_end(p, work, row0, dq);
         if (!all_finite_by_fma(dq)) fail_head(p, work.b, work.h / int(p.group));
         dq.scale(Accum(p.scale));
         const int row = work.q0 + row0, column = own_half() * HEAD_COLUMNS;

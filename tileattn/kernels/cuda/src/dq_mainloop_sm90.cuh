@@ -160,6 +160,38 @@ __device__ inline void zero_unattended(const Tile& rows, int columns, int tile, 
     sync_warpgroup(warpgroup);
 }
 
+// Keys that some query attends to. TMA has zeroed rows past the end of the array.
+__device__ inline Range attended_keys(const Params& p, const WorkTile& work) {
+    const SlidingWindow window(p, work.sequence(p));
+    Range attended = window.key_range(0, window.Nq);
+    if (attended.hi + work.k_start >= p.Nk) attended.hi = FAR;
+    return attended;
+}
+
+// lse and delta of a lane's two rows, in a warp whose first row is row0 of the work tile.
+__device__ inline void load_statistics(const Params& p, const WorkTile& work, int row0, Accum (&lse_log2)[2],
+                                       Accum (&delta)[2]) {
+    const i64 first = (i64(work.entry()) * p.Hq + work.h) * p.rows + padded_start(work.q_start, work.b) + work.q0 +
+                      row0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const i64 row = first + Lane().row(2 * half);
+        lse_log2[half] = static_cast<const Accum*>(p.lse_log2)[row];
+        delta[half] = static_cast<const Accum*>(p.delta)[row];
+    }
+}
+
+// Clear the rows past the end of a packed sequence: they belong to the next one.
+template <int DT>
+__device__ inline void clear_past_end(const Params& p, const WorkTile& work, int row0, Fragment<Accum, 1, DT>& dq) {
+    if constexpr (PACKED)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (work.q0 + row0 + Lane().row(2 * half) >= work.Nq(p))
+#pragma unroll
+                for (int n = 0; n < DT; ++n) dq.x[0][n][2 * half] = dq.x[0][n][2 * half + 1] = 0;
+}
+
 // Columns of atoms whose scores are recomputed at a time. Derivatives, mask_mod and dropout need registers.
 template <int NT>
 constexpr int DS_CHUNK = HAS_SCORE_GRAD || HAS_MASK_MOD || HAS_DROPOUT ? 2 : NT;
