@@ -14,7 +14,7 @@
 #define SCORE_STEPS 2
 #endif
 #ifndef SUM_STEPS
-#define SUM_STEPS 2
+#define SUM_STEPS 1
 #endif
 #ifndef DQ_STEPS
 #define DQ_STEPS 2
@@ -27,7 +27,7 @@
 #endif
 
 // P warps apply no derivative to dS, and know no dropped pairs. A search for tiles takes all warps.
-constexpr bool SPECIALISED = SPECIALISE && sizeof(Element) == 8 && STAGES == 1 && WARPS_M % 2 == 0 &&
+constexpr bool SPECIALISED = SPECIALISE && sizeof(Element) == 8 && STAGES == 1 && WARPS_M == 4 &&
                              WARPS_N == 2 && HEAD_DIM == VALUE_DIM && !HAS_SCORE_GRAD &&
                              !HAS_DROPOUT && !HAS_BIAS && !SPLIT_Q && !HAS_BLOCK_MASK && !HAS_MASK_MOD;
 
