@@ -201,14 +201,6 @@ template <>
 struct Atom<double> : WideAtom<double> {
     template <bool MIRRORED = false, bool NAN_SAFE = false>
     __device__ static void mma(double (&c)[4], const A& a, const B& b) {
-#if __CUDA_ARCH__ >= 900 && defined(DMMA_K16)
-        asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, "
-            "{%4,%5,%6,%7,%8,%9,%10,%11}, {%12,%13,%14,%15}, {%0,%1,%2,%3};"
-            : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
-            : "d"(a.r[0][0]), "d"(a.r[0][1]), "d"(a.r[0][2]), "d"(a.r[0][3]), "d"(a.r[1][0]),
-              "d"(a.r[1][1]), "d"(a.r[1][2]), "d"(a.r[1][3]), "d"(b.r[0][0]), "d"(b.r[0][1]),
-              "d"(b.r[1][0]), "d"(b.r[1][1]));
-#else
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #if __CUDA_ARCH__ >= 900
@@ -226,7 +218,6 @@ struct Atom<double> : WideAtom<double> {
                         "{%0,%1};"
                         : "+d"(c[2 * high]), "+d"(c[2 * high + 1])
                         : "d"(a.r[i][2 * k + high]), "d"(b.r[i][k]));
-#endif
 #endif
     }
 };
