@@ -5,14 +5,10 @@
 //
 // Flagged heads, and key blocks whose gradients are not finite, are computed by another pass, which is
 // NaN-safe (nonfinite.cuh) and handles large scores. It leaves dQ to backward_dq.
-#include "gradient.cuh"
-#include "pair.cuh"
-#include "query_split_sums.cuh"
-#include "tile_scheduler.cuh"
+#include "backward_specialised.cuh"
 
 static_assert(!(SPLIT_Q && WRITE_DQ), "a CTA that flags a head has it alone");
 
-constexpr int WARPS = WARPS_M * WARPS_N;
 constexpr int MT = BLOCK_K / (16 * WARPS_M);  // keys of a warp, in 16-row tiles
 constexpr int QT = BLOCK_Q / (8 * WARPS_N);   // queries of a warp's scores, in 8-column tiles
 
@@ -23,35 +19,6 @@ constexpr bool APART = WARPS_N % 2 == 0 && HEAD_DIM == VALUE_DIM && sizeof(Eleme
 // With one stage, dO is loaded during S, not during dQ of the previous tile, so dQ can come before dV. Not
 // if each warp has all queries: then P and dS stay in registers, and there is no barrier after S.
 constexpr bool DOUT_DURING_S = STAGES == 1 && WARPS_N > 1;
-
-// The number of warps side by side, for a GEMM of ROWS x COLUMNS divided among all warps: minimise the
-// atoms of a warp, then the operands to load.
-template <int ROWS, int COLUMNS>
-constexpr int across() {
-    int best = 1, least = ROWS * COLUMNS;
-    for (int n = 1; n <= WARPS && COLUMNS % (16 * n) == 0; n *= 2) {
-        const int m = WARPS / n;
-        const int rows = (ROWS + 16 * m - 1) / (16 * m), columns = COLUMNS / (16 * n);
-        const int cost = 64 * rows * columns + rows + columns;
-        if (ROWS % (16 * rows) == 0 && cost <= least) best = n, least = cost;
-    }
-    return best;
-}
-
-// A warp's part of such a GEMM, at (row, column). If there are many warps, some have no part.
-template <int ROWS, int COLUMNS, int ACROSS, int SHARED_BY = WARPS>
-struct WarpTile {
-    static constexpr int MT = (ROWS * ACROSS + 16 * SHARED_BY - 1) / (16 * SHARED_BY);
-    static constexpr int NT = COLUMNS / (8 * ACROSS);
-    static_assert(ROWS % (16 * MT) == 0 && NT % 2 == 0, "whole pairs of atoms, or none");
-    // True if all warps have a part.
-    static constexpr bool ALL = ROWS * ACROSS == 16 * MT * SHARED_BY;
-    int row, column;
-
-    __device__ explicit WarpTile(int warp)
-        : row(warp / ACROSS * MT * 16), column(warp % ACROSS * NT * 8) {}
-    __device__ bool any() const { return row < ROWS; }
-};
 
 // A warp that has all queries computes dK and dV of its own keys, with P and dS in registers.
 template <int COLUMNS>
@@ -65,11 +32,6 @@ using DvWarpTile = KeyWarpTile<VALUE_COLUMNS>;
 using DqWarpTile = WarpTile<BLOCK_Q, HEAD_COLUMNS, across<BLOCK_Q, HEAD_COLUMNS>()>;
 static_assert(QT % 2 == 0, "atoms are loaded in pairs");
 
-using KeyTile = Tile<Element, BLOCK_K, HEAD_COLUMNS>;
-using ValueTile = Tile<Element, BLOCK_K, VALUE_COLUMNS>;
-using QueryTile = Tile<Element, BLOCK_Q, HEAD_COLUMNS>;
-using DoutTile = Tile<Element, BLOCK_Q, VALUE_COLUMNS>;
-using ScoreTile = Tile<Element, BLOCK_K, BLOCK_Q>;
 using NonFiniteQ = NonFinite<Element, BLOCK_Q, HEAD_COLUMNS>;
 using NonFiniteDout = NonFinite<Element, BLOCK_Q, VALUE_COLUMNS>;
 static_assert(NonFiniteQ::BYTES <= ScoreTile::BYTES && NonFiniteDout::BYTES <= ScoreTile::BYTES,
@@ -106,18 +68,6 @@ __device__ inline Accum largest_of(Accum mine, int warp) {
     Accum largest = 1;
     for (Accum x : all) largest = fmax(largest, x);
     return largest;
-}
-
-struct KeyBlock : HeadBlock<BLOCK_K> {
-    int split;  // of its queries
-
-    __device__ KeyBlock(const Params& p, const BlockCoord& coord)
-        : HeadBlock(p, p.key_ends(), int(p.Hkv), coord.head / split_count(p), coord.block),
-          split(coord.head % split_count(p)) {}
-};
-__device__ inline KeyBlock block_of(const Params& p, int index) {
-    return {p, BlockCoord(block_count<BLOCK_K>(p, p.Nk), int(p.B * p.Hkv) * split_count(p),
-                          int(p.head_groups), index)};
 }
 
 // Compute dK and dV of a block of keys. Returns false, and stores nothing, if they are not finite. The first
@@ -400,6 +350,13 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     return true;
 }
 
+__device__ inline bool first_pass(const Params& p, const KeyBlock& at) {
+    if constexpr (SPECIALISED)
+        return backward_block_specialised<WARPS_M / 2>(p, at);
+    else
+        return backward_block<false>(p, at);
+}
+
 // Not inlined, so that it costs the first pass no registers.
 __device__ __noinline__ void backward_block_nan_safe(const Params& p, int index) {
     backward_block<true>(p, block_of(p, index));
@@ -413,13 +370,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
         if (PACKED && at.block * BLOCK_K >= Sequence(p, at.b).Nk) return;
         const u32 bits = head_flags(p, at.b, at.h);
         if constexpr (PAIR) {
-            if (!(bits & KNOWN) && !backward_block<false>(p, at) && threadIdx.x == 0)
+            if (!(bits & KNOWN) && !first_pass(p, at) && threadIdx.x == 0)
                 fail_head(p, at.b, at.h);
         } else if constexpr (ONLY_FLAGGED) {
             if (bits & FLAGGED_HEADS) backward_block<true>(p, at);
         } else {
             // The NaN-safe pass has no splits.
-            if (bits ? at.split == 0 : !backward_block<false>(p, at))
+            if (bits ? at.split == 0 : !first_pass(p, at))
                 backward_block_nan_safe(p, index);
         }
     });
