@@ -3,22 +3,29 @@
     python -m tileattn bench end_to_end                  small models on the CPU: a minute
     python -m tileattn bench end_to_end --gpu            on a GPU: about three minutes
     python -m tileattn bench end_to_end --gpu --only training --peers flash,cudnn
+    python -m tileattn bench end_to_end --gpu --only training --dtype f32 --tokens 1024,4096
 
 training: a step of a GPT-2 with AdamW, batches padded to their longest sequence, with dropout and
-    without dropout in attention, which FlashAttention-3 and 4 lack
+    without dropout in attention, which FlashAttention-3 and 4 lack; --quick in float32 has only
+    the row without. --tokens sets the length of the longest sequences; longer ones make smaller
+    batches. "rest_ms" is the time of a step whose attention returns v unchanged.
+    "attention_over_peers" divides times of steps from which the rest is subtracted
 generation: tokens of a Llama whose cache grows, in plain PyTorch and, if it is installed, in
     transformers with its dynamic cache
 
-The file is end_to_end_cpu.json or end_to_end_gpu.json, or NAME.json.
+The file is end_to_end_cpu.json or end_to_end_gpu.json, or NAME.json. A dtype that is not the
+default of the device is part of the name: end_to_end_gpu_f32.json.
 
 Libraries take turns with models of the same weights. Each round has lengths that no earlier round
 had. A time is the median of the rounds. "Repeated" is tileattn once more with the same lengths.
+PyTorch's float32 matmuls are in "ieee", not in TF32.
 """
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,22 +37,27 @@ from benchmarks.configurations import Call
 from benchmarks.cpu import rounded
 from benchmarks.device import Gpu
 from benchmarks.libraries import DropIn, Torch
-from benchmarks.models import Attention, Gpt, Llama, Sizes
+from benchmarks.models import Attention, Gpt, Llama, Rest, Sizes
 from benchmarks.report import Row, one_line
 from tileattn.backends import threads
 
 DROPOUT = 0.1
+DROPOUTS = (DROPOUT, 0.0)  # in attention
 GPT = {
     "cuda": Sizes(12, 768, 12, 12, 3072, 50304, 1024),
     "cpu": Sizes(4, 256, 4, 4, 512, 1000, 160),
 }
 BATCH = {"cuda": 8, "cpu": 2}
+LENGTHS = range(64, 65_537)  # positions: every round has new ones; 65,536 have 13 GB of logits
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+DTYPE = {"cuda": "bf16", "cpu": "f32"}
 LLAMA = {
     "cuda": Sizes(16, 2048, 32, 8, 8192, 32000, 4096),
     "cpu": Sizes(16, 256, 4, 2, 512, 1000, 4096),
 }
-AGREEMENT = {"cuda": 0.1, "cpu": 1e-4}  # relative distance of logits or gradients
+AGREEMENT = {torch.bfloat16: 0.1, torch.float32: 1e-4}  # relative, of logits or gradients
 SHARED = ("tileattn", "SDPA")  # with transformers
+REST = Rest("rest")
 PEERS = ("sdpa", "cudnn", "flash", "efficient", "fa2", "fa3", "fa4")
 
 
@@ -54,6 +66,7 @@ class Bench:
     """What takes part, and how long."""
 
     device: str
+    dtype: torch.dtype
     libraries: list[Torch]
     queue: Queue
     rounds: int
@@ -61,10 +74,14 @@ class Bench:
     tokens: int  # to generate
     gpt: Sizes
     llama: Sizes
+    batch: int  # sequences of a batch in training
+    lengths: Sequence[int]  # positions in training
+    dropouts: Sequence[float]  # in attention
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device == "cuda" else torch.float32
+    def of_length(self, tokens: int) -> "Bench":
+        """Return a bench with other positions in training, but as many tokens in a batch."""
+        batch = max(1, self.batch * self.gpt.tokens // tokens)
+        return replace(self, gpt=self.gpt._replace(tokens=tokens), batch=batch)
 
 
 @dataclass
@@ -78,14 +95,21 @@ class Turns:
     def row(self, unit: float = 1e3) -> Row:
         """Return milliseconds, divided by the calls that one measured call consists of."""
         ms = {name: times.figures()["us"] / unit for name, times in self.new.items()}
-        others = [x for name, x in ms.items() if name not in self.again]
         again = {name: times.figures()["us"] / unit for name, times in self.again.items()}
-        return {
-            "ms": ms,
-            "repeated_ms": again,
-            "over_peers": {name: min(others) / ms[name] for name in again} if others else {},
-            "failed": self.failed,
-        }
+        rest = ms.pop(REST.name, None)
+        row = {"ms": ms, "repeated_ms": again, "over_peers": over_peers(ms, again)}
+        if rest is not None:
+            row |= {"rest_ms": rest, "attention_over_peers": over_peers(ms, again, rest)}
+        return row | {"failed": self.failed}
+
+
+def over_peers(
+    ms: Mapping[str, float], ours: Collection[str], rest: float = 0.0
+) -> dict[str, float]:
+    """Return the speedups of ours over the fastest other library, for times less the rest."""
+    fastest = min((x for name, x in ms.items() if name not in ours), default=0.0) - rest
+    own = {name: ms[name] - rest for name in ours}
+    return {name: fastest / x for name, x in own.items() if min(fastest, x) > 0}
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -93,36 +117,44 @@ class Turns:
 
 def training(bench: Bench) -> Iterator[Row]:
     """Time a step of a GPT-2: forward and backward pass, and AdamW."""
-    for dropout in (DROPOUT, 0.0):
-        least, count = bench.gpt.tokens // 4, 1 + bench.rounds * len(bench.libraries)
-        warm, *hands = deal(bench.gpt.tokens - least, count, bench.steps)
-        turns, models, expected = Turns(), {}, None
-        for library in bench.libraries:
-            try:
-                model = gpt(library, dropout, bench)
-                with library.context():
-                    found = gradient(model, batch(least, bench))
-                    expected = found if expected is None else expected
-                    if not dropout:
-                        check("gradients", found, expected, bench)
-                    step = trainer(model)
-                    for n in warm[:3]:
-                        step(batch(least + n, bench))
-                models[library.name] = step
-            # A library that does not fit the others installed may fail with anything.
-            except Exception as error:
-                turns.failed[library.name] = one_line(error)
-        dealt = iter(hands)
-        for turn in range(bench.rounds):
-            for library in bench.libraries[:: 1 if turn % 2 else -1]:
-                hand = next(dealt)
-                if library.name in models:
-                    calls = [partial(models[library.name], batch(least + n, bench)) for n in hand]
-                    taken(calls, library, turns, bench)
-        sizes = f"{bench.gpt.layers} layers of {bench.gpt.width}, {bench.gpt.heads} heads, "
-        sizes += f"batches of {BATCH[bench.device]}, {least} to {bench.gpt.tokens} tokens"
-        row = {"section": "training", "sizes": sizes, "dropout": dropout}
-        yield row | {"dtype": str(bench.dtype)[6:]} | turns.row()
+    for tokens in bench.lengths:
+        for dropout in bench.dropouts:
+            yield trained(dropout, bench.of_length(tokens))
+
+
+def trained(dropout: float, bench: Bench) -> Row:
+    """Time the steps of all participants in turns; record failures."""
+    every = [*bench.libraries, REST]
+    checked = [] if dropout else bench.libraries
+    least, count = bench.gpt.tokens // 4, 1 + bench.rounds * len(every)
+    warm, *hands = deal(bench.gpt.tokens - least, count, bench.steps)
+    turns, models, expected = Turns(), {}, None
+    for library in every:
+        try:
+            model = gpt(library, dropout, bench)
+            with library.context():
+                found = gradient(model, batch(least, bench))
+                expected = found if expected is None else expected
+                if library in checked:
+                    check("gradients", found, expected, bench)
+                step = trainer(model)
+                for n in warm[:3]:
+                    step(batch(least + n, bench))
+            models[library.name] = step
+        # A library that does not fit the others installed may fail with anything.
+        except Exception as error:
+            turns.failed[library.name] = one_line(error)
+    dealt = iter(hands)
+    for turn in range(bench.rounds):
+        for library in every[:: 1 if turn % 2 else -1]:
+            hand = next(dealt)
+            if library.name in models:
+                calls = [partial(models[library.name], batch(least + n, bench)) for n in hand]
+                taken(calls, library, turns, bench)
+    sizes = f"{bench.gpt.layers} layers of {bench.gpt.width}, {bench.gpt.heads} heads, "
+    sizes += f"batches of {bench.batch}, {least} to {bench.gpt.tokens} tokens"
+    row = {"section": "training", "sizes": sizes, "tokens": bench.gpt.tokens, "dropout": dropout}
+    return row | {"dtype": str(bench.dtype)[6:]} | turns.row()
 
 
 def gpt(library: Torch, dropout: float, bench: Bench) -> Any:
@@ -142,7 +174,7 @@ def gradient(model: Any, given: Any) -> Any:
 def check(what: str, found: Any, expected: Any, bench: Bench) -> None:
     """Raise an error if two results differ by more than rounding."""
     distance = float((found - expected).float().norm() / expected.float().norm())
-    if not distance <= AGREEMENT[bench.device]:
+    if not distance <= AGREEMENT[bench.dtype]:
         raise RuntimeError(f"the {what} differ by {distance:.1e}")
 
 
@@ -161,7 +193,7 @@ def trainer(model: Any) -> Callable[[Any], None]:
 def batch(N: int, bench: Bench) -> tuple[Any, Any]:
     """Draw sequences that are padded to N tokens, with targets."""
     made = torch.Generator().manual_seed(N)
-    shape = BATCH[bench.device], N
+    shape = bench.batch, N
     tokens, targets = torch.randint(bench.gpt.vocabulary, (2, *shape), generator=made)
     lengths = torch.randint(N // 2, N + 1, shape[:1], generator=made)
     lengths[0] = N
@@ -292,6 +324,17 @@ def in_transformers(bench: Bench, first: int) -> Row:
 SECTIONS = {section.__name__: section for section in (training, generation)}
 
 
+@contextmanager
+def ieee_matmuls() -> Iterator[None]:
+    """Keep PyTorch from TF32 in float32 matmuls on a GPU; then restore its setting."""
+    place = torch.backends.cuda.matmul
+    before, place.fp32_precision = place.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        place.fp32_precision = before
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the sections; an interrupted run writes its rows, too."""
     parser = report.parser("end_to_end", __doc__)
@@ -300,8 +343,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--only", type=names, default=list(SECTIONS), help=",".join(SECTIONS))
     add("--gpu", action="store_true", help="time on a GPU")
     add("--quick", action="store_true", help="fewer steps, tokens and rounds")
+    add("--dtype", choices=DTYPES, help="(bf16 on a GPU, f32 on the CPU)")
+    lengths = partial(report.numbers, LENGTHS)
+    add("--tokens", type=lengths, help="positions in training (1024 on a GPU, 160 on the CPU)")
     peers.add_options(parser, PEERS)
-    add("--name", help="stem of the file (end_to_end_cpu or end_to_end_gpu)")
+    add("--name", help="stem of the file (end_to_end_cpu, end_to_end_gpu, end_to_end_gpu_f32)")
     arguments: argparse.Namespace = report.parsed(parser, argv)
     machine: Callable[[], Row]
     if arguments.gpu:
@@ -317,11 +363,18 @@ def main(argv: list[str] | None = None) -> None:
     report.show_missing(missing)
     limits = (2, 5, 32) if arguments.quick else (3, 15, 256)
     every = [DropIn("tileattn"), *(x for x in found.values() if isinstance(x, Torch))]
-    bench = Bench(device, every, queue, *limits, GPT[device], LLAMA[device])
+    dtype = arguments.dtype or DTYPE[device]
+    bench = Bench(
+        *(device, DTYPES[dtype], every, queue, *limits, GPT[device], LLAMA[device], BATCH[device]),
+        lengths=arguments.tokens or [GPT[device].tokens],
+        dropouts=(0.0,) if arguments.quick and dtype == "f32" else DROPOUTS,
+    )
     made = (row for section in arguments.only for row in SECTIONS[section](bench))
-    stem = arguments.name or f"end_to_end_{'gpu' if arguments.gpu else 'cpu'}"
+    kind = "" if dtype == DTYPE[device] else f"_{dtype}"
+    stem = arguments.name or f"end_to_end_{'gpu' if arguments.gpu else 'cpu'}{kind}"
     path = arguments.to / f"{stem}.json"
-    report.written(map(rounded, made), path, machine, arguments.ran, missing=missing)
+    with ieee_matmuls():
+        report.written(map(rounded, made), path, machine, arguments.ran, missing=missing)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Models of `bench end_to_end`, with the attention of any library: a GPT and a Llama."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,6 +42,15 @@ class Attention(nn.Module):  # type: ignore[misc,name-defined,unused-ignore]  # 
         if self.library.tokens_first:
             return attend(q, k, v)
         return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+class Rest(Torch):
+    """Attention that returns v: a model with it has all costs but those of attention."""
+
+    tokens_first = True
+
+    def attend(self, _: Step) -> Callable[..., Any]:
+        return lambda *rows: rows[2]
 
 
 # --- training -------------------------------------------------------------------------------------

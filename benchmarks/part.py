@@ -46,7 +46,12 @@ PARTS: dict[str, Sequence[str]] = {
         "lived --gpu --quick --peers sdpa,flash,varlen,fa3,fa4",
         "lived --gpu --only waits --peers flash",
     ],
-    "whole_models": ["end_to_end --gpu --quick --peers sdpa,flash,fa3,fa4", "frameworks --gpu"],
+    "whole_models": [
+        "end_to_end --gpu --quick --peers sdpa,flash,fa3,fa4",
+        "end_to_end --gpu --only training --dtype f32 --tokens 1024,2048,4096 "
+        "--peers sdpa,efficient --quick",
+        "frameworks --gpu",
+    ],
     "first_calls": ["lived --gpu --only first_calls --peers sdpa,fa4"],
 }
 WITHOUT_SITE = ("functions", "frameworks")  # take no other library than PyTorch

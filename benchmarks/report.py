@@ -79,6 +79,16 @@ def names(allowed: Sequence[str], text: str) -> list[str]:
     return values
 
 
+def numbers(allowed: range, text: str) -> list[int]:
+    """Parse a comma-separated list of integers."""
+    values = text.split(",")
+    for value in values:
+        if not value.isdecimal() or int(value) not in allowed:
+            about = f"must be integers from {allowed[0]} to {allowed[-1]}"
+            raise argparse.ArgumentTypeError(f"{about}, separated by commas; got {value!r}")
+    return [*map(int, values)]
+
+
 def show_missing(missing: Mapping[str, str]) -> None:
     """Print the missing implementations, and why."""
     for name, why in missing.items():

@@ -190,6 +190,7 @@ def _participants(
                     what = source.title.format(
                         **{"way": WAYS.get(name, f"`{name}`"), "field": FIELDS.get(field, "")},
                         **{"section": SECTIONS.get(row["section"]), "on": _short(result)},
+                        dtype=row.get("dtype"),
                     )
                     part = source.part if name == ours[0] else "others"
                     known = {"what": what, "us": us, "part": part}
@@ -289,7 +290,7 @@ SOURCES = {
         "options", "Block masks by density", partial(_nested, others={"flex": "flex"})
     ),
     "lived_*": Source("loops", "Loops{field}, {way}, {on}", _LOOPS),
-    "end_to_end_*": Source("loops", "Whole models: {section}, {on}", _IN_PYTORCH),
+    "end_to_end_*": Source("loops", "Whole models: {section}, {dtype}, {on}", _IN_PYTORCH),
     "first_calls_*": Source("loops", "First calls{field}, {way}, {on}", _FIRST),
     "frameworks_*": Source("loops", "Inside PyTorch: {section}, {on}", _IN_PYTORCH),
     "gpu_host": Source("loops", "CPU time of a launch", _launches),

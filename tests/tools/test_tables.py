@@ -167,6 +167,37 @@ def test_loops_are_compared_with_repeated_calls_and_other_libraries() -> None:
     assert "| growing | arrays | 3 | no | cudaMalloc 2 |" in lines
 
 
+def test_steps_of_training_are_compared_without_their_rest_if_it_was_timed() -> None:
+    row = {
+        "section": "training",
+        "sizes": "8 heads, batches of 2",
+        "dropout": 0.0,
+        "dtype": "float32",
+    }
+    row |= {"ms": {"tileattn": 20.0, "SDPA": 25.0}, "repeated_ms": {"tileattn": 20.0}}
+    row |= {"over_peers": {"tileattn": 1.25}, "failed": {}}
+    rest = {"tokens": 64, "rest_ms": 15.0, "attention_over_peers": {"tileattn": 2.0}}
+    within = {
+        "tokens": 96,
+        "sizes": "8 heads, batches of 1",
+        "rest_ms": 22.0,
+        "attention_over_peers": {},
+    }
+    made = {"end_to_end_gpu": [row], "end_to_end_gpu_f32": [row | rest, row | within]}
+    results = {name: {"machine": MACHINE, "rows": rows} for name, rows in made.items()}
+    old, new = "\n".join(loops.lines(results)).split("## Whole models on a GPU in float32")
+    assert "| dropout | tileattn | SDPA | tileattn, repeated | speed relative to repeated |" in old
+    assert "rest" not in old
+    assert (
+        "Milliseconds of a step of training, float32, 8 heads, batches of 2, batches of 1:" in new
+    )
+    assert "| tokens | rest | speedup of attention over the fastest of the others |" in new
+    assert "| 64 | 15 | 2 |" in new
+    assert "| 96 | 22 |  |" in new
+    titles = {one.what for one in comparisons(results)}
+    assert titles == {"Whole models: a step of training, float32, A GPU"}
+
+
 class Short(NumpyBackend):
     """Supports up to 100 keys, without softcap."""
 

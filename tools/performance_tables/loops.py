@@ -8,17 +8,21 @@ from tools.comparisons import WAYS
 from tools.pages import paragraphs, shown, table
 from tools.tables import by_section, exclusions, origin_of, table_of
 
+DEVICES = {"gpu": "a GPU", "gpu_f32": "a GPU in float32", "cpu": "a CPU"}
+SPEEDUPS = {
+    "over_peers": "speedup over the fastest of the others",
+    "attention_over_peers": "speedup of attention over the fastest of the others",
+}
 OURS = ("torch", "tileattn", "arrays")  # the first that is there is compared with other libraries
 
 
 def lines(results: Mapping[str, Row]) -> Iterator[str]:
     """Make the tables of each device that was measured."""
     for name, (title, tables) in TABLES.items():
-        for device in ("gpu", "cpu"):
+        for device, where in DEVICES.items():
             file = f"{name}_{device}"
             if (result := results.get(file)) is not None:
-                where = f"## {title} on a {device.upper()}"
-                yield from paragraphs(where, origin_of(file, result))
+                yield from paragraphs(f"## {title} on {where}", origin_of(file, result))
                 yield from tables(result)
 
 
@@ -33,18 +37,17 @@ def _loops(result: Row) -> Iterator[str]:
 
 
 def _compared(row: Row, unit: str) -> Row:
-    """Return the times of a row, and the two speeds to look for."""
+    """Return the times of a row, and the speeds to look for."""
     who = next((name for name in OURS if name in row[unit]), "")
     repeated = row[f"repeated_{unit}"]
     ratio = repeated[who] / row[unit][who] if who in repeated else None
     again = {f"{name}, repeated": x for name, x in _named(repeated).items()}
-    known = {name: row[name] for name in ("loop", "model", "dropout") if name in row}
+    rest = {"rest": row["rest_ms"]} if "rest_ms" in row else {}
+    known = {name: row[name] for name in ("loop", "model", "tokens", "dropout") if name in row}
+    speedups = {title: row[name].get(who) for name, title in SPEEDUPS.items() if name in row}
     return known | {
-        "times": _named(row[unit]) | again,
-        "speeds": {
-            "speed relative to repeated": ratio,
-            "speedup over the fastest of the others": row["over_peers"].get(who),
-        },
+        "times": _named(row[unit]) | again | rest,
+        "speeds": {"speed relative to repeated": ratio} | speedups,
     }
 
 
@@ -92,7 +95,8 @@ def _by_pass(rows: list[Row]) -> Iterator[Row]:
 def _models(result: Row) -> Iterator[str]:
     captions = {"training": "a step of training", "generation": "a generated token"}
     for section, rows in by_section(result).items():
-        what = f"Milliseconds of {captions[section]}, {rows[0]['dtype']}, {rows[0]['sizes']}:"
+        sizes = ", ".join(dict.fromkeys(x for row in rows for x in row["sizes"].split(", ")))
+        what = f"Milliseconds of {captions[section]}, {rows[0]['dtype']}, {sizes}:"
         yield from paragraphs(what)
         yield from table_of([_compared(row, "ms") for row in rows])
         yield from _failures(rows)
