@@ -39,7 +39,7 @@ demo: $(VENV)/demo.stamp  ## compare with the plain formula, and train a small G
 PYTEST = OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 test: setup  ## run the quick tests, with a third of the random examples (options: ARGS="...")
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not gpu and not slow" $(ARGS)
-test-all: setup  ## run every test that needs no GPU, as continuous integration does
+test-all: setup  ## run every test that needs no GPU (ARGS="--turn 0/4": a quarter of the slow ones)
 	$(PYTEST) -m "not gpu" $(ARGS)
 test-gpu: $(VENV)/gpu.stamp  ## run the tests that need a GPU, in processes that share it
 	$(BIN)/python -m tools.gpu_tests $(ARGS)

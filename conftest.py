@@ -27,8 +27,13 @@ def untraced_memory() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--shard``, which ``tools/gpu_tests.py`` gives, and ``--poison``."""
+    """Add ``--shard``, which ``tools/gpu_tests.py`` gives, ``--turn`` and ``--poison``."""
     parser.addoption("--shard", metavar="I/N", help="run the I-th of N shares, from 0 on")
+    parser.addoption(
+        "--turn",
+        metavar="I/N",
+        help="of the slow tests run the I-th of N shares, from 0 on, as .ci/run does",
+    )
     parser.addoption(
         "--poison",
         action="store_true",
@@ -58,9 +63,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     The tests of a file are shuffled, in the same way in all shares. Neighbouring tests need the
     same kernels, and processes would wait for one another to compile them.
     """
+    if config.getoption("turn", None):
+        turn, turns = map(int, config.getoption("turn").split("/"))
+        others = [x for x in items if _turn_of(x, turns) not in (None, turn)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [x for x in items if _turn_of(x, turns) in (None, turn)]
     if not config.getoption("shard", None):
         return
     share, count = map(int, config.getoption("shard").split("/"))
     items.sort(key=lambda item: (item.path, hashlib.sha256(item.nodeid.encode()).digest()))
     config.hook.pytest_deselected(items=[x for n, x in enumerate(items) if n % count != share])
     items[:] = items[share::count]
+
+
+def _turn_of(item: pytest.Item, turns: int) -> int | None:
+    """Return the share of a slow test; None for a test that belongs to all of them.
+
+    Slow tests whose marks have the same argument have the same share.
+    """
+    mark = item.get_closest_marker("slow")
+    if mark is None or mark.kwargs.get("always"):
+        return None
+    return hashlib.sha256(repr(mark.args or item.nodeid).encode()).digest()[0] % turns
