@@ -137,7 +137,8 @@ def test_an_explanation_says_why(
 ) -> None:
     P = replace(problem_of(), **changed)
     shapes = (P.B, P.Hq, P.Nq, P.D), (P.B, P.Hkv, P.Nk, P.D), (P.B, P.Hkv, P.Nk, P.Dv)
-    problem, operands = parse(*(np.zeros(shape, np.float32) for shape in shapes), options)
+    q, k, v = (np.zeros(shape, np.float32) for shape in shapes)
+    problem, operands = parse(q, k, v, options)
     arrays = {name: contiguous(x.shape, x.dtype.name) for name, x in options.items()}
     inputs = contiguous_inputs(problem).with_arrays(**arrays)
     said = str(explain_on(H200, problem, inputs, operands))
