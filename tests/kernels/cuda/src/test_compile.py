@@ -152,9 +152,10 @@ def options_of(case: Case) -> set[Any]:
     return {(key.kernel, *x) for x in (("arch", arch), path, *values)}
 
 
-def columns(case: Case) -> int:
-    """Return the head dimensions of a case, on which the time of its compilation depends."""
-    return case[1].head_dim + case[1].value_dim
+def size_of(case: Case) -> tuple[int, int]:
+    """Return the columns and the pairs of a tile, on which the time of a compilation depends."""
+    key = case[1]
+    return key.head_dim + key.value_dim, key.block_q * key.block_k
 
 
 def covering(
@@ -162,12 +163,12 @@ def covering(
 ) -> list[Case]:
     """Leave out cases of which others compile everything, unless they are needed.
 
-    Cases with many columns, which take long to compile, are left out first.
+    Large tiles, which take long to compile, are left out first.
     """
     covered = {case: covers(case) for case in cases}
     counts = Counter(x for found in covered.values() for x in found)
     left_out = set()
-    for case in sorted(covered, key=columns, reverse=True):
+    for case in sorted(covered, key=size_of, reverse=True):
         if case not in needed and all(counts[x] > 1 for x in covered[case]):
             left_out.add(case)
             counts.subtract(covered[case])
@@ -197,8 +198,8 @@ def name_of(case: Case) -> str:
 
 
 def first_of(cases: Iterable[Case]) -> dict[str, KernelKey]:
-    """Return the case with the fewest columns of each kernel, for the GPU that has all kernels."""
-    found = sorted((x for x in cases if x[0] == "sm_90a"), key=columns, reverse=True)
+    """Return the smallest case of each kernel, for the GPU that has all kernels."""
+    found = sorted((x for x in cases if x[0] == "sm_90a"), key=size_of, reverse=True)
     return {key.kernel: key for _, key in found}
 
 
@@ -209,7 +210,7 @@ FIRST = FIRST_FLAGGED | first_of(x for x in CASES if not x[1].head_flags)
 # Compiled as for a call: a case of each kernel for each text that it has, and where spills count.
 _OLDER = {
     (code_path(arch, key.kernel), key.kernel, key.head_flags > 0): (arch, key)
-    for arch, key in sorted(CASES, key=columns, reverse=True)
+    for arch, key in sorted(CASES, key=size_of, reverse=True)
     if code_path(arch, key.kernel) < code_path("sm_90a", key.kernel)
 }
 AS_LAUNCHED = {
