@@ -4,8 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+import conftest
 
 HERE = Path(__file__).parent
 
@@ -35,34 +39,27 @@ def test_names_do_not_depend_on_the_order_of_sets() -> None:
     assert first == second
 
 
-TESTS = """
-import pytest
+def taken(turn: str) -> set[str]:
+    """Name the tests that a turn runs."""
+    marks = {
+        "quick": None,
+        "always": pytest.mark.slow(always=True),
+        **{f"slow {n}": pytest.mark.slow for n in range(20)},
+        **dict.fromkeys(("one", "other"), pytest.mark.slow("together")),
+    }
+    items: list[Any] = [
+        SimpleNamespace(nodeid=name, get_closest_marker=lambda _, mark=mark: mark and mark.mark)
+        for name, mark in marks.items()
+    ]
+    hook = SimpleNamespace(pytest_deselected=lambda **_: None)
+    config: Any = SimpleNamespace(getoption=lambda name, *_: {"turn": turn}.get(name), hook=hook)
+    conftest.pytest_collection_modifyitems(config, items)
+    return {item.nodeid for item in items}
 
-def test_quick(): ...
-@pytest.mark.slow(always=True)
-def test_always(): ...
-@pytest.mark.slow
-@pytest.mark.parametrize("n", range(20))
-def test_slow(n): ...
-@pytest.mark.slow("together")
-def test_one(): ...
-@pytest.mark.slow("together")
-def test_other(): ...
-"""
 
-
-@pytest.mark.slow
-def test_each_slow_test_has_one_turn(tmp_path: Path) -> None:
-    (tmp_path / "test_some.py").write_text(TESTS, encoding="utf-8")
-    (tmp_path / "conftest.py").write_bytes((HERE.parent / "conftest.py").read_bytes())
-    turns = []
-    for n in range(2):
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", f"--turn={n}/2"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        turns.append({line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line})
-    quick = {"test_quick", "test_always"}
-    assert turns[0] & turns[1] == quick
-    together = {"test_one", "test_other"}
-    assert turns[0] | turns[1] == quick | together | {f"test_slow[{n}]" for n in range(20)}
-    assert any(together <= turn for turn in turns)
-    assert all(len(turn) > 5 for turn in turns)
+def test_each_slow_test_has_one_turn() -> None:
+    first, second = (taken(f"{n}/2") for n in range(2))
+    assert first & second == {"quick", "always"}
+    assert first | second == {"quick", "always", "one", "other"} | {f"slow {n}" for n in range(20)}
+    assert {"one", "other"} <= first or {"one", "other"} <= second
+    assert min(len(first), len(second)) > 5
