@@ -61,8 +61,8 @@ SLOW = ("llvm", "torch.compile", "jax.vmap")  # a second for each pair, which is
 REFUSED = {"vjp": {"block_table", "k_descale", "v_descale"}}
 
 
-# A vmap and a compiler wrap the entry beside them, which has all options in the quick tests.
-WRAPPED = ("torch.compile", "jax.vmap")
+# These wrap the entry beside them, which has all options in the quick tests.
+WRAPPED = ("torch.compile", "torch.vmap", "jax.jit", "jax.vmap")
 
 
 @pytest.mark.parametrize("option", VALUES)

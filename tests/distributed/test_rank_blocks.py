@@ -67,7 +67,9 @@ def test_a_zigzag_has_a_block_for_each_rank(ranks: int, right: int | None) -> No
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("schedule", ["ring", "gather", ("heads", 2)], ids=str)
-@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [np.float32, pytest.param(np.float16, marks=pytest.mark.slow)], ids=str
+)
 def test_query_heads_of_a_key_head_in_several_calls(
     causal: bool, schedule: Any, dtype: Any
 ) -> None:

@@ -147,13 +147,16 @@ def test_options(name: str, dtype: np.dtype[Any], Nq: int) -> None:
         check(q.astype(np.float32), k, v, kv_lengths=[NK, 131], **descales, **chosen)
 
 
-# Functions, of which each makes kernels of its own, with pages of one size.
+# Functions make kernels of their own, which `test_options` compiles without pages.
 @pytest.mark.parametrize(
-    ("page", "name"),
-    [(page, x) for page in (1, 3, 16) for x in OPTIONS if page == 16 or not x.endswith("_mod")],
+    "chosen",
+    [
+        pytest.param(x, id=name, marks=[pytest.mark.slow] * name.endswith("_mod"))
+        for name, x in OPTIONS.items()
+    ],
 )
-def test_pages(page: int, name: str) -> None:
-    chosen = OPTIONS[name]
+@pytest.mark.parametrize("page", [1, 3, 16])
+def test_pages(page: int, chosen: dict[str, Any]) -> None:
     rng = np.random.default_rng(page)
     for Nq, dtype in itertools.product((FEW, MANY), CACHE_DTYPES):
         lengths = [NK, 1, 0, 37] if page > 1 else [NK, 5]

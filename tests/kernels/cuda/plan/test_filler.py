@@ -153,9 +153,11 @@ PAIRS = [
     for n, window in enumerate([(None, None), (None, 0), (100, 0)])
     for m, rows in enumerate(KINDS)
 ]
+QUICK = {0, 3, 5, 10}  # each pass, window and kind of rows
+SOME = [pytest.param(*x, marks=[pytest.mark.slow] * (n not in QUICK)) for n, x in enumerate(PAIRS)]
 
 
-@pytest.mark.parametrize(("passes", "window", "dtype", "dim", "device"), PAIRS, ids=str)
+@pytest.mark.parametrize(("passes", "window", "dtype", "dim", "device"), SOME, ids=str)
 def test_straight_line_code_fills_as_the_filler(
     passes: str, window: Any, dtype: str, dim: int, device: Device
 ) -> None:

@@ -93,7 +93,10 @@ def section_of(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCE
     return section
 
 
-@pytest.mark.parametrize("kernel", sorted(OF_PLANS))
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x not in _BEGIN)) for x in sorted(OF_PLANS)],
+)
 def test_a_kernel_waits_first(kernel: str, program: str) -> None:
     section = section_of(OF_PLANS[kernel], program)
     if kernel not in (*_BEGIN, _ORDERS):
