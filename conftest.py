@@ -83,11 +83,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _turn_of(item: pytest.Item, turns: int) -> int | None:
-    """Return the share of a slow test; None for a test that belongs to all of them.
+    """Return the share of a slow test; None for a quick one, which belongs to all.
 
     Slow tests whose marks have the same argument have the same share.
     """
     mark = item.get_closest_marker("slow")
-    if mark is None or mark.kwargs.get("always"):
+    if mark is None:
         return None
     return hashlib.sha256(repr(mark.args or item.nodeid).encode()).digest()[0] % turns

@@ -43,7 +43,6 @@ def taken(turn: str) -> set[str]:
     """Name the tests that a turn runs."""
     marks = {
         "quick": None,
-        "always": pytest.mark.slow(always=True),
         **{f"slow {n}": pytest.mark.slow for n in range(20)},
         **dict.fromkeys(("one", "other"), pytest.mark.slow("together")),
     }
@@ -59,7 +58,7 @@ def taken(turn: str) -> set[str]:
 
 def test_each_slow_test_has_one_turn() -> None:
     first, second = (taken(f"{n}/2") for n in range(2))
-    assert first & second == {"quick", "always"}
-    assert first | second == {"quick", "always", "one", "other"} | {f"slow {n}" for n in range(20)}
+    assert first & second == {"quick"}
+    assert first | second == {"quick", "one", "other"} | {f"slow {n}" for n in range(20)}
     assert {"one", "other"} <= first or {"one", "other"} <= second
     assert min(len(first), len(second)) > 5

@@ -144,28 +144,18 @@ def covered_by(case: Case) -> set[Any]:
     return {(kernel, *x) for x in (("arch", arch), *values, *combinations([path, *added], 2))}
 
 
-def options_of(case: Case) -> set[Any]:
-    """List each option that a case compiles, its dtypes and its GPU."""
-    arch, key = case
-    values = [(name, getattr(key, name)) for name, _ in FIELDS if name not in TILES | SIZES]
-    path = "code path", code_path(arch, key.kernel)
-    return {(key.kernel, *x) for x in (("arch", arch), path, *values)}
-
-
 def size_of(case: Case) -> tuple[int, int]:
     """Return the columns and the pairs of a tile, on which the time of a compilation depends."""
     key = case[1]
     return key.head_dim + key.value_dim, key.block_q * key.block_k
 
 
-def covering(
-    cases: Iterable[Case], needed: Container[Case], covers: Callable[[Case], set[Any]]
-) -> list[Case]:
+def covering(cases: Iterable[Case], needed: Container[Case]) -> list[Case]:
     """Leave out cases of which others compile everything, unless they are needed.
 
     Large tiles, which take long to compile, are left out first.
     """
-    covered = {case: covers(case) for case in cases}
+    covered = {case: covered_by(case) for case in cases}
     counts = Counter(x for found in covered.values() for x in found)
     left_out = set()
     for case in sorted(covered, key=size_of, reverse=True):
@@ -183,9 +173,7 @@ def limits_spills(case: Case) -> bool:
 READ = dict.fromkeys(("sm_90a", key) for key in (*READ_BY_SASS, *READ_BY_SASS_PAIRS))
 CANDIDATES = dict.fromkeys([*MIXED, *PLAIN, *CLUSTERS, *READ])
 SPILLS = {case for case in CANDIDATES if limits_spills(case)}
-CASES = covering(CANDIDATES, READ.keys() | SPILLS, covered_by)
-# `.ci/run` compiles these each time, and a quarter of the others.
-EACH = {*covering(CASES, (), options_of)}
+CASES = covering(CANDIDATES, READ.keys() | SPILLS)
 
 # ptxas only says "info" when it serialises wgmma or ignores setmaxnreg, which makes a kernel slow.
 # These notes have numbers from 7500 on.
@@ -237,7 +225,7 @@ def marks_of(case: Case) -> list[pytest.MarkDecorator]:
     """Mark all but the first case of a kernel as slow; tests of one case have the same turn."""
     if case == ("sm_90a", FIRST[case[1].kernel]):
         return []
-    return [pytest.mark.slow(always=True) if case in EACH else pytest.mark.slow(name_of(case))]
+    return [pytest.mark.slow(name_of(case))]
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=marks_of(x)) for x in CASES], ids=name_of)
