@@ -128,7 +128,9 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
 # Either dtype of a cache in each layout, and every pair of dtypes in some.
 _PAIRS = [*itertools.product(QUERY_DTYPES, CACHE_DTYPES)]
 WITH_DTYPES = [
-    (layout, *_PAIRS[(n + m) % len(_PAIRS)]) for n, layout in enumerate(LAYOUTS) for m in (0, 3)
+    pytest.param(layout, *_PAIRS[(n + m) % len(_PAIRS)], marks=[pytest.mark.slow] * (m > 0))
+    for n, layout in enumerate(LAYOUTS)
+    for m in (0, 3)
 ]
 
 
