@@ -36,10 +36,13 @@ demo: $(VENV)/demo.stamp  ## compare with the plain formula, and train a small G
 
 # Neighbouring tests need the same kernels and fixtures: a process takes a run of them. Images of
 # Python set PYTHONDONTWRITEBYTECODE: every process that a test starts would compile the package.
-PYTEST = OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+# Processes fill the cores, so libraries have one thread. What XLA compiles around a call is small,
+# and need not be fast: it takes a third of the time of a test.
+PYTEST = OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 test: setup  ## run the quick tests, with a third of the random examples (options: ARGS="...")
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not gpu and not slow" $(ARGS)
-test-all: setup  ## run every test that needs no GPU, as continuous integration does
+test-all: setup  ## run every test that needs no GPU (ARGS="--turn 0/4": a quarter of the slow ones)
 	$(PYTEST) -m "not gpu" $(ARGS)
 test-gpu: $(VENV)/gpu.stamp  ## run the tests that need a GPU, in processes that share it
 	$(BIN)/python -m tools.gpu_tests $(ARGS)

@@ -27,13 +27,23 @@ def untraced_memory() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--shard``, which ``tools/gpu_tests.py`` gives, and ``--poison``."""
+    """Add ``--shard``, which ``tools/gpu_tests.py`` gives, ``--turn`` and ``--poison``."""
     parser.addoption("--shard", metavar="I/N", help="run the I-th of N shares, from 0 on")
+    parser.addoption(
+        "--turn",
+        metavar="I/N",
+        help="of the slow tests run the I-th of N shares, from 0 on, as .ci/run does",
+    )
     parser.addoption(
         "--poison",
         action="store_true",
         help="fill memory that is allocated with NaN (tests/poison.py)",
     )
+
+
+def pytest_sessionstart() -> None:
+    """Collect no garbage before the first test: it would take a quarter of that time."""
+    gc.disable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -43,6 +53,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
     if session.config.getoption("poison", False):  # absent from `pytest --pyargs`
         from tests import poison
 
@@ -58,9 +69,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     The tests of a file are shuffled, in the same way in all shares. Neighbouring tests need the
     same kernels, and processes would wait for one another to compile them.
     """
+    if config.getoption("turn", None):
+        turn, turns = map(int, config.getoption("turn").split("/"))
+        others = [x for x in items if _turn_of(x, turns) not in (None, turn)]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [x for x in items if _turn_of(x, turns) in (None, turn)]
     if not config.getoption("shard", None):
         return
     share, count = map(int, config.getoption("shard").split("/"))
     items.sort(key=lambda item: (item.path, hashlib.sha256(item.nodeid.encode()).digest()))
     config.hook.pytest_deselected(items=[x for n, x in enumerate(items) if n % count != share])
     items[:] = items[share::count]
+
+
+def _turn_of(item: pytest.Item, turns: int) -> int | None:
+    """Return the share of a slow test; None for a quick one, which belongs to all.
+
+    Slow tests whose marks have the same argument have the same share.
+    """
+    mark = item.get_closest_marker("slow")
+    if mark is None:
+        return None
+    return hashlib.sha256(repr(mark.args or item.nodeid).encode()).digest()[0] % turns

@@ -6,10 +6,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tileattn
-from benchmarks import cpu, report
+from benchmarks import configurations, cpu, report
+from benchmarks.configurations import DTYPES
 from benchmarks.engines import ENGINES
 from benchmarks.part import PARTS, commands
 from tileattn.cli.bench import BENCHMARKS
@@ -44,11 +46,17 @@ def test_the_commands_of_a_part_are_understood(part: str, monkeypatch: pytest.Mo
             main(["bench", *line])
 
 
+def zeros(_: Any, shape: tuple[int, ...], dtype: str, __: int = 0) -> Any:
+    return np.zeros(shape, DTYPES[dtype])
+
+
 @pytest.mark.slow
 def test_the_speed_of_the_cpu_is_written_with_its_origin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cpu, "shortest_seconds", lambda calls, _: dict.fromkeys(calls, 0.5))
+    for module in (configurations, cpu):  # drawing the numbers takes most of the time
+        monkeypatch.setattr(module, "normal", zeros)
     monkeypatch.setattr(report, "of_process", lambda _, text, __: cpu.child(text))
     for name in ("torch", *ENGINES):
         monkeypatch.setitem(sys.modules, name, None)

@@ -70,7 +70,7 @@ def calls(draw: Any) -> tuple[SharedCache, dict[str, Any]]:
     return made, options
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(call=calls())
 def test_results_match_the_oracle(runner: Runner, call: tuple[SharedCache, dict[str, Any]]) -> None:
     made, options = call

@@ -61,8 +61,14 @@ SLOW = ("llvm", "torch.compile", "jax.vmap")  # a second for each pair, which is
 REFUSED = {"vjp": {"block_table", "k_descale", "v_descale"}}
 
 
+# These wrap the entry beside them, which has all options in the quick tests.
+WRAPPED = ("torch.compile", "torch.vmap", "jax.jit", "jax.vmap")
+
+
 @pytest.mark.parametrize("option", VALUES)
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(
+    "entry", [pytest.param(x, marks=[pytest.mark.slow] * (x in WRAPPED)) for x in ENTRIES]
+)
 def test_an_option_counts_in_every_entry(entry: str, option: str) -> None:
     entry_of(entry)
     assert holds(entry, [option]) == (option not in REFUSED.get(entry, ()))

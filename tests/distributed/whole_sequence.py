@@ -115,9 +115,18 @@ def check_once(case: AttentionCase, queries: Layout, keys: Layout, **more: Any) 
     comparison(case)(*results(case, queries, keys, **more))
 
 
-def check(case: AttentionCase, queries: Layout, keys: Layout, **more: Any) -> None:
-    """Compare with the oracle, once with all heads at a time and once in head groups."""
-    compare = comparison(case)
+def check(
+    case: AttentionCase,
+    queries: Layout,
+    keys: Layout,
+    compare: Callable[[Attention, Gradients], None] | None = None,
+    **more: Any,
+) -> None:
+    """Compare with the oracle, once with all heads at a time and once in head groups.
+
+    ``compare`` is the `comparison` of the case, of a caller that has several layouts.
+    """
+    compare = compare or comparison(case)
     compare(*results(case, queries, keys, **more))
     with in_groups():
         compare(*results(case, queries, keys, **more))

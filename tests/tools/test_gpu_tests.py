@@ -21,7 +21,7 @@ def shared(share: str | None, count: int = 20) -> tuple[list[str], list[str]]:
     ]
     deselected = Mock()
     hook = SimpleNamespace(pytest_deselected=deselected)
-    config: Any = SimpleNamespace(getoption=lambda *_: share, hook=hook)
+    config: Any = SimpleNamespace(getoption=lambda name, *_: {"shard": share}.get(name), hook=hook)
     conftest.pytest_collection_modifyitems(config, items)
     left = deselected.call_args.kwargs["items"] if deselected.called else []
     return [x.nodeid for x in items], [x.nodeid for x in left]

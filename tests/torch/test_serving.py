@@ -184,9 +184,13 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# The bridge has no code for a dtype: each case has every second one, the next case the others.
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, x) for n, case in enumerate(CASES) for x in DTYPES[n % 2 :: 2]],
+    ids=str,
+)
 @pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("case", CASES)
 def test_append_kv_writes_what_it_writes_to_arrays(
     way: Any, case: str, rotated: bool, dtype: Any
 ) -> None:

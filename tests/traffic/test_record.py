@@ -95,7 +95,7 @@ OPTIONS = [name for name in DRAW if name != "invariant"]  # its tiles are whole
 
 
 @settings(max_examples=60)
-@given(problems(max_length=50, options=OPTIONS), tiles)
+@given(problems(max_length=30, options=OPTIONS), tiles)
 def test_any_call_moves_what_is_counted(case: AttentionCase, tile: tuple[int, int]) -> None:
     """All options: lengths, offsets, biases that are summed over heads, blocks of any size."""
     problem, operands = parse(case.q, case.k, case.v, case.options)

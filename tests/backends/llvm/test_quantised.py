@@ -147,7 +147,14 @@ def test_options(name: str, dtype: np.dtype[Any], Nq: int) -> None:
         check(q.astype(np.float32), k, v, kv_lengths=[NK, 131], **descales, **chosen)
 
 
-@pytest.mark.parametrize("chosen", [*OPTIONS.values()], ids=[*OPTIONS])
+# Functions make kernels of their own, which `test_options` compiles without pages.
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(x, id=name, marks=[pytest.mark.slow] * name.endswith("_mod"))
+        for name, x in OPTIONS.items()
+    ],
+)
 @pytest.mark.parametrize("page", [1, 3, 16])
 def test_pages(page: int, chosen: dict[str, Any]) -> None:
     rng = np.random.default_rng(page)

@@ -3,14 +3,25 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.kernels.cuda.plan.planning import A100, H200, ON_HOPPER, asked, forward, kernels
+from tileattn.backends.cupy.explain import explain_on
+from tileattn.call.parse import parse
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families import float32
 from tileattn.kernels.cuda.families.context import COUNT, FAILED
-from tileattn.kernels.cuda.families.families import forward_launches
-from tileattn.kernels.cuda.families.float32 import FLOAT32_FORWARD, SPLIT_KEYS
+from tileattn.kernels.cuda.families.families import (
+    forward_launches,
+    gradient_launches,
+)
+from tileattn.kernels.cuda.families.float32 import (
+    FLOAT32_BACKWARD,
+    FLOAT32_DQ,
+    FLOAT32_FORWARD,
+    SPLIT_KEYS,
+)
 from tileattn.kernels.cuda.families.shared_memory import (
     HOPPER_LIMIT,
     HOPPER_STATIC,
@@ -28,7 +39,10 @@ def problem_of(options: Any = (), **changed: Any) -> Problem:
     return asked("float32", options, **{"Nq": 300, "Nk": 530, "D": 72, "Dv": 40} | changed)
 
 
-REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+Refusal = tuple[str, dict[str, Any], dict[str, Any]]
+"""A reason, what a problem has that brings it, and what the call has."""
+
+REFUSED_BY_BOTH: list[Refusal] = [
     ("dtype is not float32", {"dtype": asked("float64").dtype}, {}),
     ("the GPU does not have compute capability 9.0", {}, {"arch": "sm_90"}),
     *(("an array is empty", {name: 0}, {}) for name in ("B", "Hq", "Hkv", "Nk", "D", "Dv")),
@@ -38,11 +52,21 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("queries or keys are few", {"Nq": FEW - 1}, {}),
     ("queries or keys are few", {"Nk": FEW - 1}, {}),
     ("queries or keys are few", {"window": (FEW // 2, FEW // 2 - 2)}, {}),
+]
+BIAS = frozenset({"bias"})
+REFUSED = [
+    *REFUSED_BY_BOTH,
     (
         "no tile has room for the bias",
-        {"D": 128, "Dv": 128, "enabled_options": frozenset({"bias"})},
+        {"D": 128, "Dv": 128, "enabled_options": BIAS},
         {"bias": "float64", "bias_alignment_bytes": 16},
     ),
+]
+NARROW = {"D": 32, "Dv": 20, "enabled_options": BIAS}
+DBIAS = {"bias": "float32", "dbias": True}
+REFUSED_BACKWARD = [
+    *REFUSED_BY_BOTH,
+    ("the gradient of a bias of narrow heads is wanted", NARROW, DBIAS),
 ]
 
 
@@ -56,8 +80,71 @@ def test_what_is_left_to_other_kernels_and_why(
     assert FLOAT32_FORWARD not in [launch.key.kernel for launch in launches]
 
 
+@pytest.mark.parametrize(("reason", "changed", "where"), REFUSED_BACKWARD, ids=str)
+def test_what_the_backward_pass_leaves_to_other_kernels_and_why(
+    reason: str, changed: dict[str, Any], where: dict[str, Any]
+) -> None:
+    problem, context = replace(problem_of(), **changed), ON_HOPPER._replace(**where)
+    assert float32._why_not_backward(problem, context) == reason
+    launches = gradient_launches(problem, context)
+    assert not {FLOAT32_BACKWARD, FLOAT32_DQ} & {launch.key.kernel for launch in launches}
+
+
+@pytest.mark.parametrize(
+    ("changed", "where"),
+    [
+        ({}, {}),
+        ({"Nq": FEW, "Nk": FEW}, {}),
+        ({"window": (FEW // 2, FEW // 2 - 1)}, {}),
+        (NARROW, DBIAS | {"dbias": False}),
+        (NARROW | {"D": 33}, DBIAS),
+        (NARROW | {"Dv": 33}, DBIAS),
+        ({"D": 128, "Dv": 128, "enabled_options": BIAS}, {"bias": "float64"}),
+    ],
+    ids=str,
+)
+def test_what_the_backward_pass_takes(changed: dict[str, Any], where: dict[str, Any]) -> None:
+    problem, context = replace(problem_of(), **changed), ON_HOPPER._replace(**where)
+    assert float32._why_not_backward(problem, context) is None
+    kernels = [launch.key.kernel for launch in gradient_launches(problem, context)]
+    assert {FLOAT32_BACKWARD, FLOAT32_DQ} < {*kernels}
+
+
 def test_every_clause_is_tried() -> None:
     assert {why for why, _ in float32._UNSUPPORTED_FORWARD} == {reason for reason, *_ in REFUSED}
+    backward = {why for why, _ in float32._UNSUPPORTED_BACKWARD}
+    tried = {reason for reason, *_ in REFUSED_BACKWARD}
+    # The largest head dimension is a fact of the tiles, which may change.
+    assert tried <= backward
+    assert all(why.startswith("a head dimension is above") for why in backward - tried)
+
+
+@pytest.mark.parametrize(
+    ("reason", "changed", "options"),
+    [
+        ("a head dimension is above 256", {"D": 260}, {}),
+        ("queries or keys are few", {"Nq": FEW - 1}, {}),
+        ("queries or keys are few", {"Nk": FEW - 1}, {}),
+        (
+            "the gradient of a bias of narrow heads is wanted",
+            {"D": 32, "Dv": 20},
+            {"bias": np.zeros((1, 1, 300, 530), np.float32)},
+        ),
+    ],
+)
+def test_an_explanation_says_why(
+    reason: str, changed: dict[str, Any], options: dict[str, Any]
+) -> None:
+    P = replace(problem_of(), **changed)
+    shapes = (P.B, P.Hq, P.Nq, P.D), (P.B, P.Hkv, P.Nk, P.D), (P.B, P.Hkv, P.Nk, P.Dv)
+    q, k, v = (np.zeros(shape, np.float32) for shape in shapes)
+    problem, operands = parse(q, k, v, options)
+    arrays = {name: contiguous(x.shape, x.dtype.name) for name, x in options.items()}
+    inputs = contiguous_inputs(problem).with_arrays(**arrays)
+    said = str(explain_on(H200, problem, inputs, operands))
+    expected = f"not the Hopper kernel for float32, because {reason}; "
+    # The forward pass can take narrow heads with a bias.
+    assert said.count(expected) == 2 - len(options)
 
 
 @pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.arch)

@@ -71,7 +71,9 @@ def missing(gpu: Device, shipped: set[KernelKey]) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("arch", catalog.ARCHS)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(x, marks=[pytest.mark.slow] * (x != "sm_90a")) for x in catalog.ARCHS]
+)
 def test_the_wheel_brings_the_kernels_of_loops_that_never_repeat(arch: str) -> None:
     shipped = set(catalog.shipped_keys(arch, ("bfloat16",), (64, 128)))
     assert missing(GPUS[arch], shipped) == set()

@@ -40,6 +40,7 @@ from tileattn.kernels.cuda.plan.merged_rows import plan_merge
 from tileattn.kernels.cuda.plan.plan import plans_of
 from tileattn.kernels.cuda.plan.tile_lists import KERNELS as TILE_LISTS
 from tileattn.kernels.cuda.plan.token_rows import plan_append, plan_rope
+from tools.check_sass import keys
 
 # Options that are part of a key. All others are parameters of every kernel, though the right window
 # bound may decide about tiles.
@@ -325,3 +326,31 @@ def _latent_keys(arch: str) -> Iterator[KernelKey]:
         )
         if LATENT_FAMILY.why_not(problem, context) is None:
             yield from (launch.key for launch in forward_launches(problem, context))
+
+
+READ_BY_SASS = [
+    *keys([(128, 128)], ["bfloat16"], [()])[:2],
+    *keys([(192, 128)], ["bfloat16"], [()])[1:2],
+    *keys([(192, 128)], ["float16"], [("softcap",)])[1:3],
+    *keys([(256, 256)], ["bfloat16"], [()])[1:3],
+    *keys([(256, 256)], ["float16"], [("block_mask",)])[2:3],
+    *keys([(64, 64)], ["float16"], [("block_mask",)])[:1],
+    *keys([(64, 64)], ["bfloat16"], [()])[1:2],
+    *keys([(128, 128)], ["bfloat16"], [("cu_seqlens_q",)])[:2],
+    *keys([(192, 128)], ["float16"], [("cu_seqlens_q",)])[1:2],
+    *keys([(256, 256)], ["float16"], [("cu_seqlens_q",)])[1:3],
+    *(x for x in keys([(128, 128)], ["bfloat16"], [("kv_lengths",)]) if x.split_kv),
+    *keys([(512, 512)], ["bfloat16"], [()])[:3],
+    *keys([(128, 128)], ["float32"], [()])[:3],
+    *keys([(256, 256)], ["float32"], [("block_mask",)])[:1],
+    *keys([(64, 64)], ["float32"], [("cu_seqlens_q",)])[:3],
+    *keys([], ["bfloat16"]),  # latent attention
+]
+"""Each Hopper kernel, the wide ones with either number of stages, and code of options.
+
+Their machine code is read by ``test_sass.py``.
+"""
+READ_BY_SASS_PAIRS = [
+    *dict.fromkeys(x for x in _keys(problem_of("float64", 256), context_of(_MEASURED)) if x.pair)
+]
+"""The kernels of wide heads in float64, with and without the sums of dq."""

@@ -2,14 +2,22 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import fields, replace
+from functools import cache
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kernels.cuda.src.samples import TILED, is_tuned, representative_keys
+from tests.kernels.cuda.src.samples import (
+    READ_BY_SASS,
+    READ_BY_SASS_PAIRS,
+    TILED,
+    is_tuned,
+    representative_keys,
+)
 from tileattn.dtypes import DTYPES
 from tileattn.errors import KernelCompileError
 from tileattn.kernels.cuda.families.block_order import COUNTS
@@ -35,9 +43,10 @@ from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.latent import LATENT
 from tileattn.kernels.cuda.families.split import FOLD
 from tileattn.kernels.cuda.families.wide import WIDE
-from tileattn.kernels.cuda.jit.compile import SOURCES, Compiled, compiled
+from tileattn.kernels.cuda.jit.compile import SOURCES, Compiled, compiled, sources_of
 from tileattn.kernels.cuda.plan.catalog import common_keys
 from tileattn.kernels.cuda.plan.tile_lists import LISTS
+from tools.check_sass import LINES
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 
@@ -89,37 +98,82 @@ TILES = {
     *("block_q", "block_k", "warps_m", "warps_n", "stages", "min_blocks_per_sm", "groups"),
     *("bias_alignment_bytes", "producer_warps", "smem_bytes", "functions"),
 }
+# Numbers of columns select no code of their own. They decide about registers: with Hopper kernels,
+# whose wgmma the compiler may serialise, they are paired like other fields.
+SIZES = {"head_dim", "value_dim"}
 FIELDS = [(x.name, x.default) for x in fields(KernelKey) if x.name != "kernel"]
+CODE_PATH = re.compile(r"#if __CUDA_ARCH__ >= (\d+)$", re.MULTILINE)
+
+
+def is_hopper(key: KernelKey) -> bool:
+    return key.kernel.endswith("_sm90")
+
+
+def as_launched(key: KernelKey, arch: str, folders: tuple[Path, ...] = (SOURCES,)) -> Compiled:
+    """Compile a kernel as for a call.
+
+    Hopper kernels get the lines of their sources, so that all tests read the same entry of the disk
+    cache: `tools.check_sass` needs the lines. The machine code is the same.
+    """
+    return compiled(key, arch, folders, options=LINES if is_hopper(key) else ())
+
+
+@cache
+def code_path(arch: str, kernel: str) -> int:
+    """Number the texts that the preprocessor makes of a kernel; return that of a GPU."""
+    texts = sources_of(KernelKey(kernel, "float32"), arch, (SOURCES,)).values()
+    limits = {int(limit) for text in texts for limit in CODE_PATH.findall(text)}
+    number = int("".join(x for x in arch if x.isdigit()))
+    return sum(10 * number >= limit for limit in limits)
 
 
 def covered_by(case: Case) -> set[Any]:
-    """List what a case compiles: each value of a field, and each pair of values but of tiles.
+    """List what a case compiles: each value of a field, and each pair of values but of sizes.
 
     A pair of which one is the default is no pair: the kernel has no code for it. A kernel of
-    flagged heads counts as another kernel.
+    flagged heads counts as another kernel. Options are paired with the text that a GPU gets, not
+    with the GPU.
     """
     arch, key = case
     kernel = key.kernel, key.head_flags > 0
-    values = [("arch", arch), *((name, getattr(key, name)) for name, _ in FIELDS)]
-    defaults = {*FIELDS}
-    added = [x for x in values if x not in defaults and x[0] not in TILES]
-    return {(kernel, *x) for x in (*values, *combinations(added, 2))}
+    path = "code path", code_path(arch, key.kernel)
+    values = [(name, getattr(key, name)) for name, _ in FIELDS]
+    without = {*FIELDS}
+    sizes = TILES if is_hopper(key) else TILES | SIZES
+    added = [x for x in values if x not in without and x[0] not in sizes]
+    return {(kernel, *x) for x in (("arch", arch), *values, *combinations([path, *added], 2))}
 
 
-def covering(cases: list[Case]) -> list[Case]:
-    """Leave out cases of which others compile everything, unless their tiles are tuned."""
-    counts = Counter(x for case in cases for x in covered_by(case))
-    kept = []
-    for case in cases:
-        found = covered_by(case)
-        if is_tuned(case[1], case[0]) or any(counts[x] == 1 for x in found):
-            kept.append(case)
-        else:
-            counts.subtract(found)
-    return kept
+def size_of(case: Case) -> tuple[int, int]:
+    """Return the columns and the pairs of a tile, on which the time of a compilation depends."""
+    key = case[1]
+    return key.head_dim + key.value_dim, key.block_q * key.block_k
 
 
-CASES = covering([*dict.fromkeys(MIXED + PLAIN + CLUSTERS)])
+def covering(cases: Iterable[Case], needed: Container[Case]) -> list[Case]:
+    """Leave out cases of which others compile everything, unless they are needed.
+
+    Large tiles, which take long to compile, are left out first.
+    """
+    covered = {case: covered_by(case) for case in cases}
+    counts = Counter(x for found in covered.values() for x in found)
+    left_out = set()
+    for case in sorted(covered, key=size_of, reverse=True):
+        if case not in needed and all(counts[x] > 1 for x in covered[case]):
+            left_out.add(case)
+            counts.subtract(covered[case])
+    return [case for case in covered if case not in left_out]
+
+
+def limits_spills(case: Case) -> bool:
+    arch, key = case
+    return key.kernel in {LATENT, FLOAT32_FORWARD} or is_tuned(key, arch)
+
+
+READ = dict.fromkeys(("sm_90a", key) for key in (*READ_BY_SASS, *READ_BY_SASS_PAIRS))
+CANDIDATES = dict.fromkeys([*MIXED, *PLAIN, *CLUSTERS, *READ])
+SPILLS = {case for case in CANDIDATES if limits_spills(case)}
+CASES = covering(CANDIDATES, READ.keys() | SPILLS)
 
 # ptxas only says "info" when it serialises wgmma or ignores setmaxnreg, which makes a kernel slow.
 # These notes have numbers from 7500 on.
@@ -131,15 +185,31 @@ def name_of(case: Case) -> str:
     return "-".join([arch, key.kernel, *(d.partition("=")[2] for d in key.defines()[1:])])
 
 
-# The quick tests compile each kernel once, for the GPU that has all kernels, and not for flagged
-# heads if there is another key. `test_griddep.py` reads the same machine code.
-_PLAIN_LAST = sorted(
-    (key for arch, key in reversed(CASES) if arch == "sm_90a"), key=lambda key: not key.head_flags
-)
-FIRST = {key.kernel: key for key in _PLAIN_LAST}
-# The first case of each kernel on each GPU, and all that are tuned, are compiled as for a call.
-_FIRSTS = {(arch, key.kernel, key.head_flags > 0): (arch, key) for arch, key in reversed(CASES)}
-AS_LAUNCHED = {*_FIRSTS.values(), *(case for case in CASES if is_tuned(case[1], case[0]))}
+def first_of(cases: Iterable[Case]) -> dict[str, KernelKey]:
+    """Return the smallest case of each kernel, for the GPU that has all kernels.
+
+    Splits of the keys come last: `test_griddep.py` expects the launches of a plain call.
+    """
+    own = (x for x in cases if x[0] == "sm_90a")
+    found = sorted(own, key=lambda x: (x[1].split_kv, *size_of(x)), reverse=True)
+    return {key.kernel: key for _, key in found}
+
+
+# The quick tests compile each kernel once, and not for flagged heads if there is another key.
+# `test_griddep.py` reads the same machine code.
+FIRST_FLAGGED = first_of(x for x in CASES if x[1].head_flags)
+FIRST = FIRST_FLAGGED | first_of(x for x in CASES if not x[1].head_flags)
+# Compiled as for a call: a case of each kernel for each text that it has, and where spills count.
+_OLDER = {
+    (code_path(arch, key.kernel), key.kernel, key.head_flags > 0): (arch, key)
+    for arch, key in sorted(CASES, key=size_of, reverse=True)
+    if code_path(arch, key.kernel) < code_path("sm_90a", key.kernel)
+}
+AS_LAUNCHED = {
+    *_OLDER.values(),
+    *(("sm_90a", key) for key in (*FIRST.values(), *FIRST_FLAGGED.values())),
+    *(case for case in CASES if case in READ or case in SPILLS),
+}
 
 
 def most_spilled(key: KernelKey) -> int:
@@ -151,21 +221,22 @@ def most_spilled(key: KernelKey) -> int:
     return 192 if is_split and (masks or key.dropout) else 0
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(x, marks=[pytest.mark.slow] * (x != ("sm_90a", FIRST[x[1].kernel])))
-        for x in CASES
-    ],
-    ids=name_of,
-)
+def marks_of(case: Case) -> list[pytest.MarkDecorator]:
+    """Mark all but the first case of a kernel as slow; tests of one case have the same turn."""
+    if case == ("sm_90a", FIRST[case[1].kernel]):
+        return []
+    return [pytest.mark.slow(name_of(case))]
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=marks_of(x)) for x in CASES], ids=name_of)
 def test_a_kernel_compiles(case: Case, compiled_quickly: Callable[..., Compiled]) -> None:
     arch, key = case
-    made = (compiled if case in AS_LAUNCHED else compiled_quickly)(key, arch)
+    full = case in AS_LAUNCHED or is_hopper(key)
+    made = (as_launched if full else compiled_quickly)(key, arch)
     assert made.image.startswith(b"\x7fELF")
     assert made.registers is not None, f"the log names no kernel {key.kernel}:\n{made.log}"
     assert COMPLAINT.search(made.log) is None, made.log
-    if key.kernel in {LATENT, FLOAT32_FORWARD} or is_tuned(key, arch):
+    if case in SPILLS:
         assert made.spill_bytes is not None
         assert made.spill_bytes <= most_spilled(key), made.log
 
@@ -177,6 +248,13 @@ def test_shared_memory_that_differs_from_the_launch(kernel: str) -> None:
     key = next(key for _, key in CASES if key.kernel == kernel)
     with pytest.raises(KernelCompileError, match="what a launch brings"):
         compiled(replace(key, smem_bytes=key.smem_bytes + 1024), "sm_90a")
+
+
+def test_code_depends_on_the_gpu_only_by_lower_limits() -> None:
+    """Other conditions would select texts that `code_path` takes for the same."""
+    for source in SOURCES.iterdir():
+        text = source.read_text(encoding="utf-8")
+        assert text.count("__CUDA_ARCH__") == len(CODE_PATH.findall(text)), source.name
 
 
 # --- which keys are compiled ---------------------------------------------------------------------

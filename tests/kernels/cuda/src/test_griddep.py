@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.cuda.src.test_compile import CASES, FIRST
+from tests.kernels.cuda.src.test_compile import FIRST, FIRST_FLAGGED, as_launched
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER_BACKWARDS,
     HOPPER_DQ_CONVERT,
@@ -15,7 +15,7 @@ from tileattn.kernels.cuda.families.hopper import (
 )
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.split import COMBINE, FOLD
-from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
+from tileattn.kernels.cuda.jit.compile import SOURCES
 from tools.check_sass import ARCH
 from tools.sass import Instruction, Section, disassembled, parsed
 
@@ -33,7 +33,6 @@ ALONE = {
 }
 
 OF_PLANS = {kernel: key for kernel, key in FIRST.items() if kernel not in ALONE}
-OF_FLAGGED = {key.kernel: key for arch, key in reversed(CASES) if arch == ARCH and key.head_flags}
 
 # Instructions that read or write global memory, or may do so.
 _GLOBAL = {
@@ -90,11 +89,14 @@ _ORDERS = "order_key_blocks"  # starts early, too, and waits before it stores
 
 @functools.cache
 def section_of(key: KernelKey, program: str, folders: tuple[Path, ...] = (SOURCES,)) -> Section:
-    (section,) = parsed(disassembled(compiled(key, ARCH, folders).image, program))
+    (section,) = parsed(disassembled(as_launched(key, ARCH, folders).image, program))
     return section
 
 
-@pytest.mark.parametrize("kernel", sorted(OF_PLANS))
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x not in _BEGIN)) for x in sorted(OF_PLANS)],
+)
 def test_a_kernel_waits_first(kernel: str, program: str) -> None:
     section = section_of(OF_PLANS[kernel], program)
     if kernel not in (*_BEGIN, _ORDERS):
@@ -104,9 +106,9 @@ def test_a_kernel_waits_first(kernel: str, program: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", sorted(OF_FLAGGED))
+@pytest.mark.parametrize("kernel", sorted(FIRST_FLAGGED))
 def test_a_kernel_of_flagged_heads_waits_first(kernel: str, program: str) -> None:
-    assert too_early(section_of(OF_FLAGGED[kernel], program)) == []
+    assert too_early(section_of(FIRST_FLAGGED[kernel], program)) == []
 
 
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -3,16 +3,14 @@
 from pathlib import Path
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
-from tests.kernels.cuda.src.test_compile import FIRST
-from tileattn.call.problem import problem_of
-from tileattn.kernels.cuda.families.backward_pass import backward_launches
-from tileattn.kernels.cuda.families.families import forward_launches
+from tests.kernels.cuda.src.samples import READ_BY_SASS, READ_BY_SASS_PAIRS
+from tests.kernels.cuda.src.test_compile import FIRST, as_launched, marks_of
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARD, HOPPER_DS
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.jit.compile import SOURCES, compiled
-from tileattn.kernels.cuda.plan import catalog
-from tools.check_sass import ARCH, LINES, findings, keys
+from tileattn.kernels.cuda.jit.compile import SOURCES
+from tools.check_sass import ARCH, findings
 from tools.sass import Instruction, Section, disassembled, parsed
 
 ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ"
@@ -20,34 +18,18 @@ ARRIVE = "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ"
 
 # --- the Hopper kernels ---------------------------------------------------------------------------
 
-# Each kernel, the wide ones with either number of stages, and code that options select.
-KEYS = [
-    *keys([(128, 128)], ["bfloat16"], [()])[:2],
-    *keys([(192, 128)], ["bfloat16"], [()])[1:2],
-    *keys([(192, 128)], ["float16"], [("softcap",)])[1:3],
-    *keys([(256, 256)], ["bfloat16"], [()])[1:3],
-    *keys([(256, 256)], ["float16"], [("block_mask",)])[2:3],
-    *keys([(64, 64)], ["float16"], [("block_mask",)])[:1],
-    *keys([(64, 64)], ["bfloat16"], [()])[1:2],
-    *keys([(128, 128)], ["bfloat16"], [("cu_seqlens_q",)])[:2],
-    *keys([(192, 128)], ["float16"], [("cu_seqlens_q",)])[1:2],
-    *keys([(256, 256)], ["float16"], [("cu_seqlens_q",)])[1:3],
-    *(x for x in keys([(128, 128)], ["bfloat16"], [("kv_lengths",)]) if x.split_kv),
-    *keys([(512, 512)], ["bfloat16"], [()])[:3],
-    *keys([(128, 128)], ["float32"], [()])[:3],
-    *keys([(256, 256)], ["float32"], [("block_mask",)])[:1],
-    *keys([(64, 64)], ["float32"], [("cu_seqlens_q",)])[:3],
-    *keys([], ["bfloat16"]),  # latent attention
-]
-
 
 def name_of(key: KernelKey) -> str:
     kind = "-packed" * key.packed + "-pieces" * key.split_kv
     return f"{key.kernel}-{key.head_dim}-{key.block_k}{kind}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("key", KEYS, ids=name_of)
+def in_turn(keys: list[KernelKey]) -> list[ParameterSet]:
+    """Make keys parameters of slow tests that run when the kernel is compiled anyway."""
+    return [pytest.param(key, marks=marks_of((ARCH, key)) or [pytest.mark.slow]) for key in keys]
+
+
+@pytest.mark.parametrize("key", in_turn(READ_BY_SASS), ids=name_of)
 def test_a_stage_is_given_back_after_it_has_been_read(key: KernelKey, program: str) -> None:
     assert findings(key, program) == []
 
@@ -56,29 +38,19 @@ def test_every_kernel_of_hopper_is_looked_at() -> None:
     # In kernels that sum dS only GEMMs read the stages.
     others = {"backward_dq_convert_sm90", *HOPPER_DS}
     own = {path.stem for path in SOURCES.glob("*_sm90.cu")} - others
-    assert {key.kernel for key in KEYS} == own
+    assert {key.kernel for key in READ_BY_SASS} == own
 
 
 # --- pairs of thread blocks -----------------------------------------------------------------------
 
 
-def pair_keys() -> list[KernelKey]:
-    """List the kernels of wide heads in float64, with and without the sums of dq."""
-    problem, context = problem_of("float64", 256), catalog.context_of(ARCH)
-    launches = [
-        *forward_launches(problem, context),
-        *backward_launches(problem, context, deterministic=False, sinks=False),
-        *backward_launches(problem, context, deterministic=True, sinks=False),
-    ]
-    return [*dict.fromkeys(x.key for x in launches if x.key.pair)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", pair_keys(), ids=lambda key: f"{key.kernel}-{key.add_dq}")
+@pytest.mark.parametrize(
+    "key", in_turn(READ_BY_SASS_PAIRS), ids=lambda key: f"{key.kernel}-{key.add_dq}"
+)
 def test_a_place_is_released_after_it_has_been_read(key: KernelKey, program: str) -> None:
     """At arrivals on a barrier of the other thread block, which then stores to the place."""
     remote = "SYNCS.ARRIVE.TRANS64.RED"
-    sections = parsed(disassembled(compiled(key, ARCH).image, program))
+    sections = parsed(disassembled(as_launched(key, ARCH).image, program))
     assert any(x.opcode.startswith(remote) for section in sections for x in section.code)
     lasting = [pair for section in sections for pair in section.lasting()]
     assert not [load for arrival, load in lasting if arrival.opcode.startswith(remote)]
@@ -124,7 +96,7 @@ def test_a_kernel_that_arrives_while_it_reads(
 
 def test_what_the_disassembler_says_is_read(program: str) -> None:
     key = FIRST[HOPPER_BACKWARD]
-    (section,) = parsed(disassembled(compiled(key, ARCH, options=LINES).image, program))
+    (section,) = parsed(disassembled(as_launched(key, ARCH).image, program))
     assert section.name == key.kernel
     assert [x.address for x in section.code] == list(range(0, 16 * len(section.code), 16))
     assert all(x.places for x in section.code if x.arrives or x.loads_shared)
