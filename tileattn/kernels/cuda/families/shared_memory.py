@@ -174,6 +174,17 @@ def float32_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int =
 
 
 @cache
+def float32_generic_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
+    """Count the dynamic shared memory of the generic forward kernel for split float32.
+
+    It holds the stages of keys and values, which are float16 numbers in pairs, and a tile of the
+    bias. Queries are in registers.
+    """
+    stages = tile.stages * 2 * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
+    return stages + _tiled(tile.block_q, tile.block_k, bias_size)
+
+
+@cache
 def hopper_backward_bytes(
     tile: TileSize,
     dim: int,
