@@ -98,7 +98,7 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     },
     # float32 as two float16 numbers in the generic kernel: ``forward`` with ``split_floats``.
     ("forward_split_floats", 4): {
-        64: (TileSize(128, 32, 4, 1, 2, 2),),
+        64: (TileSize(128, 64, 8, 1, 2),),
         128: (TileSize(128, 32, 8, 1, 2),),
     },
     ("forward", 8): {

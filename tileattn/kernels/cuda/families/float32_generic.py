@@ -5,8 +5,6 @@ queries and P in registers (``src/split_forward.cuh``). Heads that cannot be spl
 large scores, are left to ``forward`` without ``split_floats``.
 """
 
-from dataclasses import replace
-
 from tileattn.call.problem import Problem
 from tileattn.dtypes import NAMED
 from tileattn.kernels.cuda.families import generic
@@ -97,4 +95,6 @@ def _tiles(P: Problem, context: LaunchContext) -> list[tuple[TileSize, int]]:
     return [(tile, n) for tile, n in sized if n + static[tile] <= context.shared_limit]
 
 
-SPLIT_GENERIC_FORWARD = Family("the generic kernel for split float32", _forward, _why_not, _concerns)
+SPLIT_GENERIC_FORWARD = Family(
+    "the generic kernel for split float32", _forward, _why_not, _concerns
+)
