@@ -250,8 +250,8 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
                          __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));
         }
         Accum rescale[MT][2];
-        state.template update<SPLIT ? RESCALE_THRESHOLD : 0>(s, head.score_mod.softmax_scale_log2(), group,
-                                                             rescale);
+        constexpr int THRESHOLD = SPLIT ? RESCALE_THRESHOLD : 0;
+        state.template update<THRESHOLD>(s, head.score_mod.softmax_scale_log2(), group, rescale);
         acc.scale_rows(rescale);
         load_mask();
         // 16 keys at a time, so that computing random bits overlaps with the mma of other keys.
