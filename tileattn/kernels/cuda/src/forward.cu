@@ -26,11 +26,10 @@ using KeyTile = Tile<Operand, BLOCK_K, tile_columns(HEAD_COLUMNS)>;
 using ValueTile = Tile<Operand, BLOCK_K, tile_columns(VALUE_COLUMNS)>;
 using OutTile = Tile<Element, BLOCK_Q, VALUE_COLUMNS>;
 using ScoreTile = Tile<Element, BLOCK_Q, BLOCK_K>;
-// Split queries are in registers, and the results take the place of the stages.
+// Split queries are in registers, and the results take the place of the stages and the bias.
 constexpr int FIRST_BYTES = SPLIT_FLOATS                        ? 0
                             : QueryTile::BYTES > OutTile::BYTES ? QueryTile::BYTES
                                                                 : OutTile::BYTES;
-static_assert(OutTile::BYTES <= FIRST_BYTES + STAGES * (KeyTile::BYTES + ValueTile::BYTES), "there is room");
 static_assert(!SPLIT_FLOATS || (WARPS_N == 1 && !PAIR), "a warp has all columns of its rows");
 
 using NonFiniteTable = NonFinite<Element, BLOCK_K, VALUE_COLUMNS>;
@@ -121,8 +120,7 @@ template <bool NAN_SAFE>
 __device__ void forward_block(const Params& p, const WorkTile& work, int index);
 
 // Not inlined, so that it costs the first pass no registers. A template, so that it is compiled only where it is
-// called. float32 always runs it after a non-finite
-// output: in the first pass the tf32 parts turn infinity into NaN.
+// called. float32 always runs it after a non-finite output: in the first pass the tf32 parts turn infinity into NaN.
 template <bool NAN_SAFE>
 __device__ __noinline__ void forward_block_nan_safe(const Params& p, int index) {
     const WorkTile work(p, index);
