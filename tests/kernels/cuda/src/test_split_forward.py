@@ -77,7 +77,7 @@ def test_results(
     P = problem_of(*sizes, *options)
     given = drawn(P)
     out, lse, flags = attend(tmp_path, P, given)
-    causal = {"causal": "causal" in options}
+    causal: dict[str, Any] = {"causal": "causal" in options}
     expected = reference.forward(*given.values(), **causal)
     assert_attention_close((out, lse), expected, error_bound(*given.values(), **causal))
     assert not flags.any()
