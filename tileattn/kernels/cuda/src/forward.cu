@@ -283,37 +283,39 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
     if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // no store to either CTA is in flight
     __syncthreads();  // all warps are done with q
     state.reduce_sums(group);
-    const Lane lane;
-    const WorkTile own = SPLIT ? WorkTile(p, index) : work;  // computed again, it takes no registers in the loop
-    const Sequence sequence(p, own.b);
-    const Accum sink = sink_of(p, own.h);
+    // Normalise and store the results. Returns true if they are not good.
+    auto finish = [&](const WorkTile& work, const Head& head) {
+        const Lane lane;
+        const Accum sink = head.sink();
 #pragma unroll
-    for (int m = 0; m < MT; ++m)
+        for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            Accum lse;
-            const Accum inverse =
-                state.finalize(m, half, sink, Accum(p.dropout_scale), Accum(p.softmax_scale), lse);
+            for (int half = 0; half < 2; ++half) {
+                Accum lse;
+                const Accum inverse =
+                    state.finalize(m, half, sink, Accum(p.dropout_scale), Accum(p.softmax_scale), lse);
 #pragma unroll
-            for (int n = 0; n < VT; ++n)
+                for (int n = 0; n < VT; ++n)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[m][n][e] *= inverse;
-            const int i = own.q0 + row0 + 16 * m + lane.row(2 * half);
-            if (lane.t == 0 && value0 == 0 && own_half() == 0 && i < sequence.Nq)
-                static_cast<Accum*>(p.lse)[sequence.row(p, own.h) + i] = lse;
-        }
-    store_fragment(out_tile, acc, row0, value0);
-    bool bad = !NAN_SAFE && !acc.all_finite();
-    if constexpr (SPLIT) bad = bad || !split.keeps_digits();
-    const bool again = any_of_work_tile(bad);
-    out_tile.template store<THREADS, ALIGNMENT_BYTES>(
-        sequence.queries<Element>(p.out, p.out_at, own.h) + own.q0 * p.out_at.n + own.column,
-        p.out_at.n, int(sequence.Nq) - own.q0, own.columns);
-
-    if (NAN_SAFE || !again) return;
+                    for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[m][n][e] *= inverse;
+                const int i = work.q0 + row0 + 16 * m + lane.row(2 * half);
+                if (lane.t == 0 && value0 == 0 && own_half() == 0 && i < head.Nq())
+                    static_cast<Accum*>(p.lse)[head.row(i)] = lse;
+            }
+        store_fragment(out_tile, acc, row0, value0);
+        bool bad = !NAN_SAFE && !acc.all_finite();
+        if constexpr (SPLIT) bad = bad || !split.keeps_digits();
+        bad = any_of_work_tile(bad);
+        out_tile.template store<THREADS, ALIGNMENT_BYTES>(
+            head.sequence.queries<Element>(p.out, p.out_at, head.h) + work.q0 * p.out_at.n + work.column,
+            p.out_at.n, int(head.Nq()) - work.q0, work.columns);
+        return bad;
+    };
     if constexpr (SPLIT) {
-        if (threadIdx.x == 0) fail_query_head(p, own.b, own.h);
+        const WorkTile again(p, index);  // so that nothing of the work tile is kept in registers
+        if (finish(again, Head(p, again.b, again.h)) && threadIdx.x == 0) fail_query_head(p, again.b, again.h);
     } else {
+        if (!finish(work, head) || NAN_SAFE) return;
         __syncthreads();  // all warps have stored
         forward_block_nan_safe<true>(p, index);
     }
