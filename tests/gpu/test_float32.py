@@ -1,10 +1,13 @@
-"""float32 on Hopper's tensor cores, forward: two float16 numbers for each element.
+"""float32 on float16 tensor cores, forward: two numbers for each element.
 
-Every call must run `forward_float32_sm90`. Which heads it leaves to the generic kernel shows in no
-plan: there the results are the generic kernel's, within the same bound.
+Every call must run `forward_float32_sm90`, or `forward` with split numbers. Which heads they leave
+to `forward` without splits shows in no plan: there the results are that kernel's, within the same
+bound.
 """
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -34,18 +37,36 @@ from tests.gpu.hopper import described
 from tests.on_gpu import bits, captured, host, needs_gpu, poisoned, sent, sent_options
 from tileattn import Attention, reference
 from tileattn.backends.cupy import describe
+from tileattn.call.prepared import CALLS
 from tileattn.kernels.cuda.families.float32 import FLOAT32_FORWARD
+from tileattn.kernels.cuda.families.float32_generic import MAX_DIM
 from tileattn.kernels.cuda.plan.plan import plan_forward
+from tileattn.kernels.cuda.tuning import H100
 from tileattn.testing import assert_attention_close, error_bound
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "kernel")]
+
+
+@pytest.fixture(params=[FLOAT32_FORWARD, "forward"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run the Hopper kernel, or the generic one; yield its name."""
+    name: str = request.param
+    if name == FLOAT32_FORWARD:
+        request.getfixturevalue("on_hopper")
+    else:
+        device = describe.device_of(0)
+        generic = replace(device, arch=device.arch.rstrip("a"), tuning=H100)
+        monkeypatch.setattr(describe, "device_of", lambda _: generic)
+    CALLS.clear()
+    yield name
+    CALLS.clear()
 
 
 def forward(q: Any, k: Any, v: Any, **options: Any) -> Attention:
     """Call the kernel on the GPU; arrays that are there already keep their strides."""
     given, there = [*map(sent, (q, k, v))], sent_options(options)
     plan = plan_forward(*described("forward", *given, **there), describe.device_of(0))
-    assert FLOAT32_FORWARD in [launch.key.kernel for launch in plan.launches], str(plan)
+    assert any(launch.key.split_floats for launch in plan.launches), str(plan)
     with poisoned():
         attention: Attention = host(tileattn.forward(*given, **there))
     return attention
@@ -73,8 +94,10 @@ def test_masks_by_position(D: int, Dv: int, options: str) -> None:
 
 @pytest.mark.usefixtures("few_sms")
 @pytest.mark.parametrize("options", MODIFIED)
-def test_options_and_alignments(options: str) -> None:
+def test_options_and_alignments(options: str, kernel: str) -> None:
     dims, there = MODIFIED[options]
+    if max(dims) > MAX_DIM and kernel == "forward":
+        pytest.skip("the generic kernel does not split wide heads")
     check(*drawn(*dims)[:3], **there)
 
 
@@ -223,6 +246,7 @@ def test_packed_sequences(lengths: tuple[int, ...]) -> None:
             assert bits(alone) == part(whole, *rows)
 
 
+@pytest.mark.parametrize("kernel", [FLOAT32_FORWARD], indirect=True)
 def test_gradients_beside_a_spoiled_sequence() -> None:
     """Its rows are in the last tile of the sequence before: neither values nor bits change."""
     ends = np.array([0, 70, 200])

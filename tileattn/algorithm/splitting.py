@@ -190,7 +190,8 @@ def weighted_sum(p: Array, v: Array, keys: int = TILE_ROWS) -> Array:
     v : array of float32, shape (..., N, Dv)
         Values.
     keys : int
-        Keys in one sum of the tensor cores: 64, or 32 if D or Dv is above 192.
+        Keys in one sum of the tensor cores: 64, or 32 if D or Dv is above 192 (in the generic
+        kernel above 64).
 
     Returns
     -------

@@ -100,6 +100,11 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         192: (TileSize(64, 32, 4, 1, 5),),
         256: (TileSize(64, 32, 4, 1, 3),),
     },
+    # float32 as two float16 numbers in the generic kernel: ``forward`` with ``split_floats``.
+    ("forward_split_floats", 4): {
+        64: (TileSize(128, 64, 8, 1, 2),),
+        128: (TileSize(128, 32, 8, 1, 2),),
+    },
     ("forward", 8): {
         64: (TileSize(128, 32, 8, 1, 2, tuned=True),),
         128: (TileSize(128, 32, 8, tuned=True, spills=True),),

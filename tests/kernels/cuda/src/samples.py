@@ -162,8 +162,10 @@ def representative_keys(arch: str, combination: int) -> list[KernelKey]:
                     bias="float32", full_bias=True, bias_alignment_bytes=16, dbias=True
                 )
             keys = _keys(problem, context)
-            own = (x for x in keys if (takes_over if x.head_flags else x.kernel in _OF_HOPPER))
-            found |= dict.fromkeys(own)
+            for key in keys:
+                special = key.kernel in _OF_HOPPER or key.split_floats
+                if takes_over if key.head_flags else special:
+                    found[key] = None
     # One block has the only key, and writes dq.
     few_keys = _keys(problem_of("float32", 32), context_of(arch))
     found |= dict.fromkeys(x for x in few_keys if x.write_dq)

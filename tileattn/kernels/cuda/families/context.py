@@ -185,7 +185,12 @@ def rows_of_block(key: KernelKey, columns: int) -> int:
     return key.threads // lanes
 
 
+def capability(arch: str) -> int:
+    """Return the compute capability of a target, times ten; 0 if it names none."""
+    found = re.search(r"\d+", arch)
+    return int(found[0]) if found else 0
+
+
 def has_clusters(arch: str) -> bool:
     """Return True if a GPU has clusters of thread blocks with distributed shared memory."""
-    found = re.search(r"\d+", arch)
-    return found is not None and int(found[0]) >= _CLUSTERS
+    return capability(arch) >= _CLUSTERS

@@ -99,12 +99,12 @@ def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
     P, (dim, value) = problem, _buckets(problem)
     tile, shared = _tiles(P, context)[0]
     key = key_of(FLOAT32_FORWARD, P, context, dim, value, tile, shared)
-    key = replace(key, alignment_bytes=context.alignment_bytes)
+    key = replace(key, alignment_bytes=context.alignment_bytes, split_floats=True)
     grid = Grid("queries", key.block_q, most=context.sm_count)
     maps = ("k_planes", key.block_k), ("v_planes", key.block_k)
     main = KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=_FORWARD)
     others = generic.repairing(generic.forward_launch(P, context), context, FAILED)
-    return _split(SPLIT_KEYS, P, context), main, others._replace(traits=PLAIN)
+    return split_launch(SPLIT_KEYS, P, context, (dim, value)), main, others._replace(traits=PLAIN)
 
 
 def _tiles(P: Problem, context: LaunchContext) -> list[tuple[TileSize, int]]:
@@ -140,7 +140,8 @@ def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
     others = generic.dq_launch(P, context), generic.dkdv_launch(P, context, add_dq=False)
     left = NON_FINITE | LARGE_SCORES | FAILED
     repairs = (generic.repairing(x, context, left)._replace(traits=PLAIN) for x in others)
-    splits = (_split(kernel, P, context) for kernel in (SPLIT_KEYS, SPLIT_QUERIES))
+    sizes = _buckets(P)
+    splits = (split_launch(kernel, P, context, sizes) for kernel in (SPLIT_KEYS, SPLIT_QUERIES))
     return *splits, main, dq, *repairs
 
 
@@ -158,6 +159,7 @@ def _gradients(
     shared = count_bytes(tile, plane_columns(dim), plane_columns(value))
     key = key_of(kernel, P, context, dim, value, tile, shared)
     key = replace(key, alignment_bytes=context.alignment_bytes, bias_alignment_bytes=0)
+    key = replace(key, split_floats=True)
     grid = Grid(over, key.block_k if over == "keys" else key.block_q, most=context.sm_count)
     q_rows, k_rows = min(tile.block_q, TILE_ROWS), min(tile.block_k, TILE_ROWS)
     rows = {"q": q_rows, "k": k_rows, "v": k_rows, "dout": q_rows}
@@ -170,11 +172,13 @@ def _buckets(P: Problem) -> tuple[int, int]:
     return dim, value
 
 
-def _split(kernel: str, P: Problem, context: LaunchContext) -> KernelLaunch:
-    """Launch the kernel that splits k and v, or q and dout."""
+def split_launch(
+    kernel: str, P: Problem, context: LaunchContext, sizes: tuple[int, int]
+) -> KernelLaunch:
+    """Launch the kernel that splits k and v, or q and dout; ``sizes`` are the buckets of both."""
     of_keys = kernel == SPLIT_KEYS
     key = KernelKey(
-        *(kernel, P.dtype.name, *_buckets(P)),
+        *(kernel, P.dtype.name, *sizes),
         warps_m=_WARPS,
         alignment_bytes=context.alignment_bytes,
         packed=P.is_packed,
@@ -215,8 +219,12 @@ class _Planes:
 def _forward_workspace(P: Problem, key: KernelKey) -> Parts:
     """Add flags of query heads, which the kernel that splits keys clears."""
     found = forward_workspace(P, key)
-    flags = {"head_flags": (2 + P.entries * P.Hq) * COUNT}
-    return found._replace(scratch=found.scratch | flags)
+    return found._replace(scratch=found.scratch | query_head_flags(P, key).scratch)
+
+
+def query_head_flags(P: Problem, _: KernelKey) -> Parts:
+    """Return the flags of query heads."""
+    return Parts({"head_flags": (2 + P.entries * P.Hq) * COUNT}, {})
 
 
 _FORWARD = KernelTraits(

@@ -20,6 +20,7 @@ class KernelKey:
     min_blocks_per_sm: int = 1  # for __launch_bounds__: limits the registers of a thread
     groups: int = 1  # groups of warps in a thread block, each with work tiles of its own
     kv_dtype: str = ""  # of k and v if they have 8 bits
+    split_floats: bool = False  # float32: the kernel computes with two float16 numbers each
     alignment_bytes: int = 16  # alignment of every row, and width of a copy to shared memory
     bias: str = ""  # dtype of the bias; "" if there is none
     softcap: bool = False

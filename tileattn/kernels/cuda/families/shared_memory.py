@@ -11,6 +11,7 @@ HOPPER_STATIC = 2048  # upper bound of the static shared memory of a Hopper kern
 _SUM_BYTES = 4  # of a partial sum of a Hopper kernel
 _STAGING_BYTES = 2048  # of each warp: 64 columns of 16 rows of the output
 HOPPER_GROUP_ROWS = 64  # rows of a warpgroup's wgmma
+_RESULT_BYTES = 4  # of an element of a result in float32
 _DQ_COPY_BYTES = 64 * 32 * 4  # float32 sums that one bulk copy adds to dQ in device memory
 _BLOCK_PIECES = 4  # pieces of a block of a running total, as in src/fwd_smem_sm90.cuh
 _DESCALE_BYTES = 4  # of the factor of a key, or a value, of 8 bits
@@ -171,6 +172,18 @@ def float32_forward_bytes(tile: TileSize, dim: int, value: int, bias_size: int =
     queries = 2 * _swizzled(tile.block_q, dim)
     keys, values = (2 * _swizzled(tile.block_k, n) for n in (dim, value))
     return queries + tile.stages * (keys + values) + _tiled(tile.block_q, tile.block_k, bias_size)
+
+
+@cache
+def float32_generic_bytes(tile: TileSize, dim: int, value: int, bias_size: int = 0) -> int:
+    """Count the dynamic shared memory of the generic forward kernel for split float32.
+
+    It holds the stages of keys and values, which are float16 numbers in pairs, and a tile of the
+    bias. The results replace them at the end. Queries are in registers.
+    """
+    stages = tile.stages * 2 * (_swizzled(tile.block_k, dim) + _swizzled(tile.block_k, value))
+    bias = _tiled(tile.block_q, tile.block_k, bias_size)
+    return max(stages + bias, _tiled(tile.block_q, value, _RESULT_BYTES))
 
 
 @cache

@@ -23,8 +23,9 @@ using BiasElement = Present<KEY_BIAS>::type;
 
 constexpr bool IS_16_BIT = sizeof(Element) == 2;
 
-// Hopper's kernels for float32 compute with two float16 numbers for each element (splitting.cuh).
-constexpr bool SPLIT_FLOATS = sizeof(Element) == 4 && KEY_PRODUCER_WARPS > 0;
+// The kernel computes with two float16 numbers for each element of float32 (splitting.cuh).
+constexpr bool SPLIT_FLOATS = KEY_SPLIT_FLOATS;
+static_assert(!SPLIT_FLOATS || sizeof(Element) == 4, "float32 is split");
 
 // The types of keys and values, and of operands of GEMMs with them. Both are Element unless keys and
 // values have 8 bits, or float32 is split.

@@ -4,11 +4,15 @@
 // If the output is not finite, and not all queries attend to the non-finite values, a second, NaN-safe pass
 // computes the block again (nonfinite.cuh). Rows that attend only to finite values get the same bits from
 // both passes.
+//
+// With SPLIT_FLOATS each GEMM is three GEMMs of float16 numbers (split_forward.cuh). A head fails as in
+// forward_float32_sm90.cu, and is computed again without SPLIT_FLOATS. There is no second pass.
 #include "head_flags.cuh"
 #include "nonfinite.cuh"
 #include "pair.cuh"
 #include "rows.cuh"
 #include "softmax.cuh"
+#include "split_forward.cuh"
 #include "tile_scheduler.cuh"
 
 constexpr int MT = BLOCK_Q / (16 * WARPS_M);  // 16-row tiles of a warp
@@ -18,11 +22,15 @@ static_assert(NT % 2 == 0 && VT % 2 == 0, "atoms are loaded in pairs");
 static_assert(!PAIR || WARPS_N == 1, "the P tile takes the other CTA's part of the scores");
 
 using QueryTile = Tile<Element, BLOCK_Q, HEAD_COLUMNS>;
-using KeyTile = Tile<Element, BLOCK_K, HEAD_COLUMNS>;
-using ValueTile = Tile<Element, BLOCK_K, VALUE_COLUMNS>;
+using KeyTile = Tile<Operand, BLOCK_K, tile_columns(HEAD_COLUMNS)>;
+using ValueTile = Tile<Operand, BLOCK_K, tile_columns(VALUE_COLUMNS)>;
 using OutTile = Tile<Element, BLOCK_Q, VALUE_COLUMNS>;
 using ScoreTile = Tile<Element, BLOCK_Q, BLOCK_K>;
-constexpr int FIRST_BYTES = QueryTile::BYTES > OutTile::BYTES ? QueryTile::BYTES : OutTile::BYTES;
+// Split queries are in registers, and the results take the place of the stages and the bias.
+constexpr int FIRST_BYTES = SPLIT_FLOATS                        ? 0
+                            : QueryTile::BYTES > OutTile::BYTES ? QueryTile::BYTES
+                                                                : OutTile::BYTES;
+static_assert(!SPLIT_FLOATS || (WARPS_N == 1 && !PAIR), "a warp has all columns of its rows");
 
 using NonFiniteTable = NonFinite<Element, BLOCK_K, VALUE_COLUMNS>;
 static_assert(NonFiniteTable::BYTES <= KeyTile::BYTES, "the table takes the k tile");
@@ -111,15 +119,17 @@ __device__ inline void restore_non_finite(Fragment<Accum, MT, VT>& acc, const No
 template <bool NAN_SAFE>
 __device__ void forward_block(const Params& p, const WorkTile& work, int index);
 
-// Not inlined, so that it costs the first pass no registers. float32 always runs it after a non-finite
-// output: in the first pass the tf32 parts turn infinity into NaN.
+// Not inlined, so that it costs the first pass no registers. A template, so that it is compiled only where it is
+// called. float32 always runs it after a non-finite output: in the first pass the tf32 parts turn infinity into NaN.
+template <bool NAN_SAFE>
 __device__ __noinline__ void forward_block_nan_safe(const Params& p, int index) {
     const WorkTile work(p, index);
-    if (sizeof(Element) == 4 || needs_nan_safe(p, work)) forward_block<true>(p, work, index);
+    if (sizeof(Element) == 4 || needs_nan_safe(p, work)) forward_block<NAN_SAFE>(p, work, index);
 }
 
 template <bool NAN_SAFE>
 __device__ inline void forward_block(const Params& p, const WorkTile& work, int index) {
+    constexpr bool SPLIT = SPLIT_FLOATS && !NAN_SAFE;
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile(memory);
     const OutTile out_tile(memory);  // overlays q at the end
@@ -138,21 +148,30 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
     const int value0 = group.warp_n * VT * 8;                      // its first column of out
 
     const Range keys = head.attn_mask.window.key_range(q0, min(q0 + BLOCK_Q, int(head.Nq())));
+    SplitForward<SPLIT, MT> split(p, head, q0 + row0);
     auto load_keys = [&](int k0, int stage) {
-        k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n + d0, p.k_at.n,
-                                                              keys.hi - k0, int(p.D) - d0);
+        if constexpr (SPLIT)
+            split.load_keys(k_tile(stage), k0, keys.hi);
+        else
+            k_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.k + k0 * p.k_at.n + d0, p.k_at.n,
+                                                                  keys.hi - k0, int(p.D) - d0);
         copy_commit();
     };
     auto load_values = [&](int k0, int stage) {
-        v_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.v + k0 * p.v_at.n + column,
-                                                              p.v_at.n, keys.hi - k0, columns);
+        if constexpr (SPLIT)
+            split.load_values(v_tile(stage), k0, keys.hi);
+        else
+            v_tile(stage).template load<THREADS, ALIGNMENT_BYTES>(head.v + k0 * p.v_at.n + column,
+                                                                  p.v_at.n, keys.hi - k0, columns);
         copy_commit();
     };
     auto load_bias = [&](int k0) { bias.load(head.score_mod, q0 + row0, k0 + column0); };
 
-    q_tile.template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n + d0, p.q_at.n,
-                                                   int(head.Nq()) - q0, int(p.D) - d0);
-    copy_commit();
+    if constexpr (!SPLIT) {
+        q_tile.template load<THREADS, ALIGNMENT_BYTES>(head.q + q0 * p.q_at.n + d0, p.q_at.n,
+                                                       int(head.Nq()) - q0, int(p.D) - d0);
+        copy_commit();
+    }
     __shared__ Mail::Barriers barriers;
     Mail mail(barriers);
     if constexpr (PAIR) arrive_at_peer(), wait_for_peer(), mail.release();
@@ -195,11 +214,16 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
             load_values(tiles.tile * BLOCK_K, stage);
         }
         if constexpr (HAS_MASK) dense.share();
-        Scores<false, MT, NT> s(q0 + row0, k0 + column0);
+        int row = q0 + row0;
+        if constexpr (SPLIT) hide(row);  // so that the keys of each row are not kept in registers
+        Scores<false, MT, NT> s(row, k0 + column0);
         // With many columns, unroll all steps: here there are registers for their operands.
         constexpr bool FEW = NAN_SAFE || PAIR || HEAD_COLUMNS <= 64;
         constexpr int UNROLL = FEW ? STEPS<NAN_SAFE, HEAD_COLUMNS> : HEAD_COLUMNS / 16;
-        multiply<HEAD_COLUMNS, UNROLL, false, NAN_SAFE>(s, q_tile, row0, k, column0);
+        if constexpr (SPLIT)
+            split.multiply_keys(s, k, k0);
+        else
+            multiply<HEAD_COLUMNS, UNROLL, false, NAN_SAFE>(s, q_tile, row0, k, column0);
         if constexpr (PAIR) {
             mail.send(p_tile, s, row0, column0);
             mail.add(p_tile, s, row0, column0);
@@ -224,7 +248,8 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
                          __syncthreads_or(table.clean<WARPS_M * WARPS_N>(v, threadIdx.x / WARP));
         }
         Accum rescale[MT][2];
-        state.update(s, head.score_mod.softmax_scale_log2(), group, rescale);
+        constexpr int THRESHOLD = SPLIT ? RESCALE_THRESHOLD : 0;
+        state.template update<THRESHOLD>(s, head.score_mod.softmax_scale_log2(), group, rescale);
         acc.scale_rows(rescale);
         load_mask();
         // 16 keys at a time, so that computing random bits overlaps with the mma of other keys.
@@ -239,7 +264,9 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
             }
             if (STAGES == 1 && !tiles.done()) load_keys(tiles.tile * BLOCK_K, 0);
         }
-        if constexpr (WARPS_N > 1) {
+        if constexpr (SPLIT) {
+            split.add_values(acc, s, v, k0, drop);
+        } else if constexpr (WARPS_N > 1) {
             if constexpr (!NAN_SAFE)
 #pragma unroll
                 for (int n = 0; n < NT; n += 2) drop(n);
@@ -256,32 +283,42 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
     if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // no store to either CTA is in flight
     __syncthreads();  // all warps are done with q
     state.reduce_sums(group);
-    const Lane lane;
-    const Accum sink = head.sink();
+    // Normalise and store the results. Returns true if they are not good.
+    auto finish = [&](const WorkTile& work, const Head& head) {
+        const Lane lane;
+        const Accum sink = head.sink();
 #pragma unroll
-    for (int m = 0; m < MT; ++m)
+        for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            Accum lse;
-            const Accum inverse =
-                state.finalize(m, half, sink, Accum(p.dropout_scale), Accum(p.softmax_scale), lse);
+            for (int half = 0; half < 2; ++half) {
+                Accum lse;
+                const Accum inverse =
+                    state.finalize(m, half, sink, Accum(p.dropout_scale), Accum(p.softmax_scale), lse);
 #pragma unroll
-            for (int n = 0; n < VT; ++n)
+                for (int n = 0; n < VT; ++n)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[m][n][e] *= inverse;
-            const int i = q0 + row0 + 16 * m + lane.row(2 * half);
-            if (lane.t == 0 && value0 == 0 && own_half() == 0 && i < head.Nq())
-                static_cast<Accum*>(p.lse)[head.row(i)] = lse;
-        }
-    store_fragment(out_tile, acc, row0, value0);
-    const bool again = any_of_work_tile(!NAN_SAFE && !acc.all_finite());
-    out_tile.template store<THREADS, ALIGNMENT_BYTES>(
-        head.sequence.queries<Element>(p.out, p.out_at, head.h) + q0 * p.out_at.n + column,
-        p.out_at.n, int(head.Nq()) - q0, columns);
-
-    if (NAN_SAFE || !again) return;
-    __syncthreads();  // all warps have stored
-    forward_block_nan_safe(p, index);
+                    for (int e = 2 * half; e < 2 * half + 2; ++e) acc.x[m][n][e] *= inverse;
+                const int i = work.q0 + row0 + 16 * m + lane.row(2 * half);
+                if (lane.t == 0 && value0 == 0 && own_half() == 0 && i < head.Nq())
+                    static_cast<Accum*>(p.lse)[head.row(i)] = lse;
+            }
+        store_fragment(out_tile, acc, row0, value0);
+        bool bad = !NAN_SAFE && !acc.all_finite();
+        if constexpr (SPLIT) bad = bad || !split.keeps_digits();
+        bad = any_of_work_tile(bad);
+        out_tile.template store<THREADS, ALIGNMENT_BYTES>(
+            head.sequence.queries<Element>(p.out, p.out_at, head.h) + work.q0 * p.out_at.n + work.column,
+            p.out_at.n, int(head.Nq()) - work.q0, work.columns);
+        return bad;
+    };
+    if constexpr (SPLIT) {
+        const WorkTile again(p, index);  // so that nothing of the work tile is kept in registers
+        if (finish(again, Head(p, again.b, again.h)) && threadIdx.x == 0) fail_query_head(p, again.b, again.h);
+    } else {
+        if (!finish(work, head) || NAN_SAFE) return;
+        __syncthreads();  // all warps have stored
+        forward_block_nan_safe<true>(p, index);
+    }
 }
 
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)

@@ -15,17 +15,8 @@ constexpr bool SHIFT_FROM_SUMS = FOLD;
 constexpr bool HAS_REGISTERS = VT <= 8 || (VT <= 16 && !(PACKED || HAS_MASK || HAS_BLOCK_MASK || HAS_DROPOUT));
 constexpr int PV_ATOMS = HAS_REGISTERS ? 8 : 4;
 
-// Load two neighbouring elements of a row.
-__device__ inline float2 load_pair(const Element* row, int column, int columns) {
-    if (ALIGNMENT_BYTES >= 8 && column + 1 < columns) return *reinterpret_cast<const float2*>(row + column);
-    float2 x{0, 0};
-    if (column < columns) x.x = row[column];
-    if (column + 1 < columns) x.y = row[column + 1];
-    return x;
-}
-
 // Load and split the queries of a warp, with one factor for each row. Returns the inverse factors of a lane's two
-// rows; infinity if a row is not finite. In registers, as operands of QK, ptxas 13.0 would overwrite them in the loop over tiles.
+// rows. In registers, as operands of QK, ptxas 13.0 would overwrite the queries in the loop over tiles.
 __device__ inline void load_queries(const Params& p, const WorkTile& work, const QueryTile& tile,
                                     float (&inverse)[2]) {
     const Lane lane;
@@ -34,46 +25,16 @@ __device__ inline void load_queries(const Params& p, const WorkTile& work, const
     const int rows = work.Nq(p) - work.q0 - row0;
     const Element* const q = rows_of<Element>(p.q, p.q_at, work.entry(), work.h) +
                              (i64(work.q_start) + work.q0 + row0) * p.q_at.n;
-    // Two neighbouring elements, in the order of an operand's registers: rows alternate, then sides.
     auto load = [&](int k, int i) {
         const int row = lane.row(2 * (i % 2)), columns = row < rows ? int(p.D) : 0;
         return load_pair(q + row * p.q_at.n, 16 * k + i / 2 * 8 + 2 * lane.t, columns);
     };
-    // Up to 128 columns stay in registers; wider rows are loaded again.
-    constexpr int DEPTH = (HEAD_DIM + 15) / 16;
-    constexpr bool KEPT = DEPTH <= 8;
-    float2 kept[KEPT ? DEPTH : 1][4];
-    float most[2] = {}, factor[2];
-#pragma unroll(KEPT ? DEPTH : 4)
-    for (int k = 0; k < DEPTH; ++k)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 pair = load(k, i);
-            if constexpr (KEPT) kept[k][i] = pair;
-            most[i % 2] = maximum_or_nan(most[i % 2], maximum_or_nan(fabsf(pair.x), fabsf(pair.y)));
-        }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int step = 1; step < 4; step *= 2)
-            most[half] = maximum_or_nan(most[half], __shfl_xor_sync(~0u, most[half], step));
-        factor[half] = power_of_two(is_finite(most[half]) ? most[half] : 0);
-        inverse[half] = is_finite(most[half]) ? inverse_power(factor[half]) : infinity<float>();
-    }
-#pragma unroll(KEPT ? DEPTH : 4)
-    for (int k = 0; k < DEPTH; ++k) {
-        Atom<float16>::A high, low;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 pair = KEPT ? kept[KEPT ? k : 0][i] : load(k, i);
-            const Split first = split(pair.x, factor[i % 2]), second = split(pair.y, factor[i % 2]);
-            high.r[i] = u32(first.high.bits) | u32(second.high.bits) << 16;
-            low.r[i] = u32(first.low.bits) | u32(second.low.bits) << 16;
-        }
-        const int row = row0 + warp_lane % 16, column = 16 * k + warp_lane / 16 * 8;
-        store_matrices(tile.chunk(row, 2 * high_column(column)), high.r);
-        store_matrices(tile.chunk(row, 2 * low_column(column)), low.r);
-    }
+    split_own_rows<(HEAD_DIM + 15) / 16>(
+        load, inverse, [&](int k, const Atom<float16>::A& high, const Atom<float16>::A& low) {
+            const int row = row0 + warp_lane % 16, column = 16 * k + warp_lane / 16 * 8;
+            store_matrices(tile.chunk(row, 2 * high_column(column)), high.r);
+            store_matrices(tile.chunk(row, 2 * low_column(column)), low.r);
+        });
 }
 
 // Where the results of a warp go, from its first row on.

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "sequence.cuh"
-#include "splitting.cuh"
+#include "split_operand.cuh"
 
 // Columns of a tile in shared memory: of planes if float32 is split.
 __device__ constexpr int tile_columns(int columns) { return SPLIT_FLOATS ? plane_columns(columns) : columns; }
@@ -11,13 +11,6 @@ __device__ constexpr int tile_columns(int columns) { return SPLIT_FLOATS ? plane
 // The largest product of an element of q and one of k, in units of log 2 of the score. An element loses digits
 // below 2**-50 of the largest of its tile: with more, that would show in a score.
 constexpr float MAX_PRODUCT = 0x1p20f;
-
-// The larger of two numbers, or NaN if one is NaN.
-__device__ inline float maximum_or_nan(float x, float y) {
-    float largest;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(x), "f"(y));
-    return largest;
-}
 
 // True if the scores of tiles of queries and of keys keep their digits. The inverse factors are the largest, and NaN
 // if a tile cannot be split: a score_mod may return numbers for scores of NaN.
@@ -31,4 +24,32 @@ __device__ inline bool keeps_digits(const Params& p, float q_inverse, float k_in
 __device__ inline i64 first_factor(const Params& p, i64 heads, i64 rows, i64 entry, i64 h, i64 start, i64 b) {
     const i64 first = PACKED ? start / TILE_ROWS + b : 0;
     return (entry * heads + h) * block_count<TILE_ROWS>(p, rows) + first;
+}
+
+// The planes of a head's keys and values: the index of their first row, and of the inverse factor of their first tile.
+struct HeadPlanes {
+    const Params& p;
+    u32 first_row, factor;  // more than 2**32 rows do not fit in memory
+
+    __device__ HeadPlanes(const Params& p, const Sequence& sequence, i64 h)
+        : p(p),
+          first_row(u32((sequence.entry() * p.Hkv + h) * p.Nk + sequence.k_start)),
+          factor(u32(first_factor(p, p.Hkv, p.Nk, sequence.entry(), h, sequence.k_start, sequence.b))) {}
+
+    // Start to copy planes from `row` on to a tile. Rows from `end` on become zero.
+    template <int BLOCK, int PITCH>
+    __device__ void load(const Tile<float16, BLOCK, PITCH>& tile, const void* planes, int row, int end) const {
+        tile.template load<THREADS, 16>(static_cast<const float16*>(planes) + i64(first_row + row) * PITCH, PITCH,
+                                        end - row, PITCH);
+    }
+    __device__ float inverse(const float* factors, int row) const { return factors[factor + row / TILE_ROWS]; }
+};
+
+// Load two neighbouring elements of a row of float32.
+__device__ inline float2 load_pair(const float* row, int column, int columns) {
+    if (ALIGNMENT_BYTES >= 8 && column + 1 < columns) return *reinterpret_cast<const float2*>(row + column);
+    float2 x{0, 0};
+    if (column < columns) x.x = row[column];
+    if (column + 1 < columns) x.y = row[column + 1];
+    return x;
 }

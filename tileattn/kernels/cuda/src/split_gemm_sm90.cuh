@@ -6,8 +6,7 @@
 #pragma once
 
 #include "gemm_sm90.cuh"
-#include "splitting.cuh"
-
+#include "split_operand.cuh"
 
 // The wgmmas for DEPTH columns, and for a partial sum of products of high parts.
 template <int DEPTH>
@@ -102,29 +101,6 @@ struct SplitSums<DEPTH, NT, true> : SplitSteps<DEPTH> {
 #pragma unroll
                 for (int i = 1; i < PARTS; ++i) high += of_high[i].x[0][n][e];
                 c.x[0][n][e] = fmaf(low, inverse[e / 2] * LOW_UNIT, high * inverse[e / 2]);
-            }
-    }
-};
-
-// 64 x 16 * K numbers as the first operand of a GEMM.
-template <int K>
-struct SplitOperand {
-    Atom<float16>::A high[K], low[K];
-
-    // Split the numbers of atoms begin to end - 1, each multiplied by the factor of its row.
-    template <int NT>
-    __device__ void split(const Fragment<float, 1, NT>& c, const float (&factor)[2], int begin = 0,
-                          int end = 2 * K) {
-#pragma unroll
-        for (int k = begin / 2; k < end / 2; ++k)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* const from = c.x[0][2 * k + i / 2] + i % 2 * 2;
-                const float x = rounded_product(from[0], factor[i % 2]), y = rounded_product(from[1], factor[i % 2]);
-                const u32 both = pack<float16>(x, y);
-                const float16 first{static_cast<unsigned short>(both)}, second{static_cast<unsigned short>(both >> 16)};
-                high[k].r[i] = both;
-                low[k].r[i] = pack<float16>((x - widen(first)) / LOW_UNIT, (y - widen(second)) / LOW_UNIT);
             }
     }
 };

@@ -1,0 +1,100 @@
+"""The generic forward kernel for float32 as two float16 numbers: on GPUs without wgmma.
+
+``forward`` with ``split_floats`` reads keys and values as ``split_keys`` writes them, and splits
+queries and P in registers (``src/split_forward.cuh``). Heads that cannot be split, and heads with
+large scores, are left to ``forward`` without ``split_floats``.
+"""
+
+from tileattn.call.problem import Problem
+from tileattn.dtypes import NAMED
+from tileattn.kernels.cuda.families import generic
+from tileattn.kernels.cuda.families.context import (
+    FAILED,
+    PLAIN,
+    KernelLaunch,
+    KernelTraits,
+    LaunchContext,
+    capability,
+    option_fields,
+)
+from tileattn.kernels.cuda.families.family import Clause, Family, first_reason
+from tileattn.kernels.cuda.families.float32 import (
+    SPLIT_KEYS,
+    query_head_flags,
+    split_launch,
+)
+from tileattn.kernels.cuda.families.grid import Grid
+from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.shared_memory import (
+    float32_generic_bytes,
+    generic_static_bytes,
+)
+from tileattn.kernels.cuda.families.size_class import empty_axes, fits_positions, suits_planes
+from tileattn.kernels.cuda.families.tiles import bucket, tuned_tiles
+from tileattn.kernels.cuda.tile_sizes import TileSize
+
+SPLIT_FLOATS = "forward_split_floats"  # what its tiles are called
+MAX_DIM = 128  # queries of wider heads do not fit in registers
+_AMPERE = 80  # first compute capability with mma of 16 x 8 x 16 float16 numbers, times ten
+
+_UNSUPPORTED: tuple[Clause, ...] = (
+    ("dtype is not float32", lambda P, _: P.dtype.name != "float32"),
+    (
+        "the GPU has a compute capability below 8.0",
+        lambda _, context: capability(context.arch) < _AMPERE,
+    ),
+    ("an array is empty", lambda P, _: bool(empty_axes(P)) or 0 in (P.D, P.Dv)),
+    ("an array has nearly 2**31 rows or more", lambda P, _: not fits_positions(P)),
+    (f"a head dimension is above {MAX_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_DIM),
+    ("queries or keys are few", lambda P, context: not suits_planes(P, context.tuning)),
+    ("no tile fits in shared memory", lambda P, context: not _tiles(P, context)),
+)
+
+
+def _why_not(problem: Problem, context: LaunchContext) -> str | None:
+    return first_reason(_UNSUPPORTED, problem, context)
+
+
+def _concerns(problem: Problem, _: LaunchContext) -> bool:
+    return problem.dtype.name == "float32" and not problem.is_paged
+
+
+def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+    P, sizes = problem, _buckets(problem)
+    tile, shared = _tiles(P, context)[0]
+    key = KernelKey(
+        *("forward", P.dtype.name, *sizes, *tile[:6]),
+        split_floats=True,
+        alignment_bytes=context.alignment_bytes,
+        mask_vector_width=context.mask_vector_width,
+        bias_alignment_bytes=context.bias_alignment_bytes,
+        **option_fields(P, context),
+    )
+    traits = KernelTraits(
+        main=True, l2_share=context.tuning.grid_l2_share, workspace=query_head_flags
+    )
+    why = f"float16 tensor cores, {tile.why}"
+    main = KernelLaunch(key, Grid("queries", key.block_q), shared, why, traits=traits)
+    others = generic.repairing(generic.forward_launch(P, context), context, FAILED)
+    return split_launch(SPLIT_KEYS, P, context, sizes), main, others._replace(traits=PLAIN)
+
+
+def _buckets(P: Problem) -> tuple[int, int]:
+    return bucket(P.D), bucket(P.Dv)
+
+
+def _tiles(P: Problem, context: LaunchContext) -> list[tuple[TileSize, int]]:
+    """List the tiles that fit, each with its bytes of shared memory, the best first."""
+    dim, value = _buckets(P)
+    bias_size = NAMED[context.bias].itemsize if context.bias_alignment_bytes else 0
+    sized = [
+        (tile, float32_generic_bytes(tile, dim, value, bias_size))
+        for tile in tuned_tiles(SPLIT_FLOATS, P.dtype.itemsize, max(dim, value))
+    ]
+    static = {tile: generic_static_bytes("forward", tile, P.dtype.itemsize) for tile, _ in sized}
+    return [(tile, n) for tile, n in sized if n + static[tile] <= context.shared_limit]
+
+
+SPLIT_GENERIC_FORWARD = Family(
+    "the generic kernel for split float32", _forward, _why_not, _concerns
+)

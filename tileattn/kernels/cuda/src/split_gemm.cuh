@@ -1,0 +1,133 @@
+// Layer 2. GEMMs of a warp for float32 as three GEMMs of float16 numbers (splitting.cuh): the products of two high
+// parts, and of a high and a low part. X is in registers, Y a tile of planes.
+//
+// The tensor core cuts sums toward zero. So sums leave it every 64 terms, and are added in float32.
+#pragma once
+
+#include "split_operand.cuh"
+
+// The second operand: both parts of 16 x 8 numbers.
+struct SplitColumns {
+    Atom<float16>::B high, low;
+};
+
+// Loads operands from a tile of planes: an ldmatrix loads both parts of one, or the same part of two. A lane keeps one
+// address: others differ by a constant, or by an exclusive or, since tiles are aligned to their swizzle. TRANSPOSED:
+// rows of the tile are rows of an operand; otherwise they are its columns.
+template <class Planes, bool TRANSPOSED, int ATOMS>
+struct SplitLoader {
+    static_assert(ATOMS <= 2);
+    u32 first;
+
+    __device__ explicit SplitLoader(const Planes& tile) {
+        const int lane = threadIdx.x % WARP, own = lane % 16, next = lane / 16;
+        const int low = ATOMS == 1 ? next * low_column(0) : 0, atom = ATOMS == 2 ? next * 8 : 0;
+        first = tile.address +
+                (TRANSPOSED ? Planes::at(own, atom + low) : Planes::at(own % 8 + atom, own / 8 * 8 + low));
+    }
+    // From a row and a column of the numbers on: multiples of 8 * ATOMS.
+    __device__ void load(SplitColumns (&operands)[ATOMS], int row, int column) const {
+        u32 r[ATOMS][4];
+#pragma unroll
+        for (int part = 0; part < ATOMS; ++part) {
+            const int byte = 2 * (part ? low_column(column) : high_column(column));
+            const u32 address = (first ^ (byte & 127)) + row * Planes::PITCH + (byte & ~127);
+            if constexpr (TRANSPOSED)
+                load_matrices_transposed(r[part], address);
+            else
+                load_matrices(r[part], address);
+        }
+        if constexpr (ATOMS == 1) {
+            operands[0] = {{r[0][0], r[0][1]}, {r[0][2], r[0][3]}};
+        } else {
+#pragma unroll
+            for (int n = 0; n < ATOMS; ++n)
+                operands[n] = {{r[0][2 * n], r[0][2 * n + 1]}, {r[1][2 * n], r[1][2 * n + 1]}};
+        }
+    }
+};
+
+// The sums of 16 * MT rows and 8 * NT columns: of products of high parts, and of all others.
+template <int MT, int NT>
+struct SplitSums {
+    Fragment<float, MT, NT> high, low;
+
+    __device__ SplitSums() { high.clear(), low.clear(); }
+
+    // Add the products of step k of X. The two products that share a sum are far apart.
+    template <int K>
+    __device__ void add(const SplitOperand<K> (&x)[MT], int k, const SplitColumns (&y)[NT]) {
+#pragma unroll
+        for (int product = 0; product < 3; ++product)
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+                    Atom<float16>::mma(product == 1 ? high.x[m][n] : low.x[m][n],
+                                       product == 2 ? x[m].low[k] : x[m].high[k],
+                                       product == 0 ? y[n].low : y[n].high);
+    }
+};
+
+// Atoms of C whose sums are in registers at a time: enough for the tensor core to be busy.
+template <int MT>
+constexpr int SUM_ATOMS = MT == 1 ? 2 : 1;
+
+// C = X Y^T, with the inverse factor of each row of C.
+template <int K, class Planes, int MT, int NT>
+__device__ inline void split_multiply(Fragment<float, MT, NT>& c, const SplitOperand<K> (&x)[MT], const Planes& y,
+                                      const float (&inverse)[MT][2]) {
+    constexpr int SUM_STEPS = 64 / 16, ATOMS = SUM_ATOMS<MT>;
+    const SplitLoader<Planes, false, ATOMS> loader(y);
+#pragma unroll
+    for (int n0 = 0; n0 < NT; n0 += ATOMS) {
+        SplitSums<MT, ATOMS> sums;
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            SplitColumns columns[ATOMS];
+            loader.load(columns, 8 * n0, 16 * k);
+            sums.add(x, k, columns);
+            if ((k + 1) % SUM_STEPS != 0 && k + 1 < K) continue;
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int n = 0; n < ATOMS; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        float& total = c.x[m][n0 + n][e];
+                        total = k < SUM_STEPS ? sums.high.x[m][n][e] : total + sums.high.x[m][n][e];
+                        if (k + 1 == K)
+                            total = fmaf(sums.low.x[m][n][e], inverse[m][e / 2] * LOW_UNIT, total * inverse[m][e / 2]);
+                    }
+            sums.high.clear();
+        }
+    }
+}
+
+// C += X Y: Y has up to 64 rows, and one inverse factor.
+template <int K, class Planes, int MT, int NT>
+__device__ inline void split_multiply_add(Fragment<float, MT, NT>& c, const SplitOperand<K> (&x)[MT], const Planes& y,
+                                          float inverse) {
+    static_assert(16 * K <= 64, "terms of a sum");
+    constexpr int ATOMS = SUM_ATOMS<MT>;
+    const SplitLoader<Planes, true, ATOMS> loader(y);
+#pragma unroll
+    for (int n0 = 0; n0 < NT; n0 += ATOMS) {
+        SplitSums<MT, ATOMS> sums;
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            SplitColumns columns[ATOMS];
+            loader.load(columns, 16 * k, 8 * n0);
+            sums.add(x, k, columns);
+        }
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < ATOMS; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float& total = c.x[m][n0 + n][e];
+                    total = fmaf(sums.low.x[m][n][e], inverse * LOW_UNIT, fmaf(sums.high.x[m][n][e], inverse, total));
+                }
+    }
+}
