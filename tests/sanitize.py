@@ -24,6 +24,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -355,6 +356,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="sanitize.py")
     parser.add_argument("--threads", type=int, default=1, help="problems at a time (default: 1)")
     parser.add_argument("--only", choices=JOBS, nargs="+", default=[*JOBS], help="some of them")
+    parser.add_argument("--generic", action="store_true", help="run no kernels of Hopper's")
     chosen = parser.parse_args()
     reason = tileattn.available_backends()["cupy"]
     if reason is not None:
@@ -362,7 +364,13 @@ def main() -> int:
         return 2
     import cupy
 
+    from tileattn.backends.cupy import describe
+
     cupy.cuda.set_allocator(None)
+    if chosen.generic:
+        device = describe.device_of(0)
+        generic = replace(device, arch=device.arch.rstrip("a"))
+        describe.device_of = lambda _: generic  # type: ignore[assignment]
     count = 0
     with ThreadPoolExecutor(chosen.threads) as pool:
         for name in chosen.only:

@@ -91,7 +91,7 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     ("backward_float32_sm90", 4): {
         64: (TileSize(64, 64, 8, 1, 3),),
         128: (TileSize(64, 64, 8, 1, 2),),
-        192: (TileSize(32, 64, 8, 1, 2),),
+        192: (TileSize(64, 64, 8, tuned=True),),
         256: (TileSize(32, 64, 8),),
     },
     ("backward_float32_dq_sm90", 4): {
@@ -102,7 +102,7 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     },
     # float32 as two float16 numbers in the generic kernel: ``forward`` with ``split_floats``.
     ("forward_split_floats", 4): {
-        64: (TileSize(128, 64, 8, 1, 2),),
+        64: (TileSize(64, 64, 4, 1, 2, 2, tuned=True), TileSize(128, 64, 8, 1, 2)),
         128: (TileSize(128, 32, 8, 1, 2),),
     },
     ("forward", 8): {

@@ -28,6 +28,7 @@ from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import (
     float32_generic_bytes,
     generic_static_bytes,
+    limit_of_block,
 )
 from tileattn.kernels.cuda.families.size_class import empty_axes, fits_positions, suits_planes
 from tileattn.kernels.cuda.families.tiles import bucket, tuned_tiles
@@ -91,8 +92,12 @@ def _tiles(P: Problem, context: LaunchContext) -> list[tuple[TileSize, int]]:
         (tile, float32_generic_bytes(tile, dim, value, bias_size))
         for tile in tuned_tiles(SPLIT_FLOATS, P.dtype.itemsize, max(dim, value))
     ]
-    static = {tile: generic_static_bytes("forward", tile, P.dtype.itemsize) for tile, _ in sized}
-    return [(tile, n) for tile, n in sized if n + static[tile] <= context.shared_limit]
+    return [
+        (tile, n)
+        for tile, n in sized
+        if n + generic_static_bytes("forward", tile, P.dtype.itemsize)
+        <= limit_of_block(context.shared_limit, tile.min_blocks_per_sm)
+    ]
 
 
 SPLIT_GENERIC_FORWARD = Family(

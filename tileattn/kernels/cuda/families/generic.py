@@ -27,9 +27,9 @@ from tileattn.kernels.cuda.families.family import NO_GENERIC, Family, first_reas
 from tileattn.kernels.cuda.families.grid import OPEN, Grid
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import (
-    RESERVED,
     generic_bytes,
     generic_static_bytes,
+    limit_of_block,
 )
 from tileattn.kernels.cuda.families.size_class import (
     has_keys,
@@ -239,7 +239,7 @@ def _tiled(
     shared_bytes = generic_bytes(kernel, tile, dim, value, size, bias_size)
     # A bias must not lower the occupancy that the tile asks for.
     blocks = tile.min_blocks_per_sm if bias_size else 1
-    limit = (context.shared_limit + RESERVED) // blocks - RESERVED
+    limit = limit_of_block(context.shared_limit, blocks)
     fits = shared_bytes + generic_static_bytes(kernel, tile, size) <= limit
     if not (fits and _divides(kernel, tile, dim, value)):
         return None

@@ -186,6 +186,11 @@ def float32_generic_bytes(tile: TileSize, dim: int, value: int, bias_size: int =
     return max(stages + bias, _tiled(tile.block_q, value, _RESULT_BYTES))
 
 
+def limit_of_block(most: int, blocks: int) -> int:
+    """Return the shared memory of each of several thread blocks on an SM; one may have ``most``."""
+    return (most + RESERVED) // blocks - RESERVED
+
+
 @cache
 def hopper_backward_bytes(
     tile: TileSize,
