@@ -212,6 +212,18 @@ def test_rows_of_any_alignment(alignment: int) -> None:
         assert {launch.key.alignment_bytes for launch in plan.launches} == {alignment}
 
 
+@pytest.mark.parametrize(("D", "alignment"), [(62, 16), (63, 4)])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_two_elements_are_not_read_at_once_if_columns_are_odd(
+    arch: str, D: int, alignment: int
+) -> None:
+    """Rows of a wider array may be aligned to 16 bytes, and the element past the last is there."""
+    context = ON_HOPPER._replace(arch=arch, alignment_bytes=16)
+    launches = forward_launches(problem_of(D=D, Dv=64, Nq=1000, Nk=1000), context)
+    split = [x for x in launches if x.key.split_floats]
+    assert [x.key.alignment_bytes for x in split] == [alignment]
+
+
 def test_broadcast_and_reversed_axes() -> None:
     problem = problem_of()
     for name in ("q", "k", "v"):

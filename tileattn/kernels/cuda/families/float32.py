@@ -99,12 +99,17 @@ def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
     P, (dim, value) = problem, _buckets(problem)
     tile, shared = _tiles(P, context)[0]
     key = key_of(FLOAT32_FORWARD, P, context, dim, value, tile, shared)
-    key = replace(key, alignment_bytes=context.alignment_bytes, split_floats=True)
+    key = replace(key, alignment_bytes=row_alignment(P, context), split_floats=True)
     grid = Grid("queries", key.block_q, most=context.sm_count)
     maps = ("k_planes", key.block_k), ("v_planes", key.block_k)
     main = KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=_FORWARD)
     others = generic.repairing(generic.forward_launch(P, context), context, FAILED)
     return split_launch(SPLIT_KEYS, P, context, (dim, value)), main, others._replace(traits=PLAIN)
+
+
+def row_alignment(P: Problem, context: LaunchContext) -> int:
+    """Return the alignment of rows of queries that two elements at a time do not overrun."""
+    return P.dtype.itemsize if P.D % 2 else context.alignment_bytes
 
 
 def _tiles(P: Problem, context: LaunchContext) -> list[tuple[TileSize, int]]:

@@ -21,6 +21,7 @@ from tileattn.kernels.cuda.families.family import Clause, Family, first_reason
 from tileattn.kernels.cuda.families.float32 import (
     SPLIT_KEYS,
     query_head_flags,
+    row_alignment,
     split_launch,
 )
 from tileattn.kernels.cuda.families.grid import Grid
@@ -66,7 +67,7 @@ def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
     key = KernelKey(
         *("forward", P.dtype.name, *sizes, *tile[:6]),
         split_floats=True,
-        alignment_bytes=context.alignment_bytes,
+        alignment_bytes=row_alignment(P, context),
         mask_vector_width=context.mask_vector_width,
         bias_alignment_bytes=context.bias_alignment_bytes,
         **option_fields(P, context),

@@ -45,11 +45,15 @@ struct HeadPlanes {
     __device__ float inverse(const float* factors, int row) const { return factors[factor + row / TILE_ROWS]; }
 };
 
-// Load two neighbouring elements of a row of float32.
+// Load two neighbouring elements of a row of float32. Rows aligned to 8 bytes or more have an even number of columns
+// (row_alignment in families/float32.py). Without a branch all loads of a row start at once.
 __device__ inline float2 load_pair(const float* row, int column, int columns) {
-    if (ALIGNMENT_BYTES >= 8 && column + 1 < columns) return *reinterpret_cast<const float2*>(row + column);
     float2 x{0, 0};
-    if (column < columns) x.x = row[column];
-    if (column + 1 < columns) x.y = row[column + 1];
+    if constexpr (ALIGNMENT_BYTES >= 8) {
+        if (column < columns) x = *reinterpret_cast<const float2*>(row + column);
+    } else {
+        if (column < columns) x.x = row[column];
+        if (column + 1 < columns) x.y = row[column + 1];
+    }
     return x;
 }
