@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--turn",
         metavar="I/N",
-        help="of the slow tests run the I-th of N shares, from 0 on, as .ci/run does",
+        help="run the quick tests, and the I-th of N shares of the slow ones, from 0 on",
     )
     parser.addoption(
         "--poison",
@@ -71,6 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if config.getoption("turn", None):
         turn, turns = map(int, config.getoption("turn").split("/"))
+        if not 0 <= turn < turns:
+            raise pytest.UsageError(f"--turn must be I/N with 0 <= I < N, not {turn}/{turns}")
         others = [x for x in items if _turn_of(x, turns) not in (None, turn)]
         config.hook.pytest_deselected(items=others)
         items[:] = [x for x in items if _turn_of(x, turns) in (None, turn)]

@@ -356,7 +356,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="sanitize.py")
     parser.add_argument("--threads", type=int, default=1, help="problems at a time (default: 1)")
     parser.add_argument("--only", choices=JOBS, nargs="+", default=[*JOBS], help="some of them")
-    parser.add_argument("--generic", action="store_true", help="run no kernels of Hopper's")
+    parser.add_argument("--generic", action="store_true", help="run only generic kernels")
     chosen = parser.parse_args()
     reason = tileattn.available_backends()["cupy"]
     if reason is not None:
@@ -369,8 +369,9 @@ def main() -> int:
     cupy.cuda.set_allocator(None)
     if chosen.generic:
         device = describe.device_of(0)
-        generic = replace(device, arch=device.arch.rstrip("a"))
-        describe.device_of = lambda _: generic  # type: ignore[assignment]
+        tuning = replace(device.tuning, generic_plane_rows=device.tuning.plane_rows)
+        generic = replace(device, arch=device.arch.rstrip("a"), tuning=tuning)
+        describe.device_of = lambda _: generic  # type: ignore[assignment]  # a cached function
     count = 0
     with ThreadPoolExecutor(chosen.threads) as pool:
         for name in chosen.only:

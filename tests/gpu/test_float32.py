@@ -55,7 +55,8 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         request.getfixturevalue("on_hopper")
     else:
         device = describe.device_of(0)
-        generic = replace(device, arch=device.arch.rstrip("a"), tuning=H100)
+        tuning = replace(H100, generic_plane_rows=H100.plane_rows)
+        generic = replace(device, arch=device.arch.rstrip("a"), tuning=tuning)
         monkeypatch.setattr(describe, "device_of", lambda _: generic)
     CALLS.clear()
     yield name

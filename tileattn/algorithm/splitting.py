@@ -190,8 +190,8 @@ def weighted_sum(p: Array, v: Array, keys: int = TILE_ROWS) -> Array:
     v : array of float32, shape (..., N, Dv)
         Values.
     keys : int
-        Keys in one sum of the tensor cores: 64, or 32 if D or Dv is above 192 (in the generic
-        kernel above 64).
+        Keys, or queries for dv, in one sum of the tensor cores: 64, or 32 if D or Dv is above 192
+        (in the generic kernel above 64).
 
     Returns
     -------
@@ -203,7 +203,7 @@ def weighted_sum(p: Array, v: Array, keys: int = TILE_ROWS) -> Array:
     return _tile_products(p, v, lambda columns: (*split(columns, 1), one), keys)
 
 
-def gradient_product(ds: Array, x: Array) -> Array:
+def gradient_product(ds: Array, x: Array, rows: int = TILE_ROWS) -> Array:
     """Return ``ds x`` of three products for each tile of x, up to the truncation of tensor cores.
 
     ``dS k`` is dq and ``dS^T q`` is dk, before the scale.
@@ -211,10 +211,14 @@ def gradient_product(ds: Array, x: Array) -> Array:
     Parameters
     ----------
     ds : array of float32, shape (..., M, N)
-        dS or its transpose. The rows of each tile of 64 columns have their own factors.
+        dS or its transpose. The rows of each tile of as many columns as x has rows in one sum have
+        their own factors.
     x : array of float32, shape (..., N, D)
         Keys or queries. The inverse factors of a row of ds and of a tile of x must have a finite
         product. Small products add an error of up to ``N 2**-120``, as in `scores`.
+    rows : int
+        Rows of x in one sum of the tensor cores: 64, or 32 for dq if D or Dv is above 128, and for
+        dk above 192.
 
     Returns
     -------
@@ -222,7 +226,7 @@ def gradient_product(ds: Array, x: Array) -> Array:
         ``(ds_high x_high + 2**-11 (ds_high x_low + ds_low x_high)) / factors``, added tile by tile;
         NaN if a tile of x is not splittable, and in rows with NaN or infinities.
     """
-    return _tile_products(ds, x, split_rows, TILE_ROWS)
+    return _tile_products(ds, x, split_rows, rows)
 
 
 def _tile_products(

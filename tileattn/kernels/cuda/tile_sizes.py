@@ -89,16 +89,16 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     },
     # Two warpgroups share 64 keys; in the dq kernel one warpgroup has 64 queries.
     ("backward_float32_sm90", 4): {
-        64: (TileSize(64, 64, 8, 1, 3),),
-        128: (TileSize(64, 64, 8, 1, 2),),
+        64: (TileSize(64, 64, 8, 1, 3, tuned=True),),
+        128: (TileSize(64, 64, 8, 1, 2, tuned=True),),
         192: (TileSize(64, 64, 8, tuned=True),),
-        256: (TileSize(32, 64, 8),),
+        256: (TileSize(32, 64, 8, tuned=True),),
     },
     ("backward_float32_dq_sm90", 4): {
-        64: (TileSize(128, 64, 8, 1, 4),),
-        128: (TileSize(128, 64, 8, 1, 3),),
-        192: (TileSize(64, 32, 4, 1, 5),),
-        256: (TileSize(64, 32, 4, 1, 3),),
+        64: (TileSize(128, 64, 8, 1, 4, tuned=True),),
+        128: (TileSize(128, 64, 8, 1, 3, tuned=True),),
+        192: (TileSize(64, 32, 4, 1, 5, tuned=True),),
+        256: (TileSize(64, 32, 4, 1, 3, tuned=True),),
     },
     # float32 as two float16 numbers in the generic kernel: ``forward`` with ``split_floats``.
     ("forward_split_floats", 4): {

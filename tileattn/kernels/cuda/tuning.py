@@ -78,6 +78,7 @@ _STAGGER_AGAIN = _row("stagger heads at 16384 too; one wave up to 512 keys", _BO
 _DBIAS = _row("thread blocks share the tiles of a broadcast bias", _H200)
 _HALF_WAVE = _row("half a wave of key blocks at a time", _H100)
 _PLANES = _row("float32 as float16 numbers on wgmma: from 128 queries and keys", _H200)
+_GENERIC_PLANES = _row("other GPUs, forward: `mma.sync` of float16 over planes", _H200)
 
 
 def _tuned(value: Any, alternative: Any, unit: str, condition: str, source: Source) -> Any:
@@ -117,9 +118,12 @@ class Tuning:
     masked_rows: int = _tuned(
         128, 192, "queries", "of a tile, at most, if a mask leaves tiles empty", _FAMILIES
     )
-    # float32 on Hopper's tensor cores.
+    # float32 on float16 tensor cores: Hopper's kernels, and the generic kernel.
     plane_rows: int = _tuned(
         128, _NEVER, "queries and keys", "float32: split numbers if both are >= x", _PLANES
+    )
+    generic_plane_rows: int = _tuned(
+        512, _NEVER, "queries and keys", "the same with mma.sync, forward", _GENERIC_PLANES
     )
     # Backward tiles of the Hopper kernel.
     padded_queries: float = _tuned(
@@ -270,7 +274,7 @@ class Tuning:
     )
 
 
-DEFAULT = Tuning(plane_rows=512)  # the generic kernel for split float32 gains less
+DEFAULT = Tuning()
 H100 = Tuning()  # and H200
 
 _OF_ARCH = {"sm_90a": H100}

@@ -16,7 +16,7 @@ from tileattn.kernels.cuda.jit.compile import compiled
 from tileattn.kernels.cuda.plan.device import Device, device_of_arch
 from tileattn.kernels.cuda.plan.layout import contiguous
 
-FEW = A100.tuning.plane_rows
+FEW = A100.tuning.generic_plane_rows
 SPLIT = [SPLIT_KEYS, "forward", "forward"]
 ON_AMPERE = ON_HOPPER._replace(
     arch=A100.arch, shared_limit=A100.shared_limit, tuning=A100.tuning, sm_count=A100.sm_count

@@ -14,6 +14,7 @@ struct Fiber {
 inline Fiber fibers[MAX_THREADS];
 inline ucontext_t scheduler;
 inline int current, block_threads;  // the fiber that runs
+inline u64 progress;  // meetings that were complete, and fibers that ended
 inline void yield() { swapcontext(&fibers[current].at, &scheduler); }
 
 // Threads that wait for each other. Each brings a bit.
@@ -27,7 +28,7 @@ struct Meeting {
         any |= x, all &= x;
         if (++arrived == count) {
             was_any = any, was_all = all;
-            arrived = 0, any = false, all = true, ++generation;
+            arrived = 0, any = false, all = true, ++generation, ++progress;
         }
         while (generation == mine) yield();
     }
@@ -164,7 +165,7 @@ inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
 #define __align__(n) alignas(n)
 #define __cluster_dims__(...)
 
-// Run all threads of a block.
+// Run all threads of a block. Copies to shared memory are complete at once, so a missing wait does not show.
 template <class Run> void run_block(int threads, Run run) {
     static Run* running;
     running = &run, block_threads = threads;
@@ -175,14 +176,16 @@ template <class Run> void run_block(int threads, Run run) {
         getcontext(&fiber.at);
         fiber.at.uc_stack.ss_sp = fiber.stack, fiber.at.uc_stack.ss_size = STACK_BYTES;
         fiber.at.uc_link = &scheduler;
-        makecontext(&fiber.at, +[] { (*running)(), fibers[current].done = true; }, 0);
+        makecontext(&fiber.at, +[] { (*running)(), fibers[current].done = true, ++progress; }, 0);
     }
     for (bool any = true; any;) {
         any = false;
+        const u64 before = progress;
         for (int i = 0; i < threads; ++i)
             if (!fibers[i].done) {
                 any = true, current = i, threadIdx.x = i;
                 swapcontext(&scheduler, &fibers[i].at);
             }
+        if (any && progress == before) abort();  // threads that have diverged wait for each other
     }
 }

@@ -105,6 +105,8 @@ _HOPPER_CASES = (
     ("float32", (64, 128), {"many queries", "block_mask", "origin", "dropout_p"}),
     ("float32", (192, 192), {"many queries"}),
     ("float32", (256, 256), {"many queries", "softcap", "mask"}),
+    ("float32", (200, 256), {"many queries", "block_mask"}),
+    ("float32", (256, 180), {"many queries", "bias", "dropout_p"}),
     ("float32", (80, 96), {"many queries", "negative scale", "alignment of 4"}),
     ("float32", (128, 64), {"many queries", "sinks", "alignment of 8"}),
 )
@@ -192,7 +194,7 @@ def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
     aux = ids, table
     score = score_expression(lambda s, _b, h, i, j, _ids, t: s + t[h, i - j + 4], aux)
     mask = mask_expression(lambda b, _h, i, j, ids, _t: ids[b, i] == ids[b, j], aux)
-    of_measured = (("bfloat16", 64), ("float32", 64), ("bfloat16", 256))
+    of_measured = (("bfloat16", 64), ("float32", 64), ("bfloat16", 256), ("float32", 256))
     for name, dim in ((dtype, 64), *(of_measured if arch == _MEASURED else ())):
         plain = problem_of(name, dim, {"score_mod", "mask_mod"})
         problem = replace(plain, score_mod=score, mask_mod=mask)
@@ -200,7 +202,8 @@ def _function_keys(arch: str, dtype: str) -> Iterator[KernelKey]:
         layout = contiguous_inputs(problem).with_arrays(**arrays)
         for plan in plans_of(problem, layout, device_of_arch(arch)):
             for launch in plan.launches:
-                if launch.key.kernel in (_OF_AUX if dim == 64 else _HOPPERS):
+                wide = (*_HOPPERS, *_SPLIT_FLOATS)
+                if launch.key.kernel in (_OF_AUX if dim == 64 else wide):
                     yield launch.key
 
 
@@ -213,6 +216,7 @@ def _packed_keys(arch: str, combination: int) -> Iterator[KernelKey]:
         ("bfloat16", 256),
         ("bfloat16", 512),
         ("float32", 64),
+        ("float32", 256),
     )
     for dtype, dim in (*asked, *others):
         for key in _keys(problem_of(dtype, dim, {"cu_seqlens_q", "sinks"}), context_of(arch)):
@@ -296,7 +300,8 @@ def is_tuned(key: KernelKey, arch: str) -> bool:
         return False
     masks = (key.mask, key.block_mask, key.mask_mod)
     options = (key.bias, key.softcap, key.alibi, key.score_mod, *masks, key.dropout, key.packed)
-    if key.kernel not in {*TILED, *_HOPPERS} or arch != _MEASURED or any(options):
+    tuned = {*TILED, *_HOPPERS, FLOAT32_BACKWARD, FLOAT32_DQ}
+    if key.kernel not in tuned or arch != _MEASURED or any(options):
         return False
     rows = tuned_tiles(key.kernel, NAMED[key.dtype].itemsize, max(key.head_dim, key.value_dim))
     # A kernel of flagged heads has another number of stages than its row.
@@ -345,6 +350,8 @@ READ_BY_SASS = [
     *keys([(512, 512)], ["bfloat16"], [()])[:3],
     *keys([(128, 128)], ["float32"], [()])[:3],
     *keys([(256, 256)], ["float32"], [("block_mask",)])[:1],
+    *keys([(256, 256)], ["float32"], [()])[1:3],
+    *keys([(192, 192)], ["float32"], [("cu_seqlens_q",)])[1:3],
     *keys([(64, 64)], ["float32"], [("cu_seqlens_q",)])[:3],
     *keys([], ["bfloat16"]),  # latent attention
 ]

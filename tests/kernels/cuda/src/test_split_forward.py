@@ -22,7 +22,7 @@ from tileattn.testing import assert_attention_close, error_bound
 Array = NDArray[Any]
 
 B, HQ, HKV = 2, 2, 1
-ON_ANY_LENGTH = replace(A100, tuning=replace(A100.tuning, plane_rows=1))
+ON_ANY_LENGTH = replace(A100, tuning=replace(A100.tuning, generic_plane_rows=1))
 ONE_ROW_TILE, TWO_ROW_TILES = TileSize(128, 64, 8, 1, 2), TileSize(128, 32, 4, 1, 2, 2)
 
 
@@ -40,15 +40,15 @@ def drawn(P: Problem) -> dict[str, Array]:
 
 def attend(
     folder: Path, P: Problem, arrays: dict[str, Array], layout: CallLayout | None = None
-) -> tuple[Array, Array, Array]:
-    """Run the kernels that split keys and attend to them; return out, lse and flags of heads."""
+) -> tuple[Array, Array, Array, dict[str, Array]]:
+    """Run the kernels that split keys and attend; return out, lse, flags of heads, and parts."""
     plan = forward(P, ON_ANY_LENGTH, layout)
     assert [launch.key.split_floats for launch in plan.launches] == [False, True, False]
     out = np.full((P.B, P.Hq, P.Nq, P.Dv), 7, "float32")
     lse = np.full((P.B, P.Hq, P.Nq), 7, "float32")
     parts = run(folder, plan, [*plan.launches[:2]], arrays | {"out": out, "lse": lse})
     flags = parts["head_flags"].view(np.uint32)[2 : 2 + P.entries * P.Hq]
-    return out, lse, flags.reshape(P.entries, P.Hq)
+    return out, lse, flags.reshape(P.entries, P.Hq), parts
 
 
 @pytest.fixture(params=[ONE_ROW_TILE, TWO_ROW_TILES], ids=["1 row tile", "2 row tiles"])
@@ -76,7 +76,7 @@ def test_results(
         pytest.skip("two row tiles of wide heads do not fit in registers")
     P = problem_of(*sizes, *options)
     given = drawn(P)
-    out, lse, flags = attend(tmp_path, P, given)
+    out, lse, flags, _ = attend(tmp_path, P, given)
     causal: dict[str, Any] = {"causal": "causal" in options}
     expected = reference.forward(*given.values(), **causal)
     assert_attention_close((out, lse), expected, error_bound(*given.values(), **causal))
@@ -88,7 +88,7 @@ def test_sums_over_many_keys(tmp_path: Path) -> None:
     """Tensor cores cut sums toward zero; over all keys that would show."""
     P = problem_of(64, 64, 70, 1024, B=1, Hq=1)
     given = drawn(P)
-    out, _, _ = attend(tmp_path, P, given)
+    out, *_ = attend(tmp_path, P, given)
     q, k, v = given.values()
     s = q @ k.swapaxes(-1, -2) / np.float32(8)
     p = np.exp(s - s.max(-1, keepdims=True))
@@ -105,11 +105,30 @@ def test_heads_that_fail(name: str, tmp_path: Path) -> None:
     folders = [tmp_path / x for x in "ab"]
     for folder in folders:
         folder.mkdir()
-    before, _, _ = attend(folders[0], P, given)
+    before, *_ = attend(folders[0], P, given)
     given[name][1, 0, 5, 3] = np.nan
-    after, _, flags = attend(folders[1], P, given)
+    after, _, flags, _ = attend(folders[1], P, given)
     assert flags.tolist() == [[0, 0], [FAILED, 0 if name == "q" else FAILED]]
     assert (after[flags == 0] == before[flags == 0]).all()
+
+
+def test_a_cache_of_larger_capacity(tmp_path: Path) -> None:
+    """Keys past the lengths are neither split nor read, but for the rest of the last tile."""
+    lengths = np.array([130, 20], "int64")
+    P = problem_of(64, 48, 70, 400, "kv_lengths")
+    layout = contiguous_inputs(P).with_arrays(kv_lengths=contiguous(lengths.shape, "int64"))
+    given = drawn(P)
+    expected = reference.forward(*given.values(), kv_lengths=lengths)
+    bounds = error_bound(*given.values(), kv_lengths=lengths)
+    for b, length in enumerate(lengths):
+        given["k"][b, :, length:] = given["v"][b, :, length:] = np.nan
+    out, lse, flags, parts = attend(tmp_path, P, given | {"kv_lengths": lengths}, layout)
+    assert_attention_close((out, lse), expected, bounds)
+    assert not flags.any()
+    rows = parts["k_planes"].view(np.float16)[: B * 400 * 128].reshape(B, 400, 128)
+    for b, end in enumerate((192, 64)):
+        assert np.isfinite(rows[b, :end]).all()
+        assert np.isnan(rows[b, end:]).all()
 
 
 def test_packed_sequences(tmp_path: Path) -> None:
@@ -120,7 +139,7 @@ def test_packed_sequences(tmp_path: Path) -> None:
     layout = layout._replace(kv_lengths=None, q_offset=None)
     given = drawn(P)
     arrays = given | {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    out, lse, flags = attend(tmp_path, P, arrays, layout)
+    out, lse, flags, _ = attend(tmp_path, P, arrays, layout)
     assert not flags.any()
     for first, end in pairwise(ends):
         if end > first:

@@ -35,7 +35,7 @@ from tileattn.kernels.cuda.families.size_class import empty_axes, fits_positions
 from tileattn.kernels.cuda.families.tiles import bucket, tuned_tiles
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
-SPLIT_FLOATS = "forward_split_floats"  # what its tiles are called
+SPLIT_FLOATS = "forward_split_floats"  # its name in `TILES`
 MAX_DIM = 128  # queries of wider heads do not fit in registers
 _AMPERE = 80  # first compute capability with mma of 16 x 8 x 16 float16 numbers, times ten
 
@@ -48,7 +48,10 @@ _UNSUPPORTED: tuple[Clause, ...] = (
     ("an array is empty", lambda P, _: bool(empty_axes(P)) or 0 in (P.D, P.Dv)),
     ("an array has nearly 2**31 rows or more", lambda P, _: not fits_positions(P)),
     (f"a head dimension is above {MAX_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_DIM),
-    ("queries or keys are few", lambda P, context: not suits_planes(P, context.tuning)),
+    (
+        "queries or keys are few",
+        lambda P, context: not suits_planes(P, context.tuning.generic_plane_rows),
+    ),
     ("no tile fits in shared memory", lambda P, context: not _tiles(P, context)),
 )
 

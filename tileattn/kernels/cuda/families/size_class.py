@@ -59,6 +59,7 @@ class SizeClass(NamedTuple):
     has_two_group_keys: bool
     short_rows: tuple[int, ...]
     suits_planes: bool
+    suits_generic_planes: bool
     tall_keys: int
     fills_tall_tiles: bool
     suits_tall_rows: bool
@@ -90,7 +91,8 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         has_short_keys(P, tuning),
         has_two_group_keys(P, tuning),
         short_rows(P, tuning),
-        suits_planes(P, tuning),
+        suits_planes(P, tuning.plane_rows),
+        suits_planes(P, tuning.generic_plane_rows),
         tall_keys(P, tuning),
         fills_tall_tiles(P, tuning, sm_count),
         suits_tall_rows(P, tuning),
@@ -252,8 +254,8 @@ def attended_keys(P: Problem) -> int:
     return end - first
 
 
-def suits_planes(P: Problem, tuning: Tuning) -> bool:
-    """Return True for float32 if queries and keys are so many that splitting the keys pays.
+def suits_planes(P: Problem, least: int) -> bool:
+    """Return True for float32 with at least so many queries, and keys in reach of the middle one.
 
     Only the lengths and the window count, so that a row has the same bits in any batch. Packed
     lengths are known only on the device, and count as long.
@@ -262,8 +264,8 @@ def suits_planes(P: Problem, tuning: Tuning) -> bool:
     if P.dtype.name != "float32":
         return False
     if P.is_packed:
-        return left is None or right is None or left + right + 1 >= tuning.plane_rows
-    return min(P.Nq, attended_keys(P)) >= tuning.plane_rows
+        return left is None or right is None or left + right + 1 >= least
+    return min(P.Nq, attended_keys(P)) >= least
 
 
 def short_rows(P: Problem, tuning: Tuning) -> tuple[int, ...]:

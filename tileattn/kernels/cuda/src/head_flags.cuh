@@ -8,7 +8,7 @@
 // set NON_FINITE if dQ is not finite. Hopper's kernels and paired CTAs skip flagged heads, and set FAILED if a
 // gradient is not finite: then generic kernels compute the head. The same flags are in context.py.
 //
-// In the forward pass of float32 on Hopper a query head has flags, so that its bits do not depend on others.
+// In the forward pass of split float32 a query head has flags, so that its bits do not depend on others.
 constexpr u32 NON_FINITE = 1, LARGE_SCORES = 2, KNOWN = NON_FINITE | LARGE_SCORES, FAILED = 4;
 
 // Two words before them hold the flags of all heads together: KNOWN ones, and FAILED, which is stored without

@@ -13,7 +13,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const HeadBlock<TILE_ROWS> at(p, p.key_ends(), int(p.Hkv), work.index / blocks, work.index % blocks);
     const Sequence sequence(p, at.b);
     const i64 entry = sequence.entry(), start = sequence.k_start;
-    if (at.block * TILE_ROWS >= sequence.Nk) return;
+    // The forward pass reads no tile past the length: a cache may have a far larger capacity.
+    if (at.block * TILE_ROWS >= (is_forward ? sequence.length(p) : sequence.Nk)) return;
     const i64 factors = first_factor(p, p.Hkv, p.Nk, entry, at.h, start, at.b);
     const SplitArray x = work.second ? SplitArray{p.v, p.v_at, int(p.Dv), plane_columns(VALUE_DIM), p.v_planes,
                                                   p.v_factors + factors}

@@ -1,4 +1,4 @@
-// Layer 3. Split float32 rows into float16 numbers, for kernels on Hopper's tensor cores: one CTA for each tile of
+// Layer 3. Split float32 rows into float16 numbers, for kernels on float16 tensor cores: one CTA for each tile of
 // 64 rows of a head. As split_tiles in splitting.py.
 #pragma once
 
