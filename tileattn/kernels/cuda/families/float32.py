@@ -103,8 +103,16 @@ def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
     grid = Grid("queries", key.block_q, most=context.sm_count)
     maps = ("k_planes", key.block_k), ("v_planes", key.block_k)
     main = KernelLaunch(key, grid, shared, f"{SUPPORTED}, {tile.why}", maps, traits=_FORWARD)
+    return split_and_repaired(main, P, context)
+
+
+def split_and_repaired(
+    main: KernelLaunch, P: Problem, context: LaunchContext
+) -> tuple[KernelLaunch, ...]:
+    """Split the keys before a forward kernel, and compute the heads that fail after it."""
+    splits = split_launch(SPLIT_KEYS, P, context, (main.key.head_dim, main.key.value_dim))
     others = generic.repairing(generic.forward_launch(P, context), context, FAILED)
-    return split_launch(SPLIT_KEYS, P, context, (dim, value)), main, others._replace(traits=PLAIN)
+    return splits, main, others._replace(traits=PLAIN)
 
 
 def row_alignment(P: Problem, context: LaunchContext) -> int:

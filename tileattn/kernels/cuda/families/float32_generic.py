@@ -7,10 +7,7 @@ large scores, are left to ``forward`` without ``split_floats``.
 
 from tileattn.call.problem import Problem
 from tileattn.dtypes import NAMED
-from tileattn.kernels.cuda.families import generic
 from tileattn.kernels.cuda.families.context import (
-    FAILED,
-    PLAIN,
     KernelLaunch,
     KernelTraits,
     LaunchContext,
@@ -19,10 +16,9 @@ from tileattn.kernels.cuda.families.context import (
 )
 from tileattn.kernels.cuda.families.family import Clause, Family, first_reason
 from tileattn.kernels.cuda.families.float32 import (
-    SPLIT_KEYS,
     query_head_flags,
     row_alignment,
-    split_launch,
+    split_and_repaired,
 )
 from tileattn.kernels.cuda.families.grid import Grid
 from tileattn.kernels.cuda.families.key import KernelKey
@@ -65,10 +61,10 @@ def _concerns(problem: Problem, _: LaunchContext) -> bool:
 
 
 def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
-    P, sizes = problem, _buckets(problem)
+    P = problem
     tile, shared = _tiles(P, context)[0]
     key = KernelKey(
-        *("forward", P.dtype.name, *sizes, *tile[:6]),
+        *("forward", P.dtype.name, *_buckets(P), *tile[:6]),
         split_floats=True,
         alignment_bytes=row_alignment(P, context),
         mask_vector_width=context.mask_vector_width,
@@ -80,8 +76,7 @@ def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
     )
     why = f"float16 tensor cores, {tile.why}"
     main = KernelLaunch(key, Grid("queries", key.block_q), shared, why, traits=traits)
-    others = generic.repairing(generic.forward_launch(P, context), context, FAILED)
-    return split_launch(SPLIT_KEYS, P, context, sizes), main, others._replace(traits=PLAIN)
+    return split_and_repaired(main, P, context)
 
 
 def _buckets(P: Problem) -> tuple[int, int]:
