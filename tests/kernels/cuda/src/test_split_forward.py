@@ -97,6 +97,22 @@ def test_sums_over_many_keys(tmp_path: Path) -> None:
     assert split < plain
 
 
+@pytest.mark.parametrize("keys", [1024, 1024 + 20, 3 * 1024 - 40])
+def test_sums_over_groups_of_64_tiles(
+    keys: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are added where the results will be; the last group may have few keys."""
+    tile = TileSize(128, 16, 8, 1, 2)
+    monkeypatch.setattr(float32_generic, "tuned_tiles", lambda *_: (tile,))
+    P = problem_of(32, 20, 130, keys, "causal", B=1, Hq=1)
+    given = drawn(P)
+    given["k"] *= np.linspace(0.1, 3, keys, dtype="float32")[:, np.newaxis]  # maxima rise
+    out, lse, flags, _ = attend(tmp_path, P, given)
+    expected = reference.forward(*given.values(), causal=True)
+    assert_attention_close((out, lse), expected, error_bound(*given.values(), causal=True))
+    assert not flags.any()
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_heads_that_fail(name: str, tmp_path: Path) -> None:
     """Those with NaN, and those that read the same keys; the others keep their bits."""

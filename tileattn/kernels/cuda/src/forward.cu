@@ -8,6 +8,7 @@
 // With SPLIT_FLOATS each GEMM is three GEMMs of float16 numbers (split_forward.cuh). A head fails as in
 // forward_float32_sm90.cu, and is computed again without SPLIT_FLOATS. There is no second pass.
 #include "head_flags.cuh"
+#include "long_sums.cuh"
 #include "nonfinite.cuh"
 #include "pair.cuh"
 #include "rows.cuh"
@@ -177,6 +178,20 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
     if constexpr (PAIR) arrive_at_peer(), wait_for_peer(), mail.release();
     RowState<MT> state;
     Fragment<Accum, MT, VT> acc;
+    LongSums<MT> long_sums;
+    int done = 0;  // tiles
+    // What it needs is computed again, so that registers do not keep it.
+    auto add_total = [&](bool has_total, bool is_last) {
+        if constexpr (SPLIT) {
+            const WorkTile work(p, index);
+            const Head head(p, work.b, work.h);
+            const int row = work.q0 + row0;
+            const RowResults results{head.sequence.queries<Element>(p.out, p.out_at, head.h) + row * p.out_at.n,
+                                     static_cast<Accum*>(p.lse) + head.row(row), p.out_at.n, int(head.Nq()) - row,
+                                     int(p.Dv)};
+            long_sums.add_total(results, state, acc, has_total, is_last);
+        }
+    };
     auto tiles = key_tiles_of(head.attn_mask, q0, keys);
     acc.clear();
     // The dense mask is loaded a tile ahead: PV leaves it registers, and covers its latency.
@@ -251,6 +266,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
         constexpr int THRESHOLD = SPLIT ? RESCALE_THRESHOLD : 0;
         state.template update<THRESHOLD>(s, head.score_mod.softmax_scale_log2(), group, rescale);
         acc.scale_rows(rescale);
+        if constexpr (SPLIT) long_sums.scale(rescale);
         load_mask();
         // 16 keys at a time, so that computing random bits overlaps with the mma of other keys.
         auto drop = [&](int n) { s.drop(head.dropout, n); };
@@ -266,6 +282,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
         }
         if constexpr (SPLIT) {
             split.add_values(acc, s, v, k0, drop);
+            if (++done % GROUP_TILES == 0 && !tiles.done()) add_total(done > GROUP_TILES, false);
         } else if constexpr (WARPS_N > 1) {
             if constexpr (!NAN_SAFE)
 #pragma unroll
@@ -282,6 +299,8 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
     copy_wait<0>();
     if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // no store to either CTA is in flight
     __syncthreads();  // all warps are done with q
+    if constexpr (SPLIT)
+        if (done > GROUP_TILES) add_total(true, true);
     state.reduce_sums(group);
     // Normalise and store the results. Returns true if they are not good.
     auto finish = [&](const WorkTile& work, const Head& head) {

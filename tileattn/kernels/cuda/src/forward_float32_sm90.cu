@@ -5,6 +5,7 @@
 // large that lost digits count. The kernel `forward` computes it again. Only the head's own arrays decide this.
 #include "fwd_mainloop_sm90.cuh"
 #include "head_flags.cuh"
+#include "long_sums.cuh"
 #include "planes.cuh"
 #include "split_gemm_sm90.cuh"
 
@@ -37,63 +38,14 @@ __device__ inline void load_queries(const Params& p, const WorkTile& work, const
         });
 }
 
-// Where the results of a warp go, from its first row on.
-struct Results {
-    Element* out;
-    Accum* lse;
-    i64 stride;
-    int rows, columns;
-
-    __device__ Results(const Params& p, const WorkTile& work) {
-        int row = threadIdx.x % WARPGROUP / WARP * 16;
-        hide(row);  // so that addresses are not kept in registers
-        row += work.q0;
-        out = rows_of<Element>(p.out, p.out_at, work.entry(), work.h) + (i64(work.q_start) + row) * p.out_at.n;
-        lse = lse_of(p, work) + row;
-        stride = p.out_at.n, rows = work.Nq(p) - row, columns = int(p.Dv);
-    }
-};
-
-// Sums over many keys lose digits: each addition rounds the whole sum. So the sums over GROUP_TILES tiles go to a
-// total, which is kept where the results will be. A thread reads only what it has stored.
-constexpr int GROUP_TILES = 64;
-struct LongSums {
-    Accum factor[2] = {1, 1};  // for the total: shifts have risen
-
-    __device__ void scale(const Accum (&rescale)[2]) { factor[0] *= rescale[0], factor[1] *= rescale[1]; }
-
-    // Add the total to the sums. Unless they are the last, they become the total, and begin at zero.
-    __device__ void add_total(const Results& results, RowState<1>& state, Fragment<Accum, 1, VT>& acc,
-                              bool has_total, bool is_last) {
-        const Lane lane;
-        auto [out, lse, stride, rows, columns] = results;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = lane.row(2 * half);
-            Accum& l = state.l[0][half];
-#pragma unroll
-            for (int step = 1; step < 4; step *= 2) l += __shfl_xor_sync(~0u, l, step);
-            if (has_total && row < rows) l = fma(lse[row], factor[half], l);
-            __syncwarp();  // all lanes have read it
-            if (!is_last && lane.t == 0 && row < rows) lse[row] = l;
-            if (!is_last || lane.t > 0) l = 0;
-#pragma unroll
-            for (int n = 0; n < VT; ++n)
-#pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                    const int column = 8 * n + lane.column(e);
-                    const bool inside = row < rows && column < columns;
-                    Accum& x = acc.x[0][n][e];
-                    Element* const at = out + row * stride + column;
-                    if (has_total && inside) x = fma(*at, factor[half], x);
-                    if (!is_last && inside) *at = x;
-                    if (!is_last) x = 0;
-                }
-            factor[half] = 1;
-        }
-        __syncwarp();  // all lanes see the sums of a row
-    }
-};
+// Where the results of a warp go.
+__device__ inline RowResults results_of(const Params& p, const WorkTile& work) {
+    int row = threadIdx.x % WARPGROUP / WARP * 16;
+    hide(row);  // so that addresses are not kept in registers
+    row += work.q0;
+    return {rows_of<Element>(p.out, p.out_at, work.entry(), work.h) + (i64(work.q_start) + row) * p.out_at.n,
+            lse_of(p, work) + row, p.out_at.n, work.Nq(p) - row, int(p.Dv)};
+}
 
 // A consumer warpgroup. It takes the next work tile when it has stored the results of this one: the other
 // warpgroups compute meanwhile.
@@ -117,7 +69,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
     SplitOperand<BLOCK_K / 16> probs;
     Fragment<Accum, 1, VT> acc;
     RowState<1> state;
-    LongSums long_sums{};
+    LongSums<1> long_sums{};
 
     // One thread arrives: the GEMM that reads the stage belongs to the whole warpgroup, and is complete.
     auto release_k = [&] {
@@ -177,13 +129,13 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if constexpr (SHIFT_FROM_SUMS) {
             if (state.template update_by_sums<RESCALE_THRESHOLD>(s, softmax_scale_log2, rows, sums)) {
                 state.template raise_shifts<RESCALE_THRESHOLD>(s, rows, sums, rescale);
-                acc.scale_rows(0, rescale[0]), long_sums.scale(rescale[0]);
+                acc.scale_rows(0, rescale[0]), long_sums.scale(rescale);
             } else {
                 state.add_sums(sums);
             }
         } else {
             state.template update<RESCALE_THRESHOLD, RowMaxMode::BOUNDED>(s, softmax_scale_log2, rows, rescale);
-            acc.scale_rows(rescale), long_sums.scale(rescale[0]);
+            acc.scale_rows(rescale), long_sums.scale(rescale);
         }
     };
 
@@ -228,16 +180,16 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             release_v();
             const int done = tile + 1 - work.tiles.begin;
             if (done % GROUP_TILES == 0 && tile + 1 < work.tiles.end)
-                long_sums.add_total({p, work}, state, acc, done > GROUP_TILES, false);
+                long_sums.add_total(results_of(p, work), state, acc, done > GROUP_TILES, false);
         }
         if (work.tiles.end - work.tiles.begin > GROUP_TILES)
-            long_sums.add_total({p, work}, state, acc, true, true);
+            long_sums.add_total(results_of(p, work), state, acc, true, true);
         skip_tiles(work.end - work.tiles.end);
 
         bool good = all_finite_by_fma(acc) & state.all_bounded();
         state.reduce_sums(rows);
         const Lane lane;
-        const Results results(p, work);
+        const RowResults results = results_of(p, work);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             good = good && keeps_digits(p, q_inverse[half], farthest);
