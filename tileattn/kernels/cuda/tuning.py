@@ -274,9 +274,7 @@ class Tuning:
     )
 
 
-DEFAULT = Tuning(
-    plane_rows=_NEVER
-)  # a number of Hopper's kernels: other GPUs need not tell calls apart by it
+DEFAULT = Tuning(plane_rows=_NEVER)  # other GPUs need not tell calls apart by it
 H100 = Tuning()  # and H200
 
 _OF_ARCH = {"sm_90a": H100}
