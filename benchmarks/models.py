@@ -45,7 +45,7 @@ class Attention(nn.Module):  # type: ignore[misc,name-defined,unused-ignore]  # 
 
 
 class Rest(Torch):
-    """Attention that returns v: a model with it has all costs but those of attention."""
+    """Return v instead of attention: a step of such a model takes the time of all other layers."""
 
     tokens_first = True
 

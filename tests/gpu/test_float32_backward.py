@@ -134,7 +134,7 @@ def test_elements_of_different_sizes(name: str, where: str) -> None:
 def test_what_is_not_finite(where: int, wrong: float, dims: tuple[int, int]) -> None:
     """Key heads that do not share its keys keep their bits.
 
-    What the others become is in test_nonfinite.
+    `test_nonfinite.py` checks the gradients of the others.
     """
     given = drawn(*dims)
     before = gradients(given, causal=True)[1]

@@ -29,7 +29,7 @@ struct Atom<float16> : HalfAtom<float16> {
 };
 """
 
-# What a C++ compiler does not take, and what takes its place, by source.
+# By source: text that only a CUDA compiler accepts, and its replacement.
 _REPLACED = {
     "mma.cuh": [(r"struct Atom<float16> : HalfAtom<float16> \{.*?\n\};\n", _ATOM)],
     "split_operand.cuh": [

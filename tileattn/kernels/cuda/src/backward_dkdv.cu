@@ -106,13 +106,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     // With WRITE_DQ no tile is skipped, so that each row of dQ is written.
     const Range all = WRITE_DQ ? Range{0, int(sequence.Nq)} : window.query_range(k0, k0 + BLOCK_K);
     const Range queries = split.clip(p, all);
-    k_tile.template load<THREADS, ALIGNMENT_BYTES>(
-        sequence.keys<Element>(p.k, p.k_at, kv) + k0 * p.k_at.n + d0, p.k_at.n, window.length - k0,
-        int(p.D) - d0);
-    v_tile.template load<THREADS, ALIGNMENT_BYTES>(
-        sequence.keys<Element>(p.v, p.v_at, kv) + k0 * p.v_at.n + dv0, p.v_at.n, window.length - k0,
-        int(p.Dv) - dv0);
-    copy_commit();
+    load_key_block(p, sequence, window, kv, k0, k_tile, d0, v_tile, dv0);
     Fragment<Accum, DvWarpTile::MT, DvWarpTile::NT> dv;  // or dK
     Fragment<Accum, DkWarpTile::MT, APART ? 1 : DkWarpTile::NT> dk;
     dk.clear();

@@ -26,7 +26,7 @@ __device__ inline bool backward_block_specialised(const Params& p, const KeyBloc
     constexpr int MT = BLOCK_K / (16 * HALF_M);  // keys of a warp, in 16-row tiles
     constexpr int QT = BLOCK_Q / (8 * WARPS_N);  // queries of a warp's scores, in 8-column tiles
     using SumWarpTile = WarpTile<BLOCK_K, HEAD_COLUMNS, WARPS_N, HALF>;
-    // Half of 128 columns of dQ at a time: 32 x 32 sums of a warp would spill beside those of dK.
+    // A warp computes half of 128 columns of dQ at a time: beside dK, 32 x 32 sums would spill.
     constexpr int DQ_COLUMNS = HEAD_COLUMNS % 128 == 0 ? HEAD_COLUMNS / 2 : HEAD_COLUMNS;
     using DqWarpTile = WarpTile<BLOCK_Q, DQ_COLUMNS, across<BLOCK_Q, DQ_COLUMNS, HALF>(), HALF>;
     static_assert(SumWarpTile::ALL, "all warps have a part");
@@ -57,13 +57,7 @@ __device__ inline bool backward_block_specialised(const Params& p, const KeyBloc
     const Sequence sequence(p, b);
     const SlidingWindow window(p, sequence);
     const Range queries = window.query_range(k0, k0 + BLOCK_K);
-    k_tile.template load<THREADS, ALIGNMENT_BYTES>(
-        sequence.keys<Element>(p.k, p.k_at, kv) + k0 * p.k_at.n + d0, p.k_at.n, window.length - k0,
-        int(p.D) - d0);
-    v_tile.template load<THREADS, ALIGNMENT_BYTES>(
-        sequence.keys<Element>(p.v, p.v_at, kv) + k0 * p.v_at.n + d0, p.v_at.n, window.length - k0,
-        int(p.Dv) - d0);
-    copy_commit();
+    load_key_block(p, sequence, window, kv, k0, k_tile, d0, v_tile, d0);
     Fragment<Accum, SumWarpTile::MT, SumWarpTile::NT> sums;  // dV, or dK
     sums.clear();
     const Barrier dout_landed{shared_address(&landed)};  // q has then landed, too

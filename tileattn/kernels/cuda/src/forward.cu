@@ -180,7 +180,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
     Fragment<Accum, MT, VT> acc;
     LongSums<MT> long_sums;
     int done = 0;  // tiles
-    // What it needs is computed again, so that registers do not keep it.
+    // It computes the work tile and the head again: registers need not keep them during the loop.
     auto add_total = [&](bool has_total, bool is_last) {
         if constexpr (SPLIT) {
             const WorkTile work(p, index);

@@ -54,3 +54,16 @@ __device__ inline KeyBlock block_of(const Params& p, int index) {
     return {p, BlockCoord(block_count<BLOCK_K>(p, p.Nk), int(p.B * p.Hkv) * split_count(p),
                           int(p.head_groups), index)};
 }
+
+// Start to load the keys and values of a block, from columns d0 and dv0 on.
+template <class Values>
+__device__ inline void load_key_block(const Params& p, const Sequence& sequence, const SlidingWindow& window, int kv,
+                                      int k0, const KeyTile& k_tile, int d0, const Values& v_tile, int dv0) {
+    k_tile.template load<THREADS, ALIGNMENT_BYTES>(
+        sequence.keys<Element>(p.k, p.k_at, kv) + k0 * p.k_at.n + d0, p.k_at.n, window.length - k0,
+        int(p.D) - d0);
+    v_tile.template load<THREADS, ALIGNMENT_BYTES>(
+        sequence.keys<Element>(p.v, p.v_at, kv) + k0 * p.v_at.n + dv0, p.v_at.n, window.length - k0,
+        int(p.Dv) - dv0);
+    copy_commit();
+}

@@ -67,6 +67,17 @@ struct SplitSums {
                                        product == 2 ? x[m].low[k] : x[m].high[k],
                                        product == 0 ? y[n].low : y[n].high);
     }
+
+    // Call use(total, high, low, m, half) for each number of c from atom n0 on, and its two sums.
+    template <int ALL, class Use>
+    __device__ void for_each(Fragment<float, MT, ALL>& c, int n0, Use use) const {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) use(c.x[m][n0 + n][e], high.x[m][n][e], low.x[m][n][e], m, e / 2);
+    }
 };
 
 // Atoms of C whose sums are in registers at a time: enough for the tensor core to be busy.
@@ -88,17 +99,10 @@ __device__ inline void split_multiply(Fragment<float, MT, NT>& c, const SplitOpe
             loader.load(columns, 8 * n0, 16 * k);
             sums.add(x, k, columns);
             if ((k + 1) % SUM_STEPS != 0 && k + 1 < K) continue;
-#pragma unroll
-            for (int m = 0; m < MT; ++m)
-#pragma unroll
-                for (int n = 0; n < ATOMS; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        float& total = c.x[m][n0 + n][e];
-                        total = k < SUM_STEPS ? sums.high.x[m][n][e] : total + sums.high.x[m][n][e];
-                        if (k + 1 == K)
-                            total = fmaf(sums.low.x[m][n][e], inverse[m][e / 2] * LOW_UNIT, total * inverse[m][e / 2]);
-                    }
+            sums.for_each(c, n0, [&](float& total, float high, float low, int m, int half) {
+                total = k < SUM_STEPS ? high : total + high;
+                if (k + 1 == K) total = fmaf(low, inverse[m][half] * LOW_UNIT, total * inverse[m][half]);
+            });
             sums.high.clear();
         }
     }
@@ -120,14 +124,8 @@ __device__ inline void split_multiply_add(Fragment<float, MT, NT>& c, const Spli
             loader.load(columns, 16 * k, 8 * n0);
             sums.add(x, k, columns);
         }
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < ATOMS; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float& total = c.x[m][n0 + n][e];
-                    total = fmaf(sums.low.x[m][n][e], inverse * LOW_UNIT, fmaf(sums.high.x[m][n][e], inverse, total));
-                }
+        sums.for_each(c, n0, [&](float& total, float high, float low, int, int) {
+            total = fmaf(low, inverse * LOW_UNIT, fmaf(high, inverse, total));
+        });
     }
 }

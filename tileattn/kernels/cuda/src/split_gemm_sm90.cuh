@@ -118,8 +118,8 @@ __device__ inline void order_after(const Fragment<float, 1, NT>& sum, int begin,
 
 // Add A Y to `sum`, for 16 * K rows of planes, with an inverse factor for each of a lane's two rows: A is in
 // registers, Y is MN-major. MOST atoms at a time, from FIRST on: with all of them the sums would need twice the
-// registers. The warpgroup waits for its GEMMs, while others compute. Unless IN_TURN, ptxas issues products before it
-// has added those of the atoms before, which takes more registers.
+// registers. The warpgroup waits for its GEMMs, while others compute. Without IN_TURN, ptxas issues the GEMMs of the
+// next atoms before it adds the products of these. That takes more registers.
 template <int MOST, bool IN_TURN = false, int FIRST = 0, int K, class Y, int NT>
 __device__ inline void add_split_product(Fragment<float, 1, NT>& sum, const SplitOperand<K>& a, const Y& y,
                                          const float (&inverse)[2]) {
