@@ -125,6 +125,8 @@ def repaired(call: Given, options: dict[str, Any]) -> set[str]:
     launches = plan_backward(*described("backward", q, k, v, dout=dout, **there), device).launches
     if any(x.key.pair or x.key.kernel in (*HOPPER_BACKWARDS, FLOAT32_BACKWARD) for x in launches):
         found |= {"dq", "dk", "dv"}
+    if any(x.key.split_floats and x.key.write_dbias for x in launches):
+        found.add("dbias")
     return found
 
 
