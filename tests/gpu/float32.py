@@ -1,12 +1,16 @@
-"""Calls in float32 that the Hopper kernels for split numbers run, for tests of both passes."""
+"""Calls in float32 that the kernels for split numbers run, for tests of both passes."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.arrays import Array, Given, normal
 from tests.gpu.hopper import MASKS
+from tileattn.backends.cupy import describe
+from tileattn.kernels.cuda.tuning import H100
 
 B, HQ, HKV, NQ, NK = 2, 4, 2, 205, 324
 GROUP = HQ // HKV
@@ -17,6 +21,14 @@ RNG = np.random.default_rng(7)
 
 def drawn(D: int = 64, Dv: int = 64, Nq: int = NQ, Nk: int = NK, seed: int = 0) -> Given:
     return normal((B, HQ, HKV, Nq, Nk, D, Dv), np.float32, seed)
+
+
+def use_generic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the generic kernels take what the Hopper kernels take."""
+    device = describe.device_of(0)
+    tuning = replace(H100, generic_plane_rows=H100.plane_rows)
+    generic = replace(device, arch=device.arch.rstrip("a"), tuning=tuning)
+    monkeypatch.setattr(describe, "device_of", lambda _: generic)
 
 
 def tilt(s: Any, _b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:

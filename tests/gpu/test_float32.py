@@ -7,7 +7,6 @@ bound.
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -32,6 +31,7 @@ from tests.gpu.float32 import (
     drawn,
     moderate,
     uneven,
+    use_generic_kernels,
 )
 from tests.gpu.hopper import described
 from tests.on_gpu import bits, captured, host, needs_gpu, poisoned, sent, sent_options
@@ -41,7 +41,6 @@ from tileattn.call.prepared import CALLS
 from tileattn.kernels.cuda.families.float32 import FLOAT32_FORWARD
 from tileattn.kernels.cuda.families.float32_generic import MAX_DIM
 from tileattn.kernels.cuda.plan.plan import plan_forward
-from tileattn.kernels.cuda.tuning import H100
 from tileattn.testing import assert_attention_close, error_bound
 
 pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "kernel")]
@@ -54,10 +53,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if name == FLOAT32_FORWARD:
         request.getfixturevalue("on_hopper")
     else:
-        device = describe.device_of(0)
-        tuning = replace(H100, generic_plane_rows=H100.plane_rows)
-        generic = replace(device, arch=device.arch.rstrip("a"), tuning=tuning)
-        monkeypatch.setattr(describe, "device_of", lambda _: generic)
+        use_generic_kernels(monkeypatch)
     CALLS.clear()
     yield name
     CALLS.clear()

@@ -1,10 +1,11 @@
-"""float32 on Hopper's tensor cores, backward: two float16 numbers for each element.
+"""float32 on float16 tensor cores, backward: two numbers for each element.
 
-Every call must run `backward_float32_sm90` and `backward_float32_dq_sm90`. Which heads they leave
-to the generic kernels shows in no plan: there the results are the generic kernels', within the same
-bound.
+Every call must run the kernels of a pair: those for Hopper, or the generic ones. Which heads they
+leave to the generic kernels for float32 shows in no plan: there the results are those kernels',
+within the same bound.
 """
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import tileattn
-from tests.arrays import Given
+from tests.arrays import Given, normal
 from tests.gpu.float32 import (
     AMPLITUDES,
     GROUP,
@@ -27,18 +28,35 @@ from tests.gpu.float32 import (
     drawn,
     moderate,
     uneven,
+    use_generic_kernels,
 )
 from tests.gpu.hopper import described
 from tests.on_gpu import bits, host, needs_gpu, poisoned, sent, sent_options
 from tileattn import Attention, Gradients, reference
 from tileattn.backends.cupy import describe
+from tileattn.call.prepared import CALLS
 from tileattn.kernels.cuda.families.float32 import FLOAT32_BACKWARD, FLOAT32_DQ
+from tileattn.kernels.cuda.families.float32_generic import MAX_DIM, SPLIT_BACKWARD, SPLIT_DQ
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM
 from tileattn.kernels.cuda.plan.plan import plan_backward
 from tileattn.testing import assert_attention_close, error_bound
 
-pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "on_hopper")]
+pytestmark = [*needs_gpu, pytest.mark.usefixtures("one_blas_thread", "most")]
 
 DIMS = [*SQUARE, (256, 256), (176, 40), (64, 208)]
+
+
+@pytest.fixture(params=["Hopper", "generic"])
+def most(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Run the Hopper or the generic kernels; yield their largest head dimension."""
+    hopper = request.param == "Hopper"
+    if hopper:
+        request.getfixturevalue("on_hopper")
+    else:
+        use_generic_kernels(monkeypatch)
+    CALLS.clear()
+    yield MAX_HEAD_DIM if hopper else MAX_DIM
+    CALLS.clear()
 
 
 def gradients(given: Given, **options: Any) -> tuple[Attention, Gradients]:
@@ -47,8 +65,9 @@ def gradients(given: Given, **options: Any) -> tuple[Attention, Gradients]:
     there = sent_options(options)
     call = described("backward", q, k, v, dout=dout, **there)
     plan = plan_backward(*call, describe.device_of(0))
-    kernels = [launch.key.kernel for launch in plan.launches]
-    assert {FLOAT32_BACKWARD, FLOAT32_DQ} <= {*kernels}, str(plan)
+    kernels = {launch.key.kernel for launch in plan.launches}
+    pairs = {FLOAT32_BACKWARD, FLOAT32_DQ}, {SPLIT_BACKWARD, SPLIT_DQ}
+    assert any(pair <= kernels for pair in pairs), str(plan)
     with poisoned():
         out, lse = tileattn.forward(q, k, v, **there)
         grads = tileattn.backward(dout, q, k, v, out, lse, **there)
@@ -67,6 +86,11 @@ def check(given: Given, **options: Any) -> Gradients:
     return grads
 
 
+def square(wide: bool, most: int) -> tuple[int, int]:
+    """Return narrow or the widest head dimensions."""
+    return (most, most) if wide else (64, 64)
+
+
 def part(grads: Gradients, b: Any, kv: int) -> list[bytes]:
     """Return the bits of the gradients of a key head."""
     heads = np.s_[b, kv * GROUP : (kv + 1) * GROUP]
@@ -76,29 +100,29 @@ def part(grads: Gradients, b: Any, kv: int) -> list[bytes]:
 
 @pytest.mark.parametrize("options", PLAIN)
 @pytest.mark.parametrize(("D", "Dv"), DIMS)
-def test_masks_by_position(D: int, Dv: int, options: str) -> None:
-    check(drawn(D, Dv), **PLAIN[options])
+def test_masks_by_position(D: int, Dv: int, options: str, most: int) -> None:
+    check(drawn(min(D, most), min(Dv, most)), **PLAIN[options])
 
 
 @pytest.mark.usefixtures("few_sms")
 @pytest.mark.parametrize("options", MODIFIED)
-def test_options_and_alignments(options: str) -> None:
+def test_options_and_alignments(options: str, most: int) -> None:
     dims, there = MODIFIED[options]
-    check(drawn(*dims), **there)
+    check(drawn(*(min(dim, most) for dim in dims)), **there)
 
 
 @pytest.mark.parametrize("options", [name for name in MODIFIED if "columns" not in name])
-def test_options_of_wide_heads(options: str) -> None:
-    check(drawn(200, 256), **MODIFIED[options][1])
+def test_options_of_wide_heads(options: str, most: int) -> None:
+    check(drawn(min(200, most), most), **MODIFIED[options][1])
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
     "lengths", [(128, 128), (129, 259), (200, 515), (513, 130), (400, 330), (130, 4300)]
 )
-def test_lengths(lengths: tuple[int, int], dims: tuple[int, int]) -> None:
+def test_lengths(lengths: tuple[int, int], wide: bool, most: int) -> None:
     """The first of 400 causal queries attend to nothing. 4096 keys are a group of sums."""
-    given = drawn(*dims, Nq=lengths[0], Nk=lengths[1])
+    given = drawn(*square(wide, most), Nq=lengths[0], Nk=lengths[1])
     check(given)
     if lengths[1] > 200:  # else most queries attend to too few keys
         check(given, causal=True)
@@ -128,15 +152,15 @@ def test_elements_of_different_sizes(name: str, where: str) -> None:
 
 
 @pytest.mark.usefixtures("few_sms")
-@pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("where", range(4))
-def test_what_is_not_finite(where: int, wrong: float, dims: tuple[int, int]) -> None:
+def test_what_is_not_finite(where: int, wrong: float, wide: bool, most: int) -> None:
     """Key heads that do not share its keys keep their bits.
 
     `test_nonfinite.py` checks the gradients of the others.
     """
-    given = drawn(*dims)
+    given = drawn(*square(wide, most))
     before = gradients(given, causal=True)[1]
     given[where][1, 1, [5, 190], [3, 60]] = wrong
     after = gradients(given, causal=True)[1]
@@ -146,13 +170,13 @@ def test_what_is_not_finite(where: int, wrong: float, dims: tuple[int, int]) -> 
         assert same is ((b, kv) != (1, wrong_head))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_same_bits_in_any_batch(
-    causal: bool, dims: tuple[int, int], request: pytest.FixtureRequest
+    causal: bool, wide: bool, most: int, request: pytest.FixtureRequest
 ) -> None:
     """Key heads alone, with one work tile or several for each thread block; some heads fail."""
-    given = q, k, v, dout = drawn(*dims)
+    given = q, k, v, dout = drawn(*square(wide, most))
     q[0, 1] *= 3000
     k[1, 1] *= np.linspace(0.1, 400, NK, dtype=np.float32)[:, np.newaxis]
     whole = gradients(given, causal=causal)[1]
@@ -166,3 +190,13 @@ def test_the_same_bits_in_any_batch(
             (q[heads].copy(), k[keys].copy(), v[keys].copy(), dout[heads].copy()), causal=causal
         )[1]
         assert part(alone, 0, 0) == part(whole, b, kv)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_splits_of_queries(causal: bool) -> None:
+    """16 heads share few keys: several work tiles of the generic kernel have a block of keys."""
+    given = q, *_ = normal((1, 16, 1, 1400, 515, 64, 64), np.float32)
+    q[0, 3, 1390] *= 1e6  # this head fails
+    grads = check(given, causal=causal)
+    for _ in range(5):
+        assert bits(gradients(given, causal=causal)[1]) == bits(grads)

@@ -105,6 +105,19 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         64: (TileSize(64, 64, 4, 1, 2, 2, tuned=True), TileSize(128, 64, 8, 1, 2)),
         128: (TileSize(128, 32, 8, 1, 2),),
     },
+    # As the forward pass: ``backward_float32`` and ``backward_float32_dq``.
+    ("backward_float32", 4): {
+        64: (TileSize(16, 64, 4, 1, 2, 2, tuned=True),),
+        128: (TileSize(16, 64, 4, 1, 1, 2, tuned=True), TileSize(16, 64, 4)),
+    },
+    ("backward_float32_dq", 4): {
+        64: (TileSize(64, 32, 4, 1, 2, 2, tuned=True), TileSize(64, 32, 4, 1, 1, 2)),
+        128: (
+            TileSize(64, 32, 4, 1, 1, 2, tuned=True),
+            TileSize(64, 16, 4, 1, 1, 2),
+            TileSize(64, 16, 4),
+        ),
+    },
     ("forward", 8): {
         64: (TileSize(128, 32, 8, 1, 2, tuned=True),),
         128: (TileSize(128, 32, 8, tuned=True, spills=True),),

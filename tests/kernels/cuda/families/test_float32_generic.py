@@ -1,16 +1,31 @@
-"""Which float32 calls the generic kernel takes as two float16 numbers; no GPU."""
+"""Which float32 calls the generic kernels take as two float16 numbers; no GPU."""
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
 
-from tests.kernels.cuda.plan.planning import A100, B200, ON_HOPPER, asked, forward, kernels
+from tests.kernels.cuda.plan.planning import (
+    A100,
+    B200,
+    ON_HOPPER,
+    asked,
+    backward,
+    forward,
+    kernels,
+)
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.families import float32_generic
-from tileattn.kernels.cuda.families.context import COUNT, FAILED
-from tileattn.kernels.cuda.families.families import forward_launches
-from tileattn.kernels.cuda.families.float32 import SPLIT_KEYS
+from tileattn.kernels.cuda.families.context import (
+    COUNT,
+    FAILED,
+    LARGE_SCORES,
+    NON_FINITE,
+)
+from tileattn.kernels.cuda.families.families import forward_launches, gradient_launches
+from tileattn.kernels.cuda.families.float32 import SPLIT_KEYS, SPLIT_QUERIES
+from tileattn.kernels.cuda.families.float32_generic import SPLIT_BACKWARD, SPLIT_DQ
 from tileattn.kernels.cuda.families.tiles import tuned_tiles
 from tileattn.kernels.cuda.jit.compile import compiled
 from tileattn.kernels.cuda.plan.device import Device, device_of_arch
@@ -18,6 +33,8 @@ from tileattn.kernels.cuda.plan.layout import contiguous
 
 FEW = A100.tuning.generic_plane_rows
 SPLIT = [SPLIT_KEYS, "forward", "forward"]
+SPLITS = [SPLIT_KEYS, SPLIT_QUERIES]
+SPLIT_BACKWARDS = [*SPLITS, SPLIT_BACKWARD, SPLIT_DQ, "backward_dq", "backward_dkdv"]
 ON_AMPERE = ON_HOPPER._replace(
     arch=A100.arch, shared_limit=A100.shared_limit, tuning=A100.tuning, sm_count=A100.sm_count
 )
@@ -48,11 +65,14 @@ def test_what_is_left_to_other_kernels_and_why(
 ) -> None:
     problem, context = replace(problem_of(), **changed), ON_AMPERE._replace(**where)
     assert float32_generic._why_not(problem, context) == reason
-    assert not any(launch.key.split_floats for launch in forward_launches(problem, context))
+    assert float32_generic._why_not_backward(problem, context) == reason
+    launches = forward_launches(problem, context), gradient_launches(problem, context)
+    assert not any(launch.key.split_floats for launch in chain(*launches))
 
 
 def test_every_clause_is_tried() -> None:
-    assert {why for why, _ in float32_generic._UNSUPPORTED} == {reason for reason, *_ in REFUSED}
+    reasons = {why for why, _ in float32_generic._UNSUPPORTED} | {float32_generic._NO_TILE}
+    assert reasons == {reason for reason, *_ in REFUSED}
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
@@ -69,6 +89,34 @@ def test_the_launches(device: Device, dim: int) -> None:
     assert (split.key.head_dim, split.key.value_dim) == (main.key.head_dim, main.key.value_dim)
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+@pytest.mark.parametrize("dim", [16, 64, 72, 128])
+def test_the_launches_of_the_backward_pass(device: Device, dim: int) -> None:
+    """The last two compute the heads that failed or were flagged, without splits."""
+    plan = backward(problem_of(D=dim, Dv=dim), device)
+    assert kernels(plan)[2:] == SPLIT_BACKWARDS
+    *splits, main, dq, of_dq, of_keys = plan.launches[2:]
+    assert [x.key.split_floats for x in plan.launches[4:]] == [True, True, False, False]
+    assert {of_dq.key.head_flags, of_keys.key.head_flags} == {NON_FINITE | LARGE_SCORES | FAILED}
+    for launch in (main, dq):
+        assert launch.shared_bytes <= device.shared_limit
+        for split in splits:
+            sizes = split.key.head_dim, split.key.value_dim
+            assert sizes == (launch.key.head_dim, launch.key.value_dim)
+
+
+def test_deterministic_calls_run_the_same_kernels() -> None:
+    found = [backward(problem_of(), A100, deterministic=x).launches for x in (False, True)]
+    assert found[0] == found[1]
+
+
+def test_heads_that_share_few_keys_split_the_queries() -> None:
+    many = backward(problem_of(Hq=16, Hkv=1, Nq=1400, Nk=515), A100)
+    few = backward(problem_of(Hq=2, Hkv=1, Nq=1400, Nk=515), A100)
+    of_keys = [plan.launches[kernels(plan).index(SPLIT_BACKWARD)] for plan in (many, few)]
+    assert [launch.key.split_q for launch in of_keys] == [True, False]
+
+
 OPTIONS = ("bias", "mask", "block_mask", "softcap", "alibi_slopes", "dropout_p", "sinks")
 
 
@@ -77,10 +125,14 @@ def test_every_option_of_the_generic_kernel(option: str) -> None:
     problem = problem_of({option}, Nk=736)
     arrays: dict[str, Any] = {}
     if option == "bias":
-        arrays[option] = contiguous((1, problem.Hq, problem.Nq, problem.Nk), "float64")
+        shape = problem.B, problem.Hq, problem.Nq, problem.Nk
+        arrays[option] = contiguous(shape, "float64")
     first, main, _ = forward(problem, A100, **arrays).launches
     assert main.key.split_floats, first.why
     assert main.key.bias == ("float64" if option == "bias" else "")
+    own = [x.key for x in backward(problem, A100, **arrays).launches if x.key.split_floats]
+    assert [key.kernel for key in own] == [SPLIT_BACKWARD, SPLIT_DQ]
+    assert [key.write_dbias for key in own] == [option == "bias", False]
 
 
 @pytest.mark.parametrize("Nq", [FEW, 1000])
@@ -127,13 +179,20 @@ def test_the_workspace_has_two_numbers_for_each_element() -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_kernels_do_not_spill(arch: str, dim: int) -> None:
     device = device_of_arch("sm_90a" if arch == "sm_90" else arch)
-    plan = forward(problem_of(D=dim, Dv=dim), replace(device, arch=arch))
-    made = compiled(plan.launches[1].key, arch)
-    assert made.spill_bytes == 0, made.log
+    problem, device = problem_of(D=dim, Dv=dim), replace(device, arch=arch)
+    launches = *forward(problem, device).launches, *backward(problem, device).launches
+    own = [launch.key for launch in launches if launch.key.split_floats]
+    assert len(own) == 3
+    for key in own:
+        made = compiled(key, arch)
+        assert made.spill_bytes == 0, made.log
 
 
 def test_tiles_have_one_factor() -> None:
     for dim in (64, 128):
-        for tile in tuned_tiles(float32_generic.SPLIT_FLOATS, 4, dim):
+        for tile in tuned_tiles(float32_generic.SPLIT_FORWARD, 4, dim):
             assert 64 % tile.block_k == 0
-            assert tile.warps_n == 1
+        for tile in tuned_tiles(SPLIT_BACKWARD, 4, dim):
+            assert 64 % tile.block_q == 0
+        for tile in tuned_tiles(SPLIT_DQ, 4, dim):
+            assert 64 % tile.block_k == 0

@@ -86,27 +86,29 @@ inline char* shared_memory() {
 // --- copy.cuh -------------------------------------------------------------------------------------
 
 inline u32 shared_address(const void* at) { return u32(static_cast<const char*>(at) - shared_memory()); }
+// Static shared arrays may lie before the dynamic memory.
+inline char* shared_at(u32 address) { return shared_memory() + int(address); }
 template <int SIZE> void copy_async(u32 to, const char* from, int valid) {
     if (to % SIZE || u64(from) % SIZE) __builtin_trap();
-    memset(shared_memory() + to, 0, SIZE);
-    if (valid) memcpy(shared_memory() + to, from, valid);
+    memset(shared_at(to), 0, SIZE);
+    if (valid) memcpy(shared_at(to), from, valid);
 }
 template <int SIZE> void copy_async(u32 to, const char* from) { copy_async<SIZE>(to, from, SIZE); }
 inline void copy_commit() {}
 template <int PENDING> void copy_wait() {}
 inline u32 load_shared(u32 at) {
     u32 x;
-    memcpy(&x, shared_memory() + at, 4);
+    memcpy(&x, shared_at(at), 4);
     return x;
 }
-inline void store_shared(u32 at, u32 x) { memcpy(shared_memory() + at, &x, 4); }
+inline void store_shared(u32 at, u32 x) { memcpy(shared_at(at), &x, 4); }
 template <bool TRANSPOSED> void load_matrices_of(u32 (&r)[4], u32 address) {
     if (address % 16) __builtin_trap();
     const int g = own_lane() / 4, t = own_lane() % 4;
     share(address, [&](auto& slots) {
         auto element = [&](int row, int column) {
             unsigned short x;
-            memcpy(&x, shared_memory() + slots[row][0] + 2 * column, 2);
+            memcpy(&x, shared_at(slots[row][0]) + 2 * column, 2);
             return u32(x);
         };
         for (int m = 0; m < 4; ++m)
@@ -162,7 +164,7 @@ inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
     for (int i = 0; i < 4; ++i) found |= u32(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return found;
 }
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #define __cluster_dims__(...)
 
 // Run all threads of a block. Copies to shared memory are complete at once, so a missing wait does not show.

@@ -36,16 +36,21 @@ _REPLACED = {
         (r'asm\("max\.NaN.*?\)\);', "largest = x != x || y != y ? NAN : fmaxf(x, y);")
     ],
     "score_tile.cuh": [(r'asm\("shl\.b32.*?\)\);', "beyond = count >= 32 ? 0 : ~0u << count;")],
+    "tma_sm90.cuh": [(r'asm volatile\("red\.release.*?"memory"\);', "*place += value;")],
     "head.cuh": [(r'asm volatile\(""[^;]*;', "")],
     "softmax.cuh": [(r'asm volatile\("bar\.sync.*?"memory"\);', "")],
-    "forward.cu": [(r"extern __shared__.*?memory\[\];", "char* const memory = shared_memory();")],
 }
+for _kernel in ("forward.cu", "backward_float32.cu", "backward_float32_dq.cu"):
+    _REPLACED[_kernel] = [
+        (r"extern __shared__.*?memory\[\];", "char* const memory = shared_memory();")
+    ]
 
 _RUN = """\
 {defines}
 #include "{kernel}.cu"
 
 extern "C" void launch(const Params* p, int grid) {{
+    gridDim.x = grid;
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
         run_block({threads}, [&] {{ {kernel}(*p); }});
 }}
@@ -70,11 +75,15 @@ def _texts(key: KernelKey) -> dict[str, str]:
 def run(
     folder: Path, plan: LaunchPlan, launches: list[KernelLaunch], arrays: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Run launches of a plan; return the parts of the workspace, in bytes, which start as NaN."""
+    """Run launches of a plan; return the parts of the workspace, in bytes.
+
+    Those that no launch needs to be zero start as NaN.
+    """
     if sys.platform != "linux":
         pytest.skip("fibers need ucontext.h")
     memory = np.full(plan.workspace.nbytes + _ALIGNMENT, 0xFF, np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
+    memory[begin + plan.workspace.zeros :] = 0
     parts = {name: memory[begin + at :] for name, at in plan.workspace.starts.items()}
     sizes = {f"{name}_bytes": x.itemsize for name, x in arrays.items() if x.dtype.kind == "i"}
     block = parameter_block(plan.fields | sizes, {**arrays, **parts})

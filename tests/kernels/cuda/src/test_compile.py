@@ -29,6 +29,7 @@ from tileattn.kernels.cuda.families.float32 import (
     SPLIT_KEYS,
     SPLIT_QUERIES,
 )
+from tileattn.kernels.cuda.families.float32_generic import SPLIT_BACKWARD, SPLIT_DQ
 from tileattn.kernels.cuda.families.generic import NAIVE
 from tileattn.kernels.cuda.families.hopper import (
     HOPPER,
@@ -185,20 +186,20 @@ def name_of(case: Case) -> str:
     return "-".join([arch, key.kernel, *(d.partition("=")[2] for d in key.defines()[1:])])
 
 
-def first_of(cases: Iterable[Case]) -> dict[str, KernelKey]:
-    """Return the smallest case of each kernel, for the GPU that has all kernels.
+def first_of(cases: Iterable[Case]) -> dict[str, Case]:
+    """Return the smallest case of each kernel, for the GPU that has nearly all kernels.
 
     Splits of the keys come last: `test_griddep.py` expects the launches of a plain call.
     """
-    own = (x for x in cases if x[0] == "sm_90a")
-    found = sorted(own, key=lambda x: (x[1].split_kv, *size_of(x)), reverse=True)
-    return {key.kernel: key for _, key in found}
+    order = sorted(cases, key=lambda x: (x[0] != "sm_90a", x[1].split_kv, *size_of(x)))
+    return {case[1].kernel: case for case in reversed(order)}
 
 
 # The quick tests compile each kernel once, and not for flagged heads if there is another key.
 # `test_griddep.py` reads the same machine code.
-FIRST_FLAGGED = first_of(x for x in CASES if x[1].head_flags)
-FIRST = FIRST_FLAGGED | first_of(x for x in CASES if not x[1].head_flags)
+_FLAGGED = first_of(x for x in CASES if x[1].head_flags)
+_FIRST = _FLAGGED | first_of(x for x in CASES if not x[1].head_flags)
+FIRST, FIRST_FLAGGED = ({name: case[1] for name, case in x.items()} for x in (_FIRST, _FLAGGED))
 # Compiled as for a call: a case of each kernel for each text that it has, and where spills count.
 _OLDER = {
     (code_path(arch, key.kernel), key.kernel, key.head_flags > 0): (arch, key)
@@ -207,7 +208,8 @@ _OLDER = {
 }
 AS_LAUNCHED = {
     *_OLDER.values(),
-    *(("sm_90a", key) for key in (*FIRST.values(), *FIRST_FLAGGED.values())),
+    *_FIRST.values(),
+    *_FLAGGED.values(),
     *(case for case in CASES if case in READ or case in SPILLS),
 }
 
@@ -223,7 +225,7 @@ def most_spilled(key: KernelKey) -> int:
 
 def marks_of(case: Case) -> list[pytest.MarkDecorator]:
     """Mark all but the first case of a kernel as slow; tests of one case have the same turn."""
-    if case == ("sm_90a", FIRST[case[1].kernel]):
+    if case == _FIRST[case[1].kernel]:
         return []
     return [pytest.mark.slow(name_of(case))]
 
@@ -272,7 +274,6 @@ def test_every_source(archs: tuple[str, ...]) -> None:
         FOLD,
         LATENT,
         WIDE,
-        SPLIT_QUERIES,
         FLOAT32_FORWARD,
         FLOAT32_BACKWARD,
         FLOAT32_DQ,
@@ -281,8 +282,9 @@ def test_every_source(archs: tuple[str, ...]) -> None:
         *LISTS["forward"],
         *LISTS["backward"],
     }
-    others = set() if "sm_90a" in archs else of_hopper
-    others |= {SPLIT_KEYS} if "sm_75" in archs else set()
+    of_others = {SPLIT_BACKWARD, SPLIT_DQ}
+    others = of_others if "sm_90a" in archs else of_hopper
+    others |= {SPLIT_KEYS, SPLIT_QUERIES} | of_others if "sm_75" in archs else set()
     assert {key.kernel for arch, key in CASES if arch in archs} == set(NAMES) - others
 
 

@@ -5,7 +5,10 @@ from tileattn.kernels.cuda.families.block_order import with_orders
 from tileattn.kernels.cuda.families.context import KernelLaunch, LaunchContext
 from tileattn.kernels.cuda.families.family import Family, launches_of
 from tileattn.kernels.cuda.families.float32 import FLOAT32_BACKWARD_FAMILY, FLOAT32_FORWARD_FAMILY
-from tileattn.kernels.cuda.families.float32_generic import SPLIT_GENERIC_FORWARD
+from tileattn.kernels.cuda.families.float32_generic import (
+    SPLIT_GENERIC_BACKWARD,
+    SPLIT_GENERIC_FORWARD,
+)
 from tileattn.kernels.cuda.families.generic import GENERIC_BACKWARD, GENERIC_FORWARD
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARD_FAMILY, HOPPER_FORWARD_FAMILY
 from tileattn.kernels.cuda.families.latent import LATENT_FAMILY
@@ -30,6 +33,7 @@ FORWARD: tuple[Family, ...] = (
 BACKWARD: tuple[Family, ...] = (
     PAIRED_BACKWARD_FAMILY,
     FLOAT32_BACKWARD_FAMILY,
+    SPLIT_GENERIC_BACKWARD,
     HOPPER_BACKWARD_FAMILY,
     GENERIC_BACKWARD,
 )

@@ -150,10 +150,17 @@ def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
     dq = _gradients(FLOAT32_DQ, "queries", P, context, hopper_wide_dq_bytes, _DQ)
     dq = dq._replace(key=replace(dq.key, write_dbias=dbias))
     context = context._replace(dbias=dbias)  # otherwise a kernel of its own computes it
+    return split_and_repaired_gradients(main, dq, P, context)
+
+
+def split_and_repaired_gradients(
+    main: KernelLaunch, dq: KernelLaunch, P: Problem, context: LaunchContext
+) -> tuple[KernelLaunch, ...]:
+    """Split all operands before both backward kernels, and compute the heads left after them."""
     others = generic.dq_launch(P, context), generic.dkdv_launch(P, context, add_dq=False)
     left = NON_FINITE | LARGE_SCORES | FAILED
     repairs = (generic.repairing(x, context, left)._replace(traits=PLAIN) for x in others)
-    sizes = _buckets(P)
+    sizes = main.key.head_dim, main.key.value_dim
     splits = (split_launch(kernel, P, context, sizes) for kernel in (SPLIT_KEYS, SPLIT_QUERIES))
     return *splits, main, dq, *repairs
 

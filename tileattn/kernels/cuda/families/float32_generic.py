@@ -1,13 +1,20 @@
-"""The generic forward kernel for float32 as two float16 numbers: on GPUs without wgmma.
+"""The generic kernels for float32 as two float16 numbers: on GPUs without wgmma.
 
 ``forward`` with ``split_floats`` reads keys and values as ``split_keys`` writes them, and splits
-queries and P in registers (``src/split_forward.cuh``). Heads that cannot be split, and heads with
-large scores, are left to ``forward`` without ``split_floats``.
+queries and P in registers (``src/split_forward.cuh``). ``backward_float32`` and
+``backward_float32_dq`` also read queries and dout as ``split_queries`` writes them. Heads that
+cannot be split, and heads with large scores, are left to the generic kernels for float32.
 """
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Literal
 
 from tileattn.call.problem import Problem
 from tileattn.dtypes import NAMED
 from tileattn.kernels.cuda.families.context import (
+    PLAIN,
     KernelLaunch,
     KernelTraits,
     LaunchContext,
@@ -19,21 +26,32 @@ from tileattn.kernels.cuda.families.float32 import (
     query_head_flags,
     row_alignment,
     split_and_repaired,
+    split_and_repaired_gradients,
 )
 from tileattn.kernels.cuda.families.grid import Grid
 from tileattn.kernels.cuda.families.key import KernelKey
 from tileattn.kernels.cuda.families.shared_memory import (
+    float32_generic_backward_bytes,
     float32_generic_bytes,
     generic_static_bytes,
     limit_of_block,
 )
-from tileattn.kernels.cuda.families.size_class import empty_axes, fits_positions, suits_planes
+from tileattn.kernels.cuda.families.size_class import (
+    empty_axes,
+    fits_positions,
+    splits_queries,
+    suits_planes,
+)
 from tileattn.kernels.cuda.families.tiles import bucket, tuned_tiles
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
-SPLIT_FLOATS = "forward_split_floats"  # its name in `TILES`
-MAX_DIM = 128  # queries of wider heads do not fit in registers
+SPLIT_FORWARD = "forward_split_floats"  # the name of its tiles
+SPLIT_BACKWARD, SPLIT_DQ = "backward_float32", "backward_float32_dq"
+MAX_DIM = 128  # queries of wider heads do not fit in registers, nor dK and dV
 _AMPERE = 80  # first compute capability with mma of 16 x 8 x 16 float16 numbers, times ten
+
+_Tiles = Callable[[Problem, LaunchContext], list[tuple[TileSize, int]]]
+_CountBytes = Callable[[TileSize, int, int, int], int]
 
 _UNSUPPORTED: tuple[Clause, ...] = (
     ("dtype is not float32", lambda P, _: P.dtype.name != "float32"),
@@ -48,12 +66,20 @@ _UNSUPPORTED: tuple[Clause, ...] = (
         "queries or keys are few",
         lambda P, context: not suits_planes(P, context.tuning.generic_plane_rows),
     ),
-    ("no tile fits in shared memory", lambda P, context: not _tiles(P, context)),
 )
+_NO_TILE = "no tile fits in shared memory"
 
 
 def _why_not(problem: Problem, context: LaunchContext) -> str | None:
-    return first_reason(_UNSUPPORTED, problem, context)
+    return first_reason(_UNSUPPORTED, problem, context) or (
+        None if _forward_tiles(problem, context) else _NO_TILE
+    )
+
+
+def _why_not_backward(problem: Problem, context: LaunchContext) -> str | None:
+    return first_reason(_UNSUPPORTED, problem, context) or (
+        None if _key_tiles(problem, context) and _query_tiles(problem, context) else _NO_TILE
+    )
 
 
 def _concerns(problem: Problem, _: LaunchContext) -> bool:
@@ -62,43 +88,85 @@ def _concerns(problem: Problem, _: LaunchContext) -> bool:
 
 def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
     P = problem
-    tile, shared = _tiles(P, context)[0]
+    traits = KernelTraits(
+        main=True, l2_share=context.tuning.grid_l2_share, workspace=query_head_flags
+    )
+    main = _launch("forward", "queries", P, context, _forward_tiles, traits)
+    main = main._replace(key=replace(main.key, alignment_bytes=row_alignment(P, context)))
+    return split_and_repaired(main, P, context)
+
+
+def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
+    """Launch the kernel over keys, the kernel for dq, and what recomputes flagged heads.
+
+    All sums stay in registers, so they have a fixed order, also without ``deterministic``.
+    """
+    P = problem
+    main = _launch(SPLIT_BACKWARD, "keys", P, context, _key_tiles, KernelTraits(main=True))
+    write_dbias = context.dbias and (context.full_bias or context.entry_copies)
+    main = main._replace(key=replace(main.key, write_dbias=write_dbias))
+    if splits_queries(P, context.tuning):
+        main = main.split()
+    dq = _launch(SPLIT_DQ, "queries", P, context, _query_tiles, PLAIN)
+    return split_and_repaired_gradients(main, dq, P, context)
+
+
+def _launch(
+    kernel: str,
+    over: Literal["keys", "queries"],
+    P: Problem,
+    context: LaunchContext,
+    tiles: _Tiles,
+    traits: KernelTraits,
+) -> KernelLaunch:
+    """Launch a kernel with the best tile that fits."""
+    tile, shared = tiles(P, context)[0]
     key = KernelKey(
-        *("forward", P.dtype.name, *_buckets(P), *tile[:6]),
+        *(kernel, P.dtype.name, *_buckets(P), *tile[:6]),
         split_floats=True,
-        alignment_bytes=row_alignment(P, context),
+        alignment_bytes=context.alignment_bytes,
         mask_vector_width=context.mask_vector_width,
         bias_alignment_bytes=context.bias_alignment_bytes,
         **option_fields(P, context),
     )
-    traits = KernelTraits(
-        main=True, l2_share=context.tuning.grid_l2_share, workspace=query_head_flags
-    )
-    why = f"float16 tensor cores, {tile.why}"
-    main = KernelLaunch(key, Grid("queries", key.block_q), shared, why, traits=traits)
-    return split_and_repaired(main, P, context)
+    grid = Grid(over, key.block_k if over == "keys" else key.block_q)
+    return KernelLaunch(key, grid, shared, f"float16 tensor cores, {tile.why}", traits=traits)
 
 
 def _buckets(P: Problem) -> tuple[int, int]:
     return bucket(P.D), bucket(P.Dv)
 
 
-def _tiles(P: Problem, context: LaunchContext) -> list[tuple[TileSize, int]]:
+def _tiles(
+    name: str, static_of: str, count_bytes: _CountBytes, P: Problem, context: LaunchContext
+) -> list[tuple[TileSize, int]]:
     """List the tiles that fit, each with its bytes of shared memory, the best first."""
     dim, value = _buckets(P)
     bias_size = NAMED[context.bias].itemsize if context.bias_alignment_bytes else 0
     sized = [
-        (tile, float32_generic_bytes(tile, dim, value, bias_size))
-        for tile in tuned_tiles(SPLIT_FLOATS, P.dtype.itemsize, max(dim, value))
+        (tile, count_bytes(tile, dim, value, bias_size))
+        for tile in tuned_tiles(name, P.dtype.itemsize, max(dim, value))
     ]
     return [
         (tile, n)
         for tile, n in sized
-        if n + generic_static_bytes("forward", tile, P.dtype.itemsize)
+        if n + generic_static_bytes(static_of, tile, P.dtype.itemsize)
         <= limit_of_block(context.shared_limit, tile.min_blocks_per_sm)
     ]
 
 
+_forward_tiles: _Tiles = partial(_tiles, SPLIT_FORWARD, "forward", float32_generic_bytes)
+_key_tiles: _Tiles = partial(
+    _tiles,
+    *(SPLIT_BACKWARD, "backward_dkdv", partial(float32_generic_backward_bytes, over_keys=True)),
+)
+_query_tiles: _Tiles = partial(
+    _tiles, *(SPLIT_DQ, "backward_dq", partial(float32_generic_backward_bytes, over_keys=False))
+)
+
 SPLIT_GENERIC_FORWARD = Family(
     "the generic kernel for split float32", _forward, _why_not, _concerns
+)
+SPLIT_GENERIC_BACKWARD = Family(
+    "the generic kernels for split float32", _backward, _why_not_backward, _concerns
 )

@@ -186,6 +186,22 @@ def float32_generic_bytes(tile: TileSize, dim: int, value: int, bias_size: int =
     return max(stages + bias, _tiled(tile.block_q, value, _RESULT_BYTES))
 
 
+@cache
+def float32_generic_backward_bytes(
+    tile: TileSize, dim: int, value: int, bias_size: int, *, over_keys: bool
+) -> int:
+    """Count the dynamic shared memory of the generic backward kernels for split float32.
+
+    They hold their own rows, the stages of the rows that they read one tile after another, and a
+    tile of the bias. All rows are float16 numbers in pairs.
+    """
+    own, others = (tile.block_k, tile.block_q) if over_keys else (tile.block_q, tile.block_k)
+    rows = own + tile.stages * others
+    warps = tile.warps_m if over_keys else 1  # side by side along keys
+    bias = warps * _tiled(tile.block_q, tile.block_k // warps, bias_size)
+    return 2 * (_swizzled(rows, dim) + _swizzled(rows, value)) + bias
+
+
 def limit_of_block(most: int, blocks: int) -> int:
     """Return the shared memory of each of several thread blocks on an SM; one may have ``most``."""
     return (most + RESERVED) // blocks - RESERVED

@@ -312,14 +312,11 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     }
     if constexpr (PAIR) arrive_at_peer(), wait_for_peer();  // no store to either CTA is in flight
     if constexpr (SPLIT_Q && !NAN_SAFE) {
-        const i64 block = (i64(b) * p.Hkv + kv) * block_count<BLOCK_K>(p, p.Nk) + at.block;
-        auto any = [](bool holds) { return bool(__syncthreads_or(holds)); };
-        const auto team = split_team<1>(p, block, at.split, 0, threadIdx.x, any);
         bool is_last;
         if constexpr (APART)
-            is_last = team.join(dv);
+            is_last = join_splits(p, at, dv);
         else
-            is_last = team.join(dk, dv);
+            is_last = join_splits(p, at, dk, dv);
         if (!is_last) return true;
     }
     // After this barrier all warps are done with k and v.

@@ -43,8 +43,6 @@ __device__ inline void convert(typename Atom<Element>::A (&operands)[K], const F
 #pragma unroll
     for (int i = begin / 2; i < end / 2; ++i) operands[i] = Atom<Element>::a_of(c.x[0] + 2 * i);
 }
-// P of float32 is at most 2**BACKWARD_P_LOG2. It is split with a power of two, by which dV is divided.
-constexpr float SPLIT_P = 0x1p7f;
 template <int K>
 __device__ inline void convert(SplitOperand<K>& operands, const Fragment<Accum, 1, QT>& c, int begin = 0,
                                int end = QT) {

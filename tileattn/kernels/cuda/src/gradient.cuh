@@ -19,6 +19,9 @@ __device__ inline Accum dv_scale(const Params& p) {
     return HAS_DROPOUT ? Accum(p.dropout_scale) * BACKWARD_P_UNIT : BACKWARD_P_UNIT;
 }
 
+// P of float32 is at most 2**BACKWARD_P_LOG2. It is split with this power of two, by which dV is divided.
+constexpr float SPLIT_P = 0x1p7f;
+
 // With NAN_SAFE the P of masked-out pairs is -infinity until `zero_dropped`, and their dS is set to 0, so
 // that no NaN reaches it.
 template <bool TRANSPOSED, int MT, int NT, bool NAN_SAFE = false>

@@ -3,6 +3,7 @@
 
 #include "gradient.cuh"
 #include "pair.cuh"
+#include "planes.cuh"
 #include "query_split_sums.cuh"
 #include "tile_scheduler.cuh"
 
@@ -37,10 +38,10 @@ struct WarpTile {
     __device__ bool any() const { return row < ROWS; }
 };
 
-using KeyTile = Tile<Element, BLOCK_K, HEAD_COLUMNS>;
-using ValueTile = Tile<Element, BLOCK_K, VALUE_COLUMNS>;
-using QueryTile = Tile<Element, BLOCK_Q, HEAD_COLUMNS>;
-using DoutTile = Tile<Element, BLOCK_Q, VALUE_COLUMNS>;
+using KeyTile = Tile<Operand, BLOCK_K, tile_columns(HEAD_COLUMNS)>;
+using ValueTile = Tile<Operand, BLOCK_K, tile_columns(VALUE_COLUMNS)>;
+using QueryTile = Tile<Operand, BLOCK_Q, tile_columns(HEAD_COLUMNS)>;
+using DoutTile = Tile<Operand, BLOCK_Q, tile_columns(VALUE_COLUMNS)>;
 using ScoreTile = Tile<Element, BLOCK_K, BLOCK_Q>;
 
 struct KeyBlock : HeadBlock<BLOCK_K> {
@@ -55,10 +56,18 @@ __device__ inline KeyBlock block_of(const Params& p, int index) {
                           int(p.head_groups), index)};
 }
 
+// Join the sums of all splits of a block. Returns true in the last CTA, which has them all then.
+template <class... Sums>
+__device__ inline bool join_splits(const Params& p, const KeyBlock& at, Sums&... sums) {
+    const i64 block = (i64(at.b) * p.Hkv + at.h) * block_count<BLOCK_K>(p, p.Nk) + at.block;
+    auto any = [](bool holds) { return bool(__syncthreads_or(holds)); };
+    return split_team<1>(p, block, at.split, 0, threadIdx.x, any).join(sums...);
+}
+
 // Start to load the keys and values of a block, from columns d0 and dv0 on.
-template <class Values>
+template <class Keys, class Values>
 __device__ inline void load_key_block(const Params& p, const Sequence& sequence, const SlidingWindow& window, int kv,
-                                      int k0, const KeyTile& k_tile, int d0, const Values& v_tile, int dv0) {
+                                      int k0, const Keys& k_tile, int d0, const Values& v_tile, int dv0) {
     k_tile.template load<THREADS, ALIGNMENT_BYTES>(
         sequence.keys<Element>(p.k, p.k_at, kv) + k0 * p.k_at.n + d0, p.k_at.n, window.length - k0,
         int(p.D) - d0);

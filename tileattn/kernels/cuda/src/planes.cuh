@@ -26,15 +26,22 @@ __device__ inline i64 first_factor(const Params& p, i64 heads, i64 rows, i64 ent
     return (entry * heads + h) * block_count<TILE_ROWS>(p, rows) + first;
 }
 
-// The planes of a head's keys and values: the index of their first row, and of the inverse factor of their first tile.
+// The planes of two arrays of a head, k and v or q and dO: the index of their first row, and of the inverse factor of
+// their first tile.
 struct HeadPlanes {
-    const Params& p;
     u32 first_row, factor;  // more than 2**32 rows do not fit in memory
 
-    __device__ HeadPlanes(const Params& p, const Sequence& sequence, i64 h)
-        : p(p),
-          first_row(u32((sequence.entry() * p.Hkv + h) * p.Nk + sequence.k_start)),
-          factor(u32(first_factor(p, p.Hkv, p.Nk, sequence.entry(), h, sequence.k_start, sequence.b))) {}
+    // `heads` and `rows` are the arrays'. The sequence begins at row `start`.
+    __device__ HeadPlanes(const Params& p, const Sequence& sequence, i64 heads, i64 h, i64 rows, i64 start)
+        : first_row(u32((sequence.entry() * heads + h) * rows + start)),
+          factor(u32(first_factor(p, heads, rows, sequence.entry(), h, start, sequence.b))) {}
+
+    __device__ static HeadPlanes of_keys(const Params& p, const Sequence& sequence, i64 h) {
+        return {p, sequence, p.Hkv, h, p.Nk, sequence.k_start};
+    }
+    __device__ static HeadPlanes of_queries(const Params& p, const Sequence& sequence, i64 h) {
+        return {p, sequence, p.Hq, h, p.Nq, sequence.q_start};
+    }
 
     // Start to copy planes from `row` on to a tile. Rows from `end` on become zero.
     template <int BLOCK, int PITCH>

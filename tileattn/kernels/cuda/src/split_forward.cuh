@@ -22,7 +22,7 @@ struct SplitForward<true, MT> {
 
     // Load and split the queries from `row` on, each with its own factor.
     __device__ SplitForward(const Params& p, const Head& head, int row)
-        : p(p), planes(p, head.sequence, int(head.h) / int(p.group)) {
+        : p(p), planes(HeadPlanes::of_keys(p, head.sequence, int(head.h) / int(p.group))) {
         const Lane lane;
         const float* const q = head.sequence.template queries<float>(p.q, p.q_at, head.h);
 #pragma unroll
@@ -69,7 +69,11 @@ struct SplitForward<true, MT> {
 #pragma unroll
             for (int m = 0; m < MT; ++m) operands[m].split(probs, {1, 1}, n, n + 2, m);
         }
-        split_multiply_add(sums, operands, v, planes.inverse(p.v_factors, row));
+        const float one = planes.inverse(p.v_factors, row);
+        float inverse[MT][2];
+#pragma unroll
+        for (auto& rows : inverse) rows[0] = rows[1] = one;
+        split_multiply_add(sums, operands, v, inverse);
     }
 
     // True if the scores of all queries of a lane keep their digits.

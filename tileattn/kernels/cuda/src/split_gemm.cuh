@@ -47,6 +47,34 @@ struct SplitLoader {
     }
 };
 
+// The first operand: a warp's 16 rows of a tile of planes, with 16 * K numbers. They stay in shared memory.
+template <class Planes, int K>
+struct StagedOperand {
+    static constexpr int STEPS = K;
+    u32 first;
+
+    __device__ StagedOperand(const Planes& tile, int row)
+        : first(tile.address + Planes::at(row + threadIdx.x % 16, threadIdx.x % WARP / 16 * 8)) {}
+
+    __device__ SplitStep step(int k) const {
+        SplitStep parts;
+        load(parts.high, high_column(16 * k));
+        load(parts.low, low_column(16 * k));
+        return parts;
+    }
+    __device__ void load(Atom<float16>::A& operand, int column) const {
+        const int byte = 2 * column;
+        load_matrices(operand.r, (first ^ (byte & 127)) + (byte & ~127));
+    }
+    // The same operand in registers.
+    __device__ SplitOperand<K> held() const {
+        SplitOperand<K> operand;
+#pragma unroll
+        for (int k = 0; k < K; ++k) load(operand.high[k], high_column(16 * k)), load(operand.low[k], low_column(16 * k));
+        return operand;
+    }
+};
+
 // The sums of 16 * MT rows and 8 * NT columns: of products of high parts, and of all others.
 template <int MT, int NT>
 struct SplitSums {
@@ -55,8 +83,11 @@ struct SplitSums {
     __device__ SplitSums() { high.clear(), low.clear(); }
 
     // Add the products of step k of X. The two products that share a sum are far apart.
-    template <int K>
-    __device__ void add(const SplitOperand<K> (&x)[MT], int k, const SplitColumns (&y)[NT]) {
+    template <class X>
+    __device__ void add(const X (&x)[MT], int k, const SplitColumns (&y)[NT]) {
+        SplitStep own[MT];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) own[m] = x[m].step(k);
 #pragma unroll
         for (int product = 0; product < 3; ++product)
 #pragma unroll
@@ -64,7 +95,7 @@ struct SplitSums {
 #pragma unroll
                 for (int n = 0; n < NT; ++n)
                     Atom<float16>::mma(product == 1 ? high.x[m][n] : low.x[m][n],
-                                       product == 2 ? x[m].low[k] : x[m].high[k],
+                                       product == 2 ? own[m].low : own[m].high,
                                        product == 0 ? y[n].low : y[n].high);
     }
 
@@ -85,10 +116,10 @@ template <int MT>
 constexpr int SUM_ATOMS = MT == 1 ? 2 : 1;
 
 // C = X Y^T, with the inverse factor of each row of C.
-template <int K, class Planes, int MT, int NT>
-__device__ inline void split_multiply(Fragment<float, MT, NT>& c, const SplitOperand<K> (&x)[MT], const Planes& y,
+template <class X, class Planes, int MT, int NT>
+__device__ inline void split_multiply(Fragment<float, MT, NT>& c, const X (&x)[MT], const Planes& y,
                                       const float (&inverse)[MT][2]) {
-    constexpr int SUM_STEPS = 64 / 16, ATOMS = SUM_ATOMS<MT>;
+    constexpr int K = X::STEPS, SUM_STEPS = 64 / 16, ATOMS = SUM_ATOMS<MT>;
     const SplitLoader<Planes, false, ATOMS> loader(y);
 #pragma unroll
     for (int n0 = 0; n0 < NT; n0 += ATOMS) {
@@ -108,10 +139,10 @@ __device__ inline void split_multiply(Fragment<float, MT, NT>& c, const SplitOpe
     }
 }
 
-// C += X Y: Y has up to 64 rows, and one inverse factor.
+// C += X Y, with the inverse factor of each row of the product. Y has up to 64 rows.
 template <int K, class Planes, int MT, int NT>
 __device__ inline void split_multiply_add(Fragment<float, MT, NT>& c, const SplitOperand<K> (&x)[MT], const Planes& y,
-                                          float inverse) {
+                                          const float (&inverse)[MT][2]) {
     static_assert(16 * K <= 64, "terms of a sum");
     constexpr int ATOMS = SUM_ATOMS<MT>;
     const SplitLoader<Planes, true, ATOMS> loader(y);
@@ -124,8 +155,8 @@ __device__ inline void split_multiply_add(Fragment<float, MT, NT>& c, const Spli
             loader.load(columns, 16 * k, 8 * n0);
             sums.add(x, k, columns);
         }
-        sums.for_each(c, n0, [&](float& total, float high, float low, int, int) {
-            total = fmaf(low, inverse * LOW_UNIT, fmaf(high, inverse, total));
+        sums.for_each(c, n0, [&](float& total, float high, float low, int m, int half) {
+            total = fmaf(low, inverse[m][half] * LOW_UNIT, fmaf(high, inverse[m][half], total));
         });
     }
 }

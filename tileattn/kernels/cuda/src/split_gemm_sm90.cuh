@@ -149,18 +149,3 @@ __device__ inline void add_split_product(Fragment<float, 1, NT>& sum, const Spli
     if constexpr (IN_TURN) order_after(sum, FIRST, FIRST + COUNT);
     if constexpr (FIRST + COUNT < NT) add_split_product<MOST, IN_TURN, FIRST + COUNT>(sum, a, y, inverse);
 }
-
-// The power of two of each of a lane's two rows. Four lanes share a row.
-template <int NT>
-__device__ inline void row_factors(const Fragment<float, 1, NT>& c, float (&factor)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float most = 0;
-#pragma unroll
-        for (int n = 0; n < NT; ++n)
-            most = fmaxf(most, fmaxf(fabsf(c.x[0][n][2 * half]), fabsf(c.x[0][n][2 * half + 1])));
-#pragma unroll
-        for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        factor[half] = power_of_two(most);
-    }
-}

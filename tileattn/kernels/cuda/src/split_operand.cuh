@@ -4,10 +4,18 @@
 #include "fragment.cuh"
 #include "splitting.cuh"
 
+// 16 rows and 16 columns of a first operand of a GEMM.
+struct SplitStep {
+    Atom<float16>::A high, low;
+};
+
 // A warp's 16 rows of 16 * K numbers as the first operand of a GEMM.
 template <int K>
 struct SplitOperand {
+    static constexpr int STEPS = K;
     Atom<float16>::A high[K], low[K];
+
+    __device__ SplitStep step(int k) const { return {high[k], low[k]}; }
 
     // Split the numbers of atoms begin to end - 1 of row tile m, each multiplied by the factor of its row.
     template <int MT, int NT>
@@ -26,6 +34,21 @@ struct SplitOperand {
             }
     }
 };
+
+// The power of two of each of a lane's two rows. Four lanes share a row.
+template <int NT>
+__device__ inline void row_factors(const Fragment<float, 1, NT>& c, float (&factor)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float most = 0;
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+            most = fmaxf(most, fmaxf(fabsf(c.x[0][n][2 * half]), fabsf(c.x[0][n][2 * half + 1])));
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        factor[half] = power_of_two(most);
+    }
+}
 
 // The larger of two numbers, or NaN if one is NaN.
 __device__ inline float maximum_or_nan(float x, float y) {
