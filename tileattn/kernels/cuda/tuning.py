@@ -123,7 +123,7 @@ class Tuning:
         128, _NEVER, "queries and keys", "float32: split numbers if both are >= x", _PLANES
     )
     generic_plane_rows: int = _tuned(
-        512, _NEVER, "queries and keys", "the same with mma.sync, forward", _GENERIC_PLANES
+        512, _NEVER, "queries and keys", "the same with mma.sync", _GENERIC_PLANES
     )
     # Backward tiles of the Hopper kernel.
     padded_queries: float = _tuned(
