@@ -118,14 +118,26 @@ def test_options_of_wide_heads(options: str, most: int) -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
-    "lengths", [(128, 128), (129, 259), (200, 515), (513, 130), (400, 330), (130, 4300)]
+    "lengths",
+    [(128, 128), (129, 259), (200, 515), (513, 130), (400, 330), (130, 4300), (4300, 130)],
 )
 def test_lengths(lengths: tuple[int, int], wide: bool, most: int) -> None:
-    """The first of 400 causal queries attend to nothing. 4096 keys are a group of sums."""
+    """The first of 400 causal queries attend to nothing. 4096 rows are a group of sums, or two."""
     given = drawn(*square(wide, most), Nq=lengths[0], Nk=lengths[1])
     check(given)
     if lengths[1] > 200:  # else most queries attend to too few keys
         check(given, causal=True)
+
+
+@pytest.mark.parametrize(("Nq", "Nk"), [(200, 65536), (65536, 200)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_sums_over_many_rows(wide: bool, Nq: int, Nk: int, most: int) -> None:
+    """Each addition to a long sum rounds all of it, so groups of tiles have sums of their own."""
+    q, k, v, dout = normal((1, 1, 1, Nq, Nk, *square(wide, most)))
+    grads = gradients((q, k, v, dout))[1]
+    expected = reference.backward(dout, q, k, v)
+    for found, exact in zip(grads[:3], expected[:3], strict=True):
+        assert np.linalg.norm(found - exact) < 1e-6 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from tests.kernels.cuda.src.lanes_on_host import run
 from tests.kernels.cuda.src.test_split_forward import ON_ANY_LENGTH, drawn, problem_of
 from tileattn import Gradients, reference
 from tileattn.call.problem import Problem
+from tileattn.kernels.cuda.families import float32_generic
 from tileattn.kernels.cuda.families.float32 import SPLIT_KEYS, SPLIT_QUERIES
 from tileattn.kernels.cuda.families.float32_generic import SPLIT_BACKWARD, SPLIT_DQ
 from tileattn.kernels.cuda.plan.layout import CallLayout, contiguous, contiguous_inputs
+from tileattn.kernels.cuda.tile_sizes import TileSize
 from tileattn.testing import assert_attention_close, error_bound
 
 Array = NDArray[Any]
@@ -71,6 +73,20 @@ def test_results(
     given = with_forward(drawn(P), **causal)
     grads, flags = gradients(tmp_path, P, given)
     check(grads, given, **causal)
+    assert not flags.any()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1024 + 20, 16), (16, 2 * 1024 + 20)])
+def test_sums_over_groups_of_64_tiles(
+    queries: int, keys: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are added where the results will be."""
+    monkeypatch.setattr(float32_generic, "tuned_tiles", lambda *_: (TileSize(16, 16, 1),))
+    monkeypatch.setattr(float32_generic, "_splits_queries", lambda *_: False)
+    P = problem_of(20, 36, queries, keys, B=1, Hq=1)
+    given = with_forward(drawn(P))
+    grads, flags = gradients(tmp_path, P, given)
+    check(grads, given)
     assert not flags.any()
 
 

@@ -39,7 +39,7 @@ from tileattn.kernels.cuda.families.shared_memory import (
 from tileattn.kernels.cuda.families.size_class import (
     empty_axes,
     fits_positions,
-    splits_queries,
+    query_splits,
     suits_planes,
 )
 from tileattn.kernels.cuda.families.tiles import bucket, tuned_tiles
@@ -48,6 +48,8 @@ from tileattn.kernels.cuda.tile_sizes import TileSize
 SPLIT_FORWARD = "forward_split_floats"  # the name of its tiles
 SPLIT_BACKWARD, SPLIT_DQ = "backward_float32", "backward_float32_dq"
 MAX_DIM = 128  # queries of wider heads do not fit in registers, nor dK and dV
+# Rows of queries that a split adds up, at most: the error is below 1e-6 (normal input, H200).
+_SPLIT_ROWS = 16384
 _AMPERE = 80  # first compute capability with mma of 16 x 8 x 16 float16 numbers, times ten
 
 _Tiles = Callable[[Problem, LaunchContext], list[tuple[TileSize, int]]]
@@ -105,10 +107,20 @@ def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, .
     main = _launch(SPLIT_BACKWARD, "keys", P, context, _key_tiles, KernelTraits(main=True))
     write_dbias = context.dbias and (context.full_bias or context.entry_copies)
     main = main._replace(key=replace(main.key, write_dbias=write_dbias))
-    if splits_queries(P, context.tuning):
+    if _splits_queries(P, context):
         main = main.split()
     dq = _launch(SPLIT_DQ, "queries", P, context, _query_tiles, PLAIN)
     return split_and_repaired_gradients(main, dq, P, context)
+
+
+def _splits_queries(P: Problem, context: LaunchContext) -> bool:
+    """Return True if several work tiles share a key block.
+
+    A split keeps no total of its sums, so its queries must be few.
+    """
+    heads, queries = query_splits(P, context.tuning)
+    rows = -(-P.group // heads) * -(-P.Nq // queries)
+    return heads * queries > 1 and rows <= _SPLIT_ROWS
 
 
 def _launch(

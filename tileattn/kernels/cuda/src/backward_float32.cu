@@ -5,10 +5,22 @@
 //
 // A head fails as in forward_float32_sm90.cu. Generic kernels compute it again.
 #include "key_block.cuh"
+#include "long_sums.cuh"
 #include "split_backward.cuh"
 
 constexpr int QT = BLOCK_Q / 8, DT = HEAD_DIM / 8, VT = VALUE_DIM / 8;
 static_assert(BLOCK_K == 16 * WARPS_M && WARPS_N == 1 && TILE_ROWS % BLOCK_Q == 0 && !PAIR);
+
+// Where dk or dv of the rows of a warp goes. Addresses are computed again, so that registers need not keep them.
+__device__ inline ResultRows results_of(const Params& p, void* target, const Rows& place, i64 columns) {
+    int index = int(blockIdx.x);
+    hide(index);
+    const KeyBlock at = block_of(p, index);
+    const Sequence sequence(p, at.b);
+    const int row = at.block * BLOCK_K + threadIdx.x / WARP * 16;
+    return {sequence.keys<Element>(target, place, at.h) + row * place.n, place.n, int(sequence.Nk) - row,
+            int(columns)};
+}
 
 // Compute dK and dV of a block of keys, or of a split of its queries: the last split to finish stores them. Returns
 // false if they are not good.
@@ -42,8 +54,11 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     Fragment<Accum, 1, DT> dk;
     Fragment<Accum, 1, VT> dv;
     float farthest = 0;  // the largest inverse factor of a tile of queries
+    int done = 0;        // tiles
     dk.clear();
     dv.clear();
+    auto rows_of_dk = [&] { return results_of(p, p.dk, p.dk_at, p.D); };
+    auto rows_of_dv = [&] { return results_of(p, p.dv, p.dv_at, p.Dv); };
     const QuerySplit<SPLIT_Q> split(p, at.split);
     const Range queries = split.clip(p, window.query_range(k0, k0 + BLOCK_K));
 #pragma unroll 1
@@ -55,8 +70,10 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
         });
         auto load = [&](int stage) {
             const int q0 = tiles.tile * BLOCK_Q;
-            rows.load(q_tile(stage), p.q_planes, q0, int(sequence.Nq));
-            rows.load(dout_tile(stage), p.dout_planes, q0, int(sequence.Nq));
+            u32 thread = threadIdx.x;
+            hide(thread);  // so that addresses are not kept in registers
+            rows.load(q_tile(stage), p.q_planes, q0, int(sequence.Nq), thread);
+            rows.load(dout_tile(stage), p.dout_planes, q0, int(sequence.Nq), thread);
             copy_row<THREADS>(lse_log2[stage], head.lse_log2() + q0);
             copy_row<THREADS>(deltas[stage], head.delta() + q0);
             copy_commit();
@@ -75,17 +92,22 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             tiles.next();
             if (STAGES > 1 && !tiles.done()) load(stage ^= 1);
 
+            if constexpr (!SPLIT_Q) {  // a split has few tiles, and no results of its own
+                begin_tile(dk, done, rows_of_dk);
+                begin_tile(dv, done, rows_of_dv);
+                ++done;
+            }
             const float q_inverse = rows.inverse(p.q_factors, q0), dout_inverse = rows.inverse(p.dout_factors, q0);
             farthest = maximum_or_nan(farthest, q_inverse);
             TileGradient<true, 1, QT> tile(k0 + row0, q0);
             auto query = [](int n, int e) { return 8 * n + Lane().column(e); };
             tile.load_mask(head.attn_mask);
-            split_multiply(tile.p, k, q, {{q_inverse * k_inverse, q_inverse * k_inverse}});
+            split_multiply<IN_TURN>(tile.p, k, q, {{q_inverse * k_inverse, q_inverse * k_inverse}});
             tile.recompute_p(
                 head.score_mod, bias, head.attn_mask, head.dropout, kind, false,
                 [](int, int, int) { return Accum(0); },
                 [&](int, int n, int e) { return lse_log2[now][query(n, e)]; });
-            split_multiply(tile.ds, v, dout, {{dout_inverse * v_inverse, dout_inverse * v_inverse}});
+            split_multiply<IN_TURN>(tile.ds, v, dout, {{dout_inverse * v_inverse, dout_inverse * v_inverse}});
             tile.compute_ds(Accum(p.dropout_scale), [&](int, int n, int e) { return deltas[now][query(n, e)]; });
             if constexpr (WRITE_DBIAS)
                 bias.write(dbias + head.row(0) * p.Nk, head.score_mod, q0, k0 + row0, tile.ds);
@@ -103,15 +125,14 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     bool good = keeps_digits(p, k_inverse, farthest);
     if constexpr (SPLIT_Q)
         if (!join_splits(p, at, dk, dv)) return !__syncthreads_or(!good);
+    end_tiles(dk, done, rows_of_dk());
+    end_tiles(dv, done, rows_of_dv());
     dv.scale(dv_scale(p));
     dk.scale(Accum(p.scale));
     good = good && dk.all_finite() && dv.all_finite();
     if (__syncthreads_or(!good)) return false;
-    const int rows = int(sequence.Nk) - k0;
-    store_rows<ALIGNMENT_BYTES>(sequence.keys<Element>(p.dk, p.dk_at, kv) + k0 * p.dk_at.n, p.dk_at.n, dk, row0, 0,
-                                rows, int(p.D));
-    store_rows<ALIGNMENT_BYTES>(sequence.keys<Element>(p.dv, p.dv_at, kv) + k0 * p.dv_at.n, p.dv_at.n, dv, row0, 0,
-                                rows, int(p.Dv));
+    rows_of_dk().store(dk);
+    rows_of_dv().store(dv);
     return true;
 }
 

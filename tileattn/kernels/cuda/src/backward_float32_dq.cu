@@ -2,6 +2,7 @@
 // queries, key tiles ascending. Each warp has 16 queries. As backward_float32.cu.
 //
 // A head fails as in forward_float32_sm90.cu. Generic kernels compute it again.
+#include "long_sums.cuh"
 #include "split_backward.cuh"
 #include "tile_scheduler.cuh"
 
@@ -59,6 +60,13 @@ __device__ inline bool backward_block(const Params& p, int q0, int b, int h) {
 
     Fragment<Accum, 1, DT> dq;
     float farthest = 0;  // the largest inverse factor of a tile of keys
+    int done = 0;        // tiles
+    auto rows_of_dq = [&] {
+        int row = q0 + row0;
+        hide(row);  // so that addresses are not kept in registers
+        return ResultRows{head.sequence.queries<Element>(p.dq, p.dq_at, h) + row * p.dq_at.n, p.dq_at.n, Nq - row,
+                          int(p.D)};
+    };
     dq.clear();
 #pragma unroll 1
     while (!tiles.done()) {
@@ -70,15 +78,16 @@ __device__ inline bool backward_block(const Params& p, int q0, int b, int h) {
         tiles.next();
         if (STAGES > 1 && !tiles.done()) load(stage ^= 1);
 
+        begin_tile(dq, done++, rows_of_dq);
         const float k_inverse = keys.inverse(p.k_factors, k0), v_inverse = keys.inverse(p.v_factors, k0);
         farthest = maximum_or_nan(farthest, k_inverse);
         TileGradient<false, 1, NT> tile(q0 + row0, k0);
         tile.load_mask(head.attn_mask);
-        split_multiply(tile.p, q, k, {{q_inverse * k_inverse, q_inverse * k_inverse}});
+        split_multiply<IN_TURN>(tile.p, q, k, {{q_inverse * k_inverse, q_inverse * k_inverse}});
         tile.recompute_p(
             head.score_mod, bias, head.attn_mask, head.dropout, kind, false, [](int, int, int) { return Accum(0); },
             [&](int, int, int e) { return lse_log2[e / 2]; });
-        split_multiply(tile.ds, dout, v, {{dout_inverse * v_inverse, dout_inverse * v_inverse}});
+        split_multiply<IN_TURN>(tile.ds, dout, v, {{dout_inverse * v_inverse, dout_inverse * v_inverse}});
         tile.compute_ds(Accum(p.dropout_scale), [&](int, int, int e) { return delta[e / 2]; });
         if (!tiles.done()) load_bias();
         tile.apply_dsoftcap();
@@ -88,11 +97,11 @@ __device__ inline bool backward_block(const Params& p, int q0, int b, int h) {
             if (!tiles.done()) load(0);
         }
     }
+    end_tiles(dq, done, rows_of_dq());
     dq.scale(Accum(p.scale));
     const bool good = dq.all_finite() && keeps_digits(p, q_inverse, farthest);
     if (__syncthreads_or(!good)) return false;
-    store_rows<ALIGNMENT_BYTES>(head.sequence.queries<Element>(p.dq, p.dq_at, h) + q0 * p.dq_at.n, p.dq_at.n, dq, row0,
-                                0, Nq - q0, int(p.D));
+    rows_of_dq().store(dq);
     return true;
 }
 

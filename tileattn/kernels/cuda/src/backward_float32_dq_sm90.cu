@@ -3,6 +3,7 @@
 //
 // A head fails as in forward_float32_sm90.cu. Generic kernels compute it again.
 #include "dq_mainloop_sm90.cuh"
+#include "long_sums.cuh"
 #include "split_gemm_sm90.cuh"
 
 constexpr int NT = BLOCK_K / 8, DT = HEAD_DIM / 8;
@@ -61,6 +62,15 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         const float q_inverse = has_rows ? p.q_factors[own] : 0;
         const float dout_inverse = has_rows ? p.dout_factors[own] : 0;
         float farthest = 0;
+        int done = 0;  // tiles
+        auto rows_of_dq = [&] {
+            int row = row0;
+            hide(row);  // so that addresses are not kept in registers
+            row += work.q0;
+            return ResultRows{rows_of<Element>(p.dq, p.dq_at, work.entry(), work.h) +
+                                  (i64(work.q_start) + row) * p.dq_at.n,
+                              p.dq_at.n, work.Nq(p) - row, int(p.D)};
+        };
         bool any = work.tiles.begin < work.tiles.end;
         if (any) {
             load_statistics(p, work, row0, lse_log2, delta);
@@ -80,6 +90,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         for (; any; ++tile) {
             smem.full(pipe.stage).wait(pipe.phase);
             if constexpr (HAS_TILE_LIST) staged = smem.storage.tiles[pipe.stage], tile = staged.tile();
+            begin_tile(dq, done++, rows_of_dq);
             const i64 factor_at = keys + tile * BLOCK_K / TILE_ROWS;
             const float k_inverse = p.k_factors[factor_at], dp_inverse = p.v_factors[factor_at] * dout_inverse;
             const ValueTile v = smem.v(pipe.stage);
@@ -116,13 +127,11 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
         smem.q_empty(warpgroup).arrive();  // safe: the GEMMs that read q and dO are complete
         if (work.tiles.begin < work.tiles.end) skip_tiles(work.end - work.tiles.end);
+        end_tiles(dq, done, rows_of_dq());
         clear_past_end(p, work, row0, dq);
         if (!(all_finite_by_fma(dq) & keeps_digits(p, q_inverse, farthest))) fail_head(p, work.b, kv);
         dq.scale(Accum(p.scale));
-        const int row = work.q0 + row0;
-        store_rows<ALIGNMENT_BYTES>(rows_of<Element>(p.dq, p.dq_at, work.entry(), work.h) +
-                                        (i64(work.q_start) + row) * p.dq_at.n,
-                                    p.dq_at.n, dq, 0, 0, work.Nq(p) - row, int(p.D));
+        rows_of_dq().store(dq);
     }
 }
 

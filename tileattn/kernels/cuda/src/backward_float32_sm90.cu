@@ -5,6 +5,7 @@
 //
 // A head fails as in forward_float32_sm90.cu. Generic kernels compute it again.
 #include "bwd_mainloop_sm90.cuh"
+#include "long_sums.cuh"
 
 static_assert(!SPLIT_Q && IS_WIDE && !PAIR && CONSUMERS == 2 && BLOCK_K == TILE_ROWS && TILE_ROWS % BLOCK_Q == 0);
 
@@ -28,14 +29,24 @@ struct Factors {
     }
 };
 
-// Store 16 rows of each warp, and flag the head if a number is not finite.
+// Where dk or dv of 16 rows of each warp goes.
+__device__ inline ResultRows results_of(const Params& p, void* target, const Rows& at, i64 columns,
+                                        const WorkTile& work) {
+    int row = threadIdx.x / WARP % 4 * 16;
+    hide(row);  // so that addresses are not kept in registers
+    row += work.k0;
+    return {rows_of<Element>(target, at, work.entry(), work.kv) + (work.k_start + row) * at.n, at.n,
+            work.Nk(p) - row, int(columns)};
+}
+
+// Scale and store the sums, and flag the head if a number is not finite.
 template <int NT>
-__device__ inline void store_sums(const Params& p, void* target, const Rows& at, int columns, const WorkTile& work,
-                                  int row0, const Fragment<Accum, 1, NT>& acc, bool good) {
+__device__ inline void store_sums(const Params& p, const ResultRows& results, const WorkTile& work,
+                                  Fragment<Accum, 1, NT>& acc, int done, float scale, bool good) {
+    end_tiles(acc, done, results);
+    acc.scale(scale);
     if (!(all_finite_by_fma(acc) & good)) fail_head(p, work.b, work.kv);
-    const int row = work.k0 + row0;
-    store_rows<ALIGNMENT_BYTES>(rows_of<Element>(target, at, work.entry(), work.kv) + (work.k_start + row) * at.n,
-                                at.n, acc, 0, 0, work.Nk(p) - row, columns);
+    results.store(acc);
 }
 
 // The warpgroup of dV.
@@ -46,7 +57,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     PipelineState<DOUT_STAGES> dout_pipe;
     PipelineState<P_STAGES> p_pipe;
     WorkTile work{};
-    int tile = 0, h = 0;
+    int tile = 0, h = 0, done = 0;
     SplitSums<HEAD_DIM, QT> sums;
     TileScores s(0, 0);
     Fragment<Accum, 1, VT> dv;
@@ -58,7 +69,9 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     //     S                          S                    q
     //     softmax, publish P         -                    q
     //     dV                         dV                   dO
+    auto rows_of_dv = [&] { return results_of(p, p.dv, p.dv_at, p.Dv, work); };
     auto step = [&](bool partial, bool) {
+        begin_tile(dv, done++, rows_of_dv);
         const Factors factors{p, work};
         const float q_inverse = factors.of_queries(p.q_factors, h, tile);
         const float dout_inverse = factors.of_queries(p.dout_factors, h, tile) / SPLIT_P;
@@ -95,7 +108,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         work = smem.storage.work_tile;
         if (work.is_end) break;
         dv.clear();
-        farthest = 0, k_inverse = Factors{p, work}.of_keys(p.k_factors);
+        done = 0, farthest = 0, k_inverse = Factors{p, work}.of_keys(p.k_factors);
         if (!work.tiles.is_empty()) {
             zero_unattended(p, smem, work, v_pipe.phase);
             v_pipe.advance();
@@ -103,8 +116,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         }
         // Safe: all GEMMs that read k are complete, and the steps have read the work tile.
         smem.k_empty().arrive();
-        dv.scale(dv_scale(p));
-        store_sums(p, p.dv, p.dv_at, int(p.Dv), work, row0, dv, keeps_digits(p, k_inverse, farthest));
+        store_sums(p, rows_of_dv(), work, dv, done, dv_scale(p), keeps_digits(p, k_inverse, farthest));
     }
 }
 
@@ -116,7 +128,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     PipelineState<DOUT_STAGES> dout_pipe;
     PipelineState<P_STAGES> p_pipe;
     WorkTile work{};
-    int tile = 0, h = 0;
+    int tile = 0, h = 0, done = 0;
     SplitSums<VALUE_DIM, QT> sums;
     Fragment<Accum, 1, QT> dp;
     Fragment<Accum, 1, DT> dk;
@@ -127,7 +139,9 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     //     dP                         dP                   dO
     //     wait for P, dS             -                    dO, P
     //     dK                         dK                   q
+    auto rows_of_dk = [&] { return results_of(p, p.dk, p.dk_at, p.D, work); };
     auto step = [&](bool, bool) {
+        begin_tile(dk, done++, rows_of_dk);
         const Factors factors{p, work};
         const float q_inverse = factors.of_queries(p.q_factors, h, tile);
         const float inverse = factors.of_queries(p.dout_factors, h, tile) * v_inverse;
@@ -167,6 +181,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         work = smem.storage.work_tile;
         if (work.is_end) break;
         dk.clear();
+        done = 0;
         v_inverse = Factors{p, work}.of_keys(p.v_factors);
         if (!work.tiles.is_empty()) {
             zero_unattended(p, smem, work, v_pipe.phase);
@@ -176,8 +191,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             smem.v_empty().arrive();  // safe: only GEMMs read v, and the last is complete
         }
         smem.k_empty().arrive();  // safe: the steps have read the work tile
-        dk.scale(Accum(p.scale));
-        store_sums(p, p.dk, p.dk_at, int(p.D), work, row0, dk, true);
+        store_sums(p, rows_of_dk(), work, dk, done, Accum(p.scale), true);
     }
 }
 

@@ -186,9 +186,9 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
             const WorkTile work(p, index);
             const Head head(p, work.b, work.h);
             const int row = work.q0 + row0;
-            const RowResults results{head.sequence.queries<Element>(p.out, p.out_at, head.h) + row * p.out_at.n,
-                                     static_cast<Accum*>(p.lse) + head.row(row), p.out_at.n, int(head.Nq()) - row,
-                                     int(p.Dv)};
+            Element* const out = head.sequence.queries<Element>(p.out, p.out_at, head.h) + row * p.out_at.n;
+            const RowResults results{{out, p.out_at.n, int(head.Nq()) - row, int(p.Dv)},
+                                     static_cast<Accum*>(p.lse) + head.row(row)};
             long_sums.add_total(results, state, acc, has_total, is_last);
         }
     };

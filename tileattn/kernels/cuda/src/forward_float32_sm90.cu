@@ -43,8 +43,9 @@ __device__ inline RowResults results_of(const Params& p, const WorkTile& work) {
     int row = threadIdx.x % WARPGROUP / WARP * 16;
     hide(row);  // so that addresses are not kept in registers
     row += work.q0;
-    return {rows_of<Element>(p.out, p.out_at, work.entry(), work.h) + (i64(work.q_start) + row) * p.out_at.n,
-            lse_of(p, work) + row, p.out_at.n, work.Nq(p) - row, int(p.Dv)};
+    Element* const out = rows_of<Element>(p.out, p.out_at, work.entry(), work.h);
+    return {{out + (i64(work.q_start) + row) * p.out_at.n, p.out_at.n, work.Nq(p) - row, int(p.Dv)},
+            lse_of(p, work) + row};
 }
 
 // A consumer warpgroup. It takes the next work tile when it has stored the results of this one: the other
@@ -200,9 +201,9 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
 #pragma unroll
             for (auto& atom : acc.x[0]) atom[2 * half] *= weight, atom[2 * half + 1] *= weight;
             const int i = lane.row(2 * half);
-            if (lane.t == 0 && i < results.rows) results.lse[i] = lse;
+            if (lane.t == 0 && i < results.out.rows) results.lse[i] = lse;
         }
-        store_rows<ALIGNMENT_BYTES>(results.out, results.stride, acc, 0, 0, results.rows, results.columns);
+        results.out.store(acc);
         if (!__all_sync(~0u, good) && threadIdx.x % WARP == 0) fail_query_head(p, work.b, work.h);
     }
 }

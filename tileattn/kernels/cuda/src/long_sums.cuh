@@ -1,19 +1,66 @@
-// Layer 3. Sums of the forward pass of split float32 over many keys.
+// Layer 3. Sums of split float32 over many tiles.
 #pragma once
 
 #include "softmax.cuh"
 
-// Where the results of a warp go, from its first row on: 16 rows for each row tile.
-struct RowResults {
-    Element* out;
-    Accum* lse;
-    i64 stride;
-    int rows, columns;
-};
-
-// Sums over many keys lose digits: each addition rounds the whole sum. So the sums over GROUP_TILES tiles go to a
+// Sums over many tiles lose digits: each addition rounds the whole sum. So the sums over GROUP_TILES tiles go to a
 // total, which is kept where the results will be. A thread reads only what it has stored.
 constexpr int GROUP_TILES = 64;
+
+// Where the results of a warp go, from its first row on: 16 rows for each row tile.
+struct ResultRows {
+    Element* first;
+    i64 stride;
+    int rows, columns;
+
+    // Add the total, times a factor, to one of a lane's two rows of row tile m. Unless the sums are the last, they
+    // become the total, and begin at zero.
+    template <int MT, int NT>
+    __device__ void add_row(Fragment<Accum, MT, NT>& sums, int m, int half, Accum factor, bool has_total,
+                            bool is_last) const {
+        const Lane lane;
+        const int row = 16 * m + lane.row(2 * half);
+#pragma unroll
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                const int column = 8 * n + lane.column(e);
+                const bool inside = row < rows && column < columns;
+                Accum& x = sums.x[m][n][e];
+                Element* const at = first + row * stride + column;
+                if (has_total && inside) x = fma(*at, factor, x);
+                if (!is_last && inside) *at = x;
+                if (!is_last) x = 0;
+            }
+    }
+    template <int NT>
+    __device__ void store(const Fragment<Accum, 1, NT>& sums) const {
+        store_rows<ALIGNMENT_BYTES>(first, stride, sums, 0, 0, rows, columns);
+    }
+};
+
+// The sums of a gradient, before another tile. rows() returns where they go.
+template <int NT, class RowsOf>
+__device__ __forceinline__ void begin_tile(Fragment<Accum, 1, NT>& sums, int done, RowsOf rows) {
+    if (done == 0 || done % GROUP_TILES > 0) return;
+    const ResultRows total = rows();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) total.add_row(sums, 0, half, 1, done > GROUP_TILES, false);
+}
+// The same after all tiles.
+template <int NT>
+__device__ __forceinline__ void end_tiles(Fragment<Accum, 1, NT>& sums, int done, const ResultRows& total) {
+    if (done <= GROUP_TILES) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) total.add_row(sums, 0, half, 1, true, true);
+}
+
+// The results of the forward pass. Their sums are those of the rows of `out`, and of P, whose total is where lse will
+// be.
+struct RowResults {
+    ResultRows out;
+    Accum* lse;
+};
 template <int MT>
 struct LongSums {
     Accum factor[MT][2];  // for the total: shifts have risen
@@ -27,12 +74,12 @@ struct LongSums {
         for (int m = 0; m < MT; ++m) factor[m][0] *= rescale[m][0], factor[m][1] *= rescale[m][1];
     }
 
-    // Add the total to the sums. Unless they are the last, they become the total, and begin at zero.
+    // Add the total to the sums, as above.
     template <int VT>
     __device__ void add_total(const RowResults& results, RowState<MT>& state, Fragment<Accum, MT, VT>& acc,
                               bool has_total, bool is_last) {
         const Lane lane;
-        auto [out, lse, stride, rows, columns] = results;
+        const auto& [out, lse] = results;
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -41,22 +88,11 @@ struct LongSums {
                 Accum& l = state.l[m][half];
 #pragma unroll
                 for (int step = 1; step < 4; step *= 2) l += __shfl_xor_sync(~0u, l, step);
-                if (has_total && row < rows) l = fma(lse[row], factor[m][half], l);
+                if (has_total && row < out.rows) l = fma(lse[row], factor[m][half], l);
                 __syncwarp();  // all lanes have read it
-                if (!is_last && lane.t == 0 && row < rows) lse[row] = l;
+                if (!is_last && lane.t == 0 && row < out.rows) lse[row] = l;
                 if (!is_last || lane.t > 0) l = 0;
-#pragma unroll
-                for (int n = 0; n < VT; ++n)
-#pragma unroll
-                    for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                        const int column = 8 * n + lane.column(e);
-                        const bool inside = row < rows && column < columns;
-                        Accum& x = acc.x[m][n][e];
-                        Element* const at = out + row * stride + column;
-                        if (has_total && inside) x = fma(*at, factor[m][half], x);
-                        if (!is_last && inside) *at = x;
-                        if (!is_last) x = 0;
-                    }
+                out.add_row(acc, m, half, factor[m][half], has_total, is_last);
                 factor[m][half] = 1;
             }
         __syncwarp();  // all lanes see the sums of a row

@@ -45,9 +45,10 @@ struct HeadPlanes {
 
     // Start to copy planes from `row` on to a tile. Rows from `end` on become zero.
     template <int BLOCK, int PITCH>
-    __device__ void load(const Tile<float16, BLOCK, PITCH>& tile, const void* planes, int row, int end) const {
+    __device__ void load(const Tile<float16, BLOCK, PITCH>& tile, const void* planes, int row, int end,
+                         u32 thread = threadIdx.x) const {
         tile.template load<THREADS, 16>(static_cast<const float16*>(planes) + i64(first_row + row) * PITCH, PITCH,
-                                        end - row, PITCH);
+                                        end - row, PITCH, thread);
     }
     __device__ float inverse(const float* factors, int row) const { return factors[factor + row / TILE_ROWS]; }
 };

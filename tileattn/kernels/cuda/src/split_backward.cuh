@@ -16,6 +16,7 @@ struct FirstOperandOf<true, Planes, K> : SplitOperand<K> {
         : SplitOperand<K>(StagedOperand<Planes, K>(tile, row).held()) {}
 };
 constexpr bool HELD = HEAD_DIM <= 64 && VALUE_DIM <= 64;
+constexpr bool IN_TURN = !HELD;
 template <class Planes, int COLUMNS>
 using FirstOperand = FirstOperandOf<HELD, Planes, COLUMNS / 16>;
 
@@ -25,7 +26,7 @@ __device__ inline void add_split_rows(Fragment<Accum, 1, NT>& c, const Fragment<
                                       const float (&factor)[2], const Planes& y, float inverse) {
     SplitOperand<KT / 2> operands[1];
     operands[0].split(x, factor);
-    split_multiply_add(c, operands, y, {{inverse_power(factor[0]) * inverse, inverse_power(factor[1]) * inverse}});
+    split_multiply_add<IN_TURN>(c, operands, y, {{inverse_power(factor[0]) * inverse, inverse_power(factor[1]) * inverse}});
 }
 
 // The same with the power of two of each row of dS.

@@ -115,8 +115,8 @@ struct SplitSums {
 template <int MT>
 constexpr int SUM_ATOMS = MT == 1 ? 2 : 1;
 
-// C = X Y^T, with the inverse factor of each row of C.
-template <class X, class Planes, int MT, int NT>
+// C = X Y^T, with the inverse factor of each row of C. IN_TURN: few loads at a time, to save registers.
+template <bool IN_TURN = false, class X, class Planes, int MT, int NT>
 __device__ inline void split_multiply(Fragment<float, MT, NT>& c, const X (&x)[MT], const Planes& y,
                                       const float (&inverse)[MT][2]) {
     constexpr int K = X::STEPS, SUM_STEPS = 64 / 16, ATOMS = SUM_ATOMS<MT>;
@@ -129,6 +129,7 @@ __device__ inline void split_multiply(Fragment<float, MT, NT>& c, const X (&x)[M
             SplitColumns columns[ATOMS];
             loader.load(columns, 8 * n0, 16 * k);
             sums.add(x, k, columns);
+            if (IN_TURN && k % 2) __syncwarp();  // otherwise ptxas starts the loads of many steps
             if ((k + 1) % SUM_STEPS != 0 && k + 1 < K) continue;
             sums.for_each(c, n0, [&](float& total, float high, float low, int m, int half) {
                 total = k < SUM_STEPS ? high : total + high;
@@ -139,8 +140,8 @@ __device__ inline void split_multiply(Fragment<float, MT, NT>& c, const X (&x)[M
     }
 }
 
-// C += X Y, with the inverse factor of each row of the product. Y has up to 64 rows.
-template <int K, class Planes, int MT, int NT>
+// C += X Y, with the inverse factor of each row of the product. Y has up to 64 rows. IN_TURN as above.
+template <bool IN_TURN = false, int K, class Planes, int MT, int NT>
 __device__ inline void split_multiply_add(Fragment<float, MT, NT>& c, const SplitOperand<K> (&x)[MT], const Planes& y,
                                           const float (&inverse)[MT][2]) {
     static_assert(16 * K <= 64, "terms of a sum");
@@ -158,5 +159,6 @@ __device__ inline void split_multiply_add(Fragment<float, MT, NT>& c, const Spli
         sums.for_each(c, n0, [&](float& total, float high, float low, int m, int half) {
             total = fmaf(low, inverse[m][half] * LOW_UNIT, fmaf(high, inverse[m][half], total));
         });
+        if (IN_TURN) __syncwarp();
     }
 }
