@@ -54,7 +54,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     Fragment<Accum, 1, DT> dk;
     Fragment<Accum, 1, VT> dv;
     float farthest = 0;  // the largest inverse factor of a tile of queries
-    int done = 0;        // tiles
+    LongGradient<BLOCK_Q> long_sums;
     dk.clear();
     dv.clear();
     auto rows_of_dk = [&] { return results_of(p, p.dk, p.dk_at, p.D); };
@@ -84,6 +84,8 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
         if (!tiles.done()) load(0), load_bias();
 #pragma unroll 1
         while (!tiles.done()) {
+            if constexpr (!SPLIT_Q)  // a split has few tiles, and no results of its own
+                long_sums.begin_tile([&](auto add) { add(dk, rows_of_dk()), add(dv, rows_of_dv()); });
             const int q0 = tiles.tile * BLOCK_Q, kind = tiles.kind, now = stage;
             const QueryTile q = q_tile(now);
             const DoutTile dout = dout_tile(now);
@@ -92,11 +94,6 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             tiles.next();
             if (STAGES > 1 && !tiles.done()) load(stage ^= 1);
 
-            if constexpr (!SPLIT_Q) {  // a split has few tiles, and no results of its own
-                begin_tile(dk, done, rows_of_dk);
-                begin_tile(dv, done, rows_of_dv);
-                ++done;
-            }
             const float q_inverse = rows.inverse(p.q_factors, q0), dout_inverse = rows.inverse(p.dout_factors, q0);
             farthest = maximum_or_nan(farthest, q_inverse);
             TileGradient<true, 1, QT> tile(k0 + row0, q0);
@@ -125,8 +122,8 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
     bool good = keeps_digits(p, k_inverse, farthest);
     if constexpr (SPLIT_Q)
         if (!join_splits(p, at, dk, dv)) return !__syncthreads_or(!good);
-    end_tiles(dk, done, rows_of_dk());
-    end_tiles(dv, done, rows_of_dv());
+    long_sums.end(dk, rows_of_dk());
+    long_sums.end(dv, rows_of_dv());
     dv.scale(dv_scale(p));
     dk.scale(Accum(p.scale));
     good = good && dk.all_finite() && dv.all_finite();

@@ -60,7 +60,7 @@ __device__ inline bool backward_block(const Params& p, int q0, int b, int h) {
 
     Fragment<Accum, 1, DT> dq;
     float farthest = 0;  // the largest inverse factor of a tile of keys
-    int done = 0;        // tiles
+    LongGradient<BLOCK_K> long_sums;
     auto rows_of_dq = [&] {
         int row = q0 + row0;
         hide(row);  // so that addresses are not kept in registers
@@ -78,7 +78,7 @@ __device__ inline bool backward_block(const Params& p, int q0, int b, int h) {
         tiles.next();
         if (STAGES > 1 && !tiles.done()) load(stage ^= 1);
 
-        begin_tile(dq, done++, rows_of_dq);
+        long_sums.begin_tile([&](auto add) { add(dq, rows_of_dq()); });
         const float k_inverse = keys.inverse(p.k_factors, k0), v_inverse = keys.inverse(p.v_factors, k0);
         farthest = maximum_or_nan(farthest, k_inverse);
         TileGradient<false, 1, NT> tile(q0 + row0, k0);
@@ -97,7 +97,7 @@ __device__ inline bool backward_block(const Params& p, int q0, int b, int h) {
             if (!tiles.done()) load(0);
         }
     }
-    end_tiles(dq, done, rows_of_dq());
+    long_sums.end(dq, rows_of_dq());
     dq.scale(Accum(p.scale));
     const bool good = dq.all_finite() && keeps_digits(p, q_inverse, farthest);
     if (__syncthreads_or(!good)) return false;

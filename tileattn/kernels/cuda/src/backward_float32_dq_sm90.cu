@@ -62,7 +62,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         const float q_inverse = has_rows ? p.q_factors[own] : 0;
         const float dout_inverse = has_rows ? p.dout_factors[own] : 0;
         float farthest = 0;
-        int done = 0;  // tiles
+        LongGradient<BLOCK_K> long_sums;
         auto rows_of_dq = [&] {
             int row = row0;
             hide(row);  // so that addresses are not kept in registers
@@ -90,7 +90,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         for (; any; ++tile) {
             smem.full(pipe.stage).wait(pipe.phase);
             if constexpr (HAS_TILE_LIST) staged = smem.storage.tiles[pipe.stage], tile = staged.tile();
-            begin_tile(dq, done++, rows_of_dq);
+            long_sums.begin_tile([&](auto add) { add(dq, rows_of_dq()); });
             const i64 factor_at = keys + tile * BLOCK_K / TILE_ROWS;
             const float k_inverse = p.k_factors[factor_at], dp_inverse = p.v_factors[factor_at] * dout_inverse;
             const ValueTile v = smem.v(pipe.stage);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         }
         smem.q_empty(warpgroup).arrive();  // safe: the GEMMs that read q and dO are complete
         if (work.tiles.begin < work.tiles.end) skip_tiles(work.end - work.tiles.end);
-        end_tiles(dq, done, rows_of_dq());
+        long_sums.end(dq, rows_of_dq());
         clear_past_end(p, work, row0, dq);
         if (!(all_finite_by_fma(dq) & keeps_digits(p, q_inverse, farthest))) fail_head(p, work.b, kv);
         dq.scale(Accum(p.scale));

@@ -42,8 +42,8 @@ __device__ inline ResultRows results_of(const Params& p, void* target, const Row
 // Scale and store the sums, and flag the head if a number is not finite.
 template <int NT>
 __device__ inline void store_sums(const Params& p, const ResultRows& results, const WorkTile& work,
-                                  Fragment<Accum, 1, NT>& acc, int done, float scale, bool good) {
-    end_tiles(acc, done, results);
+                                  Fragment<Accum, 1, NT>& acc, const LongGradient<BLOCK_Q>& sums, float scale, bool good) {
+    sums.end(acc, results);
     acc.scale(scale);
     if (!(all_finite_by_fma(acc) & good)) fail_head(p, work.b, work.kv);
     results.store(acc);
@@ -57,10 +57,11 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     PipelineState<DOUT_STAGES> dout_pipe;
     PipelineState<P_STAGES> p_pipe;
     WorkTile work{};
-    int tile = 0, h = 0, done = 0;
+    int tile = 0, h = 0;
     SplitSums<HEAD_DIM, QT> sums;
     TileScores s(0, 0);
     Fragment<Accum, 1, VT> dv;
+    LongGradient<BLOCK_Q> long_sums;
     Operands probs;
     TileInputs inputs(smem);
     float k_inverse = 0, farthest = 0;
@@ -71,7 +72,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     //     dV                         dV                   dO
     auto rows_of_dv = [&] { return results_of(p, p.dv, p.dv_at, p.Dv, work); };
     auto step = [&](bool partial, bool) {
-        begin_tile(dv, done++, rows_of_dv);
+        long_sums.begin_tile([&](auto add) { add(dv, rows_of_dv()); });
         const Factors factors{p, work};
         const float q_inverse = factors.of_queries(p.q_factors, h, tile);
         const float dout_inverse = factors.of_queries(p.dout_factors, h, tile) / SPLIT_P;
@@ -108,7 +109,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         work = smem.storage.work_tile;
         if (work.is_end) break;
         dv.clear();
-        done = 0, farthest = 0, k_inverse = Factors{p, work}.of_keys(p.k_factors);
+        long_sums = {}, farthest = 0, k_inverse = Factors{p, work}.of_keys(p.k_factors);
         if (!work.tiles.is_empty()) {
             zero_unattended(p, smem, work, v_pipe.phase);
             v_pipe.advance();
@@ -116,7 +117,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         }
         // Safe: all GEMMs that read k are complete, and the steps have read the work tile.
         smem.k_empty().arrive();
-        store_sums(p, rows_of_dv(), work, dv, done, dv_scale(p), keeps_digits(p, k_inverse, farthest));
+        store_sums(p, rows_of_dv(), work, dv, long_sums, dv_scale(p), keeps_digits(p, k_inverse, farthest));
     }
 }
 
@@ -128,10 +129,11 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     PipelineState<DOUT_STAGES> dout_pipe;
     PipelineState<P_STAGES> p_pipe;
     WorkTile work{};
-    int tile = 0, h = 0, done = 0;
+    int tile = 0, h = 0;
     SplitSums<VALUE_DIM, QT> sums;
     Fragment<Accum, 1, QT> dp;
     Fragment<Accum, 1, DT> dk;
+    LongGradient<BLOCK_Q> long_sums;
     Operands ds;
     float v_inverse = 0;
 
@@ -141,7 +143,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     //     dK                         dK                   q
     auto rows_of_dk = [&] { return results_of(p, p.dk, p.dk_at, p.D, work); };
     auto step = [&](bool, bool) {
-        begin_tile(dk, done++, rows_of_dk);
+        long_sums.begin_tile([&](auto add) { add(dk, rows_of_dk()); });
         const Factors factors{p, work};
         const float q_inverse = factors.of_queries(p.q_factors, h, tile);
         const float inverse = factors.of_queries(p.dout_factors, h, tile) * v_inverse;
@@ -181,7 +183,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
         work = smem.storage.work_tile;
         if (work.is_end) break;
         dk.clear();
-        done = 0;
+        long_sums = {};
         v_inverse = Factors{p, work}.of_keys(p.v_factors);
         if (!work.tiles.is_empty()) {
             zero_unattended(p, smem, work, v_pipe.phase);
@@ -191,7 +193,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             smem.v_empty().arrive();  // safe: only GEMMs read v, and the last is complete
         }
         smem.k_empty().arrive();  // safe: the steps have read the work tile
-        store_sums(p, rows_of_dk(), work, dk, done, Accum(p.scale), true);
+        store_sums(p, rows_of_dk(), work, dk, long_sums, Accum(p.scale), true);
     }
 }
 

@@ -20,18 +20,25 @@ struct ResultRows {
                             bool is_last) const {
         const Lane lane;
         const int row = 16 * m + lane.row(2 * half);
+        Element* const own = first + row * stride;
+        auto exchange = [&](Accum& x, Element& total) {
+            if (has_total) x = fma(total, factor, x);
+            if (!is_last) total = x;
+        };
 #pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                const int column = 8 * n + lane.column(e);
-                const bool inside = row < rows && column < columns;
-                Accum& x = sums.x[m][n][e];
-                Element* const at = first + row * stride + column;
-                if (has_total && inside) x = fma(*at, factor, x);
-                if (!is_last && inside) *at = x;
-                if (!is_last) x = 0;
+        for (int n = 0; n < NT; ++n) {
+            const int column = 8 * n + lane.column(0), there = row < rows ? columns - column : 0;
+            Accum &x = sums.x[m][n][2 * half], &y = sums.x[m][n][2 * half + 1];
+            if (ALIGNMENT_BYTES >= int(sizeof(float2)) && there > 1) {
+                float2 total = has_total ? *reinterpret_cast<float2*>(own + column) : float2{};
+                exchange(x, total.x), exchange(y, total.y);
+                if (!is_last) *reinterpret_cast<float2*>(own + column) = total;
+            } else {
+                if (there > 0) exchange(x, own[column]);
+                if (there > 1) exchange(y, own[column + 1]);
             }
+            if (!is_last) x = y = 0;
+        }
     }
     template <int NT>
     __device__ void store(const Fragment<Accum, 1, NT>& sums) const {
@@ -39,21 +46,30 @@ struct ResultRows {
     }
 };
 
-// The sums of a gradient, before another tile. rows() returns where they go.
-template <int NT, class RowsOf>
-__device__ __forceinline__ void begin_tile(Fragment<Accum, 1, NT>& sums, int done, RowsOf rows) {
-    if (done == 0 || done % GROUP_TILES > 0) return;
-    const ResultRows total = rows();
+// The sums of gradients over tiles of BLOCK rows: a group has as many rows as forward.
+template <int BLOCK>
+struct LongGradient {
+    static constexpr int GROUP = GROUP_TILES * 64 / BLOCK;
+    int done = 0;  // tiles
+
+    // Before each tile. visit(add) calls add(sums, where they go) for each gradient.
+    template <class Visit>
+    __device__ __forceinline__ void begin_tile(Visit visit) {
+        if (done > 0 && done % GROUP == 0)
+            visit([&](auto& sums, const ResultRows& total) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) total.add_row(sums, 0, half, 1, done > GROUP_TILES, false);
-}
-// The same after all tiles.
-template <int NT>
-__device__ __forceinline__ void end_tiles(Fragment<Accum, 1, NT>& sums, int done, const ResultRows& total) {
-    if (done <= GROUP_TILES) return;
+                for (int half = 0; half < 2; ++half) total.add_row(sums, 0, half, 1, done > GROUP, false);
+            });
+        ++done;
+    }
+    // After all tiles.
+    template <int NT>
+    __device__ __forceinline__ void end(Fragment<Accum, 1, NT>& sums, const ResultRows& total) const {
+        if (done <= GROUP) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) total.add_row(sums, 0, half, 1, true, true);
-}
+        for (int half = 0; half < 2; ++half) total.add_row(sums, 0, half, 1, true, true);
+    }
+};
 
 // The results of the forward pass. Their sums are those of the rows of `out`, and of P, whose total is where lse will
 // be.
