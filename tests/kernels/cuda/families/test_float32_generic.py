@@ -189,7 +189,7 @@ def test_kernels_do_not_spill(arch: str, dim: int) -> None:
         made = compiled(key, arch)
         assert made.spill_bytes is not None
         # On compute capability 9.0 other kernels run. There the widest sums leave no register.
-        assert made.spill_bytes <= (24 if arch == "sm_90" and dim == 128 else 0), made.log
+        assert made.spill_bytes <= (16 if arch == "sm_90" and dim == 128 else 0), made.log
 
 
 def test_tiles_have_one_factor() -> None:

@@ -84,8 +84,6 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
         if (!tiles.done()) load(0), load_bias();
 #pragma unroll 1
         while (!tiles.done()) {
-            if constexpr (!SPLIT_Q)  // a split has few tiles, and no results of its own
-                long_sums.begin_tile([&](auto add) { add(dk, rows_of_dk()), add(dv, rows_of_dv()); });
             const int q0 = tiles.tile * BLOCK_Q, kind = tiles.kind, now = stage;
             const QueryTile q = q_tile(now);
             const DoutTile dout = dout_tile(now);
@@ -94,6 +92,8 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             tiles.next();
             if (STAGES > 1 && !tiles.done()) load(stage ^= 1);
 
+            if constexpr (!SPLIT_Q)  // a split has few tiles, and no results of its own
+                long_sums.begin_tile([&](auto add) { add(dk, rows_of_dk()), add(dv, rows_of_dv()); });
             const float q_inverse = rows.inverse(p.q_factors, q0), dout_inverse = rows.inverse(p.dout_factors, q0);
             farthest = maximum_or_nan(farthest, q_inverse);
             TileGradient<true, 1, QT> tile(k0 + row0, q0);

@@ -20,25 +20,18 @@ struct ResultRows {
                             bool is_last) const {
         const Lane lane;
         const int row = 16 * m + lane.row(2 * half);
-        Element* const own = first + row * stride;
-        auto exchange = [&](Accum& x, Element& total) {
-            if (has_total) x = fma(total, factor, x);
-            if (!is_last) total = x;
-        };
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-            const int column = 8 * n + lane.column(0), there = row < rows ? columns - column : 0;
-            Accum &x = sums.x[m][n][2 * half], &y = sums.x[m][n][2 * half + 1];
-            if (ALIGNMENT_BYTES >= int(sizeof(float2)) && there > 1) {
-                float2 total = has_total ? *reinterpret_cast<float2*>(own + column) : float2{};
-                exchange(x, total.x), exchange(y, total.y);
-                if (!is_last) *reinterpret_cast<float2*>(own + column) = total;
-            } else {
-                if (there > 0) exchange(x, own[column]);
-                if (there > 1) exchange(y, own[column + 1]);
+        for (int n = 0; n < NT; ++n)
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                const int column = 8 * n + lane.column(e);
+                const bool inside = row < rows && column < columns;
+                Accum& x = sums.x[m][n][e];
+                Element* const at = first + row * stride + column;
+                if (has_total && inside) x = fma(*at, factor, x);
+                if (!is_last && inside) *at = x;
+                if (!is_last) x = 0;
             }
-            if (!is_last) x = y = 0;
-        }
     }
     template <int NT>
     __device__ void store(const Fragment<Accum, 1, NT>& sums) const {

@@ -16,7 +16,7 @@ struct FirstOperandOf<true, Planes, K> : SplitOperand<K> {
         : SplitOperand<K>(StagedOperand<Planes, K>(tile, row).held()) {}
 };
 constexpr bool HELD = HEAD_DIM <= 64 && VALUE_DIM <= 64;
-constexpr bool IN_TURN = true;
+constexpr bool IN_TURN = true;  // registers are few
 template <class Planes, int COLUMNS>
 using FirstOperand = FirstOperandOf<HELD, Planes, COLUMNS / 16>;
 
