@@ -191,7 +191,7 @@ def weighted_sum(p: Array, v: Array, keys: int = TILE_ROWS) -> Array:
         Values.
     keys : int
         Keys, or queries for dv, in one sum of the tensor cores: 64, or 32 if D or Dv is above 192
-        (in the generic kernel above 64).
+        (in the generic kernels above 64; 16 queries for dv).
 
     Returns
     -------
@@ -218,7 +218,7 @@ def gradient_product(ds: Array, x: Array, rows: int = TILE_ROWS) -> Array:
         product. Small products add an error of up to ``N 2**-120``, as in `scores`.
     rows : int
         Rows of x in one sum of the tensor cores: 64, or 32 for dq if D or Dv is above 128, and for
-        dk above 192.
+        dk above 192. In the generic kernels 16 for dk, and 16 or 32 for dq.
 
     Returns
     -------
