@@ -25,7 +25,6 @@ from tests.nonfinite import (
 )
 from tests.on_gpu import needs_gpu, poisoned, sent
 from tileattn.backends.cupy import describe
-from tileattn.kernels.cuda.families.float32 import FLOAT32_BACKWARD
 from tileattn.kernels.cuda.families.hopper import HOPPER_BACKWARDS
 from tileattn.kernels.cuda.families.wide import WIDE
 from tileattn.kernels.cuda.plan.plan import plan_backward, plan_forward
@@ -121,7 +120,7 @@ def repaired(call: Given, options: dict[str, Any]) -> set[str]:
     if any(x.key.split_floats for x in launches):
         found = {"out", "lse", "dbias"}  # a kernel computes dbias from out and lse
     launches = plan_backward(*described("backward", q, k, v, dout=dout, **there), device).launches
-    if any(x.key.pair or x.key.kernel in (*HOPPER_BACKWARDS, FLOAT32_BACKWARD) for x in launches):
+    if any(x.key.pair or x.key.split_floats or x.key.kernel in HOPPER_BACKWARDS for x in launches):
         found |= {"dq", "dk", "dv"}
     return found
 

@@ -102,16 +102,24 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
     },
     # float32 as two float16 numbers in the generic kernel: ``forward`` with ``split_floats``.
     ("forward_split_floats", 4): {
-        64: (TileSize(64, 64, 4, 1, 2, 2, tuned=True), TileSize(128, 64, 8, 1, 2)),
+        64: (
+            TileSize(64, 64, 4, 1, 2, 2, tuned=True),
+            TileSize(128, 64, 8, 1, 2),
+            TileSize(64, 32, 4, 1, 2),
+        ),
         128: (TileSize(128, 32, 8, 1, 2),),
     },
     # As the forward pass: ``backward_float32`` and ``backward_float32_dq``.
     ("backward_float32", 4): {
-        64: (TileSize(16, 64, 4, 1, 2, 2, tuned=True),),
+        64: (TileSize(16, 64, 4, 1, 2, 2, tuned=True), TileSize(16, 64, 4, 1, 2)),
         128: (TileSize(16, 64, 4, 1, 1, 2, tuned=True), TileSize(16, 64, 4)),
     },
     ("backward_float32_dq", 4): {
-        64: (TileSize(64, 32, 4, 1, 2, 2, tuned=True), TileSize(64, 32, 4, 1, 1, 2)),
+        64: (
+            TileSize(64, 32, 4, 1, 2, 2, tuned=True),
+            TileSize(64, 32, 4, 1, 1, 2),
+            TileSize(64, 32, 4, 1, 2),
+        ),
         128: (
             TileSize(64, 32, 4, 1, 1, 2, tuned=True),
             TileSize(64, 16, 4, 1, 1, 2),

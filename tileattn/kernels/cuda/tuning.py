@@ -118,7 +118,7 @@ class Tuning:
     masked_rows: int = _tuned(
         128, 192, "queries", "of a tile, at most, if a mask leaves tiles empty", _FAMILIES
     )
-    # float32 on float16 tensor cores: Hopper's kernels, and the generic kernel.
+    # float32 on float16 tensor cores: Hopper's kernels, and the generic ones.
     plane_rows: int = _tuned(
         128, _NEVER, "queries and keys", "float32: split numbers if both are >= x", _PLANES
     )

@@ -24,8 +24,9 @@ from tileattn.kernels.cuda.families.context import (
     NON_FINITE,
 )
 from tileattn.kernels.cuda.families.families import forward_launches, gradient_launches
-from tileattn.kernels.cuda.families.float32 import SPLIT_KEYS, SPLIT_QUERIES
+from tileattn.kernels.cuda.families.float32 import NARROW_DBIAS, SPLIT_KEYS, SPLIT_QUERIES
 from tileattn.kernels.cuda.families.float32_generic import SPLIT_BACKWARD, SPLIT_DQ
+from tileattn.kernels.cuda.families.size_class import size_class
 from tileattn.kernels.cuda.families.tiles import tuned_tiles
 from tileattn.kernels.cuda.jit.compile import compiled
 from tileattn.kernels.cuda.plan.device import Device, device_of_arch
@@ -70,6 +71,13 @@ def test_what_is_left_to_other_kernels_and_why(
     assert not any(launch.key.split_floats for launch in chain(*launches))
 
 
+def test_the_gradient_of_a_bias_of_narrow_heads_is_left_to_other_kernels() -> None:
+    for dim, refused in ((32, True), (33, False)):
+        problem = problem_of({"bias"}, D=dim, Dv=dim)
+        reason = float32_generic._why_not_backward(problem, ON_AMPERE._replace(dbias=True))
+        assert reason == (NARROW_DBIAS[0] if refused else None)
+
+
 def test_every_clause_is_tried() -> None:
     reasons = {why for why, _ in float32_generic._UNSUPPORTED} | {float32_generic._NO_TILE}
     assert reasons == {reason for reason, *_ in REFUSED}
@@ -112,27 +120,34 @@ def test_deterministic_calls_run_the_same_kernels() -> None:
 
 def test_heads_that_share_few_keys_split_the_queries() -> None:
     """But for so many queries that the sums of a split would need a total."""
-    found = []
-    for Hq, Nq, Nk in ((16, 1400, 515), (2, 1400, 515), (16, 1 << 17, 1 << 13)):
-        plan = backward(problem_of(Hq=Hq, Hkv=1, Nq=Nq, Nk=Nk), A100)
+    found, sizes = [], set()
+    for Hq, Nq, Nk in ((16, 1 << 15, 600), (2, 1400, 515), (16, 1 << 16, 600)):
+        problem = problem_of(Hq=Hq, Hkv=1, Nq=Nq, Nk=Nk)
+        plan = backward(problem, A100)
         found.append(plan.launches[kernels(plan).index(SPLIT_BACKWARD)].key.split_q)
+        sizes.add(size_class(problem, A100.tuning, A100.sm_count))
     assert found == [True, False, False]
+    assert len(sizes) == 3
 
 
 OPTIONS = ("bias", "mask", "block_mask", "softcap", "alibi_slopes", "dropout_p", "sinks")
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+@pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_of_the_generic_kernel(option: str) -> None:
-    problem = problem_of({option}, Nk=736)
+def test_every_option_of_the_generic_kernel(option: str, dim: int, device: Device) -> None:
+    problem = problem_of({option}, Nk=736, D=dim, Dv=dim)
     arrays: dict[str, Any] = {}
     if option == "bias":
         shape = problem.B, problem.Hq, problem.Nq, problem.Nk
         arrays[option] = contiguous(shape, "float64")
-    first, main, _ = forward(problem, A100, **arrays).launches
+    first, main, _ = forward(problem, device, **arrays).launches
     assert main.key.split_floats, first.why
     assert main.key.bias == ("float64" if option == "bias" else "")
-    own = [x.key for x in backward(problem, A100, **arrays).launches if x.key.split_floats]
+    if option == "bias" and dim == 32:
+        return  # its gradient is left to other kernels
+    own = [x.key for x in backward(problem, device, **arrays).launches if x.key.split_floats]
     assert [key.kernel for key in own] == [SPLIT_BACKWARD, SPLIT_DQ]
     assert [key.write_dbias for key in own] == [option == "bias", False]
 

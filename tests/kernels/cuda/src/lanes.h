@@ -2,6 +2,9 @@
 // Warps meet at shuffles, ldmatrix and mma, blocks at barriers. A fiber runs until it meets others.
 #include <ucontext.h>
 
+// Otherwise a library would take static arrays of functions from another one that was loaded before.
+#pragma GCC visibility push(hidden)
+
 constexpr int MAX_THREADS = 256, STACK_BYTES = 256 << 10, SHARED_BYTES_OF_BLOCK = 256 << 10;
 struct float2 { float x, y; };
 struct uint4 { u32 x, y, z, w; };

@@ -49,7 +49,7 @@ _RUN = """\
 {defines}
 #include "{kernel}.cu"
 
-extern "C" void launch(const Params* p, int grid) {{
+extern "C" __attribute__((visibility("default"))) void launch(const Params* p, int grid) {{
     gridDim.x = grid;
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
         run_block({threads}, [&] {{ {kernel}(*p); }});
@@ -57,8 +57,12 @@ extern "C" void launch(const Params* p, int grid) {{
 """
 
 
-def _texts(key: KernelKey) -> dict[str, str]:
+def _texts(key: KernelKey, constants: Mapping[str, int]) -> dict[str, str]:
     texts = dict(sources_in((SOURCES,)))
+    for name, value in constants.items():
+        declared = rf"constexpr int {name} = \d+;"
+        (file,) = (file for file, text in texts.items() if re.search(declared, text))
+        texts[file] = re.sub(declared, f"constexpr int {name} = {value};", texts[file])
     for name, pairs in _REPLACED.items():
         for pattern, text in pairs:
             (found,) = re.findall(pattern, texts[name], re.DOTALL)
@@ -73,11 +77,15 @@ def _texts(key: KernelKey) -> dict[str, str]:
 
 
 def run(
-    folder: Path, plan: LaunchPlan, launches: list[KernelLaunch], arrays: Mapping[str, Array]
+    folder: Path,
+    plan: LaunchPlan,
+    launches: list[KernelLaunch],
+    arrays: Mapping[str, Array],
+    **constants: int,
 ) -> dict[str, Array]:
     """Run launches of a plan; return the parts of the workspace, in bytes.
 
-    Those that no launch needs to be zero start as NaN.
+    Those that no launch needs to be zero start as NaN. ``constants`` replace values in the sources.
     """
     if sys.platform != "linux":
         pytest.skip("fibers need ucontext.h")
@@ -90,6 +98,6 @@ def run(
     for n, launch in enumerate(launches):
         place = folder / str(n)
         place.mkdir()
-        library = built(place, _texts(launch.key), "run.cpp")
+        library = built(place, _texts(launch.key, constants), "run.cpp")
         library.launch(pointer(block), ctypes.c_int(launch.grid))
     return parts

@@ -32,14 +32,18 @@ def gradients_of(found: Iterable[Array]) -> Gradients:
 
 
 def gradients(
-    folder: Path, P: Problem, given: dict[str, Array], layout: CallLayout | None = None
+    folder: Path,
+    P: Problem,
+    given: dict[str, Array],
+    layout: CallLayout | None = None,
+    **constants: int,
 ) -> tuple[Gradients, Array]:
     """Run the kernels that compute gradients; return these, and the flags of heads."""
     plan = backward(P, ON_ANY_LENGTH, layout)
     launches = [x for x in plan.launches if not x.key.head_flags]
     assert [launch.key.kernel for launch in launches] == KERNELS
     results = {f"d{name}": np.full_like(given[name], 7) for name in "qkv"}
-    parts = run(folder, plan, launches, given | results)
+    parts = run(folder, plan, launches, given | results, **constants)
     flags = parts["head_flags"].view(np.uint32)[2 : 2 + P.entries * P.Hkv]
     return gradients_of(results.values()), flags.reshape(P.entries, P.Hkv)
 
@@ -76,18 +80,24 @@ def test_results(
     assert not flags.any()
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1024 + 20, 16), (16, 2 * 1024 + 20)])
-def test_sums_over_groups_of_64_tiles(
+@pytest.mark.parametrize(("queries", "keys"), [(300, 16), (16, 300)])
+def test_sums_over_groups_of_tiles(
     queries: int, keys: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are added where the results will be."""
+    """They are added where the results will be. Here a group has 128 rows, or nearly no end."""
     monkeypatch.setattr(float32_generic, "tuned_tiles", lambda *_: (TileSize(16, 16, 1),))
-    monkeypatch.setattr(float32_generic, "_splits_queries", lambda *_: False)
-    P = problem_of(20, 36, queries, keys, B=1, Hq=1)
-    given = with_forward(drawn(P))
-    grads, flags = gradients(tmp_path, P, given)
-    check(grads, given)
-    assert not flags.any()
+    monkeypatch.setattr(float32_generic, "has_short_splits", lambda *_: False)
+    P = problem_of(20, 35, queries, keys, B=1, Hq=1)
+    given, found = with_forward(drawn(P)), []
+    for tiles in (2, 64):
+        folder = tmp_path / str(tiles)
+        folder.mkdir()
+        grads, flags = gradients(folder, P, given, GROUP_TILES=tiles)
+        check(grads, given)
+        assert not flags.any()
+        found.append(grads)
+    moved = [(x != y).any() for x, y in zip(found[0][:3], found[1][:3], strict=True)]
+    assert moved == [keys > queries, queries > keys, queries > keys]
 
 
 @pytest.mark.parametrize("name", ["k", "dout"])

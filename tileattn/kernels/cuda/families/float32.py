@@ -74,13 +74,11 @@ _UNSUPPORTED_FORWARD: tuple[Clause, ...] = (
     *_UNSUPPORTED,
     ("no tile has room for the bias", lambda P, context: not _tiles(P, context)),
 )
-_UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (
-    *_UNSUPPORTED,
-    (
-        "the gradient of a bias of narrow heads is wanted",
-        lambda P, context: context.dbias and max(P.D, P.Dv) <= _NARROW_DIM,
-    ),
+NARROW_DBIAS: Clause = (
+    "the gradient of a bias of narrow heads is wanted",
+    lambda P, context: context.dbias and max(P.D, P.Dv) <= _NARROW_DIM,
 )
+_UNSUPPORTED_BACKWARD: tuple[Clause, ...] = (*_UNSUPPORTED, NARROW_DBIAS)
 
 
 def _why_not(problem: Problem, context: LaunchContext) -> str | None:

@@ -23,6 +23,7 @@ from tileattn.kernels.cuda.families.context import (
 )
 from tileattn.kernels.cuda.families.family import Clause, Family, first_reason
 from tileattn.kernels.cuda.families.float32 import (
+    NARROW_DBIAS,
     query_head_flags,
     row_alignment,
     split_and_repaired,
@@ -39,7 +40,7 @@ from tileattn.kernels.cuda.families.shared_memory import (
 from tileattn.kernels.cuda.families.size_class import (
     empty_axes,
     fits_positions,
-    query_splits,
+    has_short_splits,
     suits_planes,
 )
 from tileattn.kernels.cuda.families.tiles import bucket, tuned_tiles
@@ -48,8 +49,6 @@ from tileattn.kernels.cuda.tile_sizes import TileSize
 SPLIT_FORWARD = "forward_split_floats"  # the name of its tiles
 SPLIT_BACKWARD, SPLIT_DQ = "backward_float32", "backward_float32_dq"
 MAX_DIM = 128  # queries of wider heads do not fit in registers, nor dK and dV
-# Rows of queries that a split adds up, at most: the error is below 1e-6 (normal input, H200).
-_SPLIT_ROWS = 16384
 _AMPERE = 80  # first compute capability with mma of 16 x 8 x 16 float16 numbers, times ten
 
 _Tiles = Callable[[Problem, LaunchContext], list[tuple[TileSize, int]]]
@@ -79,7 +78,7 @@ def _why_not(problem: Problem, context: LaunchContext) -> str | None:
 
 
 def _why_not_backward(problem: Problem, context: LaunchContext) -> str | None:
-    return first_reason(_UNSUPPORTED, problem, context) or (
+    return first_reason((*_UNSUPPORTED, NARROW_DBIAS), problem, context) or (
         None if _key_tiles(problem, context) and _query_tiles(problem, context) else _NO_TILE
     )
 
@@ -101,26 +100,17 @@ def _forward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ..
 def _backward(problem: Problem, context: LaunchContext) -> tuple[KernelLaunch, ...]:
     """Launch the kernel over keys, the kernel for dq, and what recomputes flagged heads.
 
-    All sums stay in registers, so they have a fixed order, also without ``deterministic``.
+    One thread adds to an element of a gradient, or splits are added in a tree. So the order of the
+    sums is fixed, also without ``deterministic``.
     """
     P = problem
     main = _launch(SPLIT_BACKWARD, "keys", P, context, _key_tiles, KernelTraits(main=True))
     write_dbias = context.dbias and (context.full_bias or context.entry_copies)
     main = main._replace(key=replace(main.key, write_dbias=write_dbias))
-    if _splits_queries(P, context):
+    if has_short_splits(P, context.tuning):
         main = main.split()
     dq = _launch(SPLIT_DQ, "queries", P, context, _query_tiles, PLAIN)
     return split_and_repaired_gradients(main, dq, P, context)
-
-
-def _splits_queries(P: Problem, context: LaunchContext) -> bool:
-    """Return True if several work tiles share a key block.
-
-    A split keeps no total of its sums, so its queries must be few.
-    """
-    heads, queries = query_splits(P, context.tuning)
-    rows = -(-P.group // heads) * -(-P.Nq // queries)
-    return heads * queries > 1 and rows <= _SPLIT_ROWS
 
 
 def _launch(

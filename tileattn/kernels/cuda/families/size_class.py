@@ -28,6 +28,9 @@ _INVARIANT_SPLIT = 4096
 _MANY_ROWS = 2048  # query rows that share a key head; with more, splits grow no longer
 _SHARED_ROWS = (16, 32, 64, FEW_ROWS, MOST_ROWS, MOST_ROWS + 1)
 _MANY_QUERIES = 2  # for each SM
+# A split sums at most this many rows of queries. Its relative error is then below 1e-6 (normal
+# input, an H200).
+_SHORT_SPLIT = 16384
 _NO_AXES: frozenset[str] = frozenset()
 # Queries and keys of tiles: of short ones, and of the others.
 _SHORT_BLOCKS, _LARGE_BLOCK = ((64, 64), (128, 96)), (128, 128)
@@ -68,6 +71,7 @@ class SizeClass(NamedTuple):
     has_small_key_block: bool
     is_window: bool
     splits_queries: bool
+    has_short_splits: bool
     delta_beside: tuple[int, ...]
 
 
@@ -101,6 +105,7 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         has_small_key_block(P),
         is_window(P),
         splits_queries(P, tuning),
+        has_short_splits(P, tuning),
         tuple([n for n in _KEY_BLOCKS if delta_beside(P, n, tuning, sm_count)]),
     )
 
@@ -391,6 +396,16 @@ def fills_tiles(P: Problem) -> bool:
 def splits_queries(P: Problem, tuning: Tuning) -> bool:
     """Return True if several work tiles share a key block."""
     return query_splits(P, tuning) != (1, 1)
+
+
+def has_short_splits(P: Problem, tuning: Tuning) -> bool:
+    """Return True if several work tiles share a key block, and none has too many queries.
+
+    A split of float32 keeps no total of its sums (``src/long_sums.cuh``).
+    """
+    heads, queries = query_splits(P, tuning)
+    rows = -(-P.group // heads) * -(-P.Nq // queries)
+    return heads * queries > 1 and rows <= _SHORT_SPLIT
 
 
 def query_splits(P: Problem, tuning: Tuning) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 // Backward pass for k and v of float32 as two float16 numbers (splitting.cuh), by mma.sync: one CTA for each block of
 // keys, query tiles ascending, the query heads that share the keys one after the other. Each warp has 16 keys. Its
-// sums, P and dS stay in registers; all operands are tiles of planes. backward_float32_dq.cu computes dQ. So nothing is
-// added in device memory, and the order of the sums is fixed.
+// P and dS stay in registers; all other operands are tiles of planes. backward_float32_dq.cu computes dQ. So only one
+// thread adds to an element, or splits of the queries add in a tree: the order of the sums is fixed.
 //
 // A head fails as in forward_float32_sm90.cu. Generic kernels compute it again.
 #include "key_block.cuh"

@@ -14,7 +14,7 @@ using DoutTile = Tile<Operand, BLOCK_Q, tile_columns(VALUE_COLUMNS)>;
 using KeyTile = Tile<Operand, BLOCK_K, tile_columns(HEAD_COLUMNS)>;
 using ValueTile = Tile<Operand, BLOCK_K, tile_columns(VALUE_COLUMNS)>;
 
-// Compute dQ of a block of queries. Returns false, and stores nothing, if it is not good.
+// Compute dQ of a block of queries. Returns false if it is not good: then dQ has a part of the sums, or nothing.
 __device__ inline bool backward_block(const Params& p, int q0, int b, int h) {
     extern __shared__ __align__(1024) char memory[];
     const QueryTile q_tile{memory};

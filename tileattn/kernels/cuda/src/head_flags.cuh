@@ -5,8 +5,8 @@
 
 // Flags of a key head of one sequence, in the backward pass. backward_preprocess sets NON_FINITE if lse or delta of
 // a row is not finite, and LARGE_SCORES if scores are so large that the logsumexp is too coarse. Generic kernels also
-// set NON_FINITE if dQ is not finite. Hopper's kernels and paired CTAs skip flagged heads, and set FAILED if a
-// gradient is not finite: then generic kernels compute the head. The same flags are in context.py.
+// set NON_FINITE if dQ is not finite. Hopper's kernels, kernels of split float32 and paired CTAs skip flagged heads,
+// and set FAILED if a gradient is not finite: then generic kernels compute the head. The same flags are in context.py.
 //
 // In the forward pass of split float32 a query head has flags, so that its bits do not depend on others.
 constexpr u32 NON_FINITE = 1, LARGE_SCORES = 2, KNOWN = NON_FINITE | LARGE_SCORES, FAILED = 4;

@@ -39,7 +39,7 @@ struct ResultRows {
     }
 };
 
-// The sums of gradients over tiles of BLOCK rows: a group has as many rows as forward.
+// The sums of gradients over tiles of BLOCK rows. A group has 4,096 rows.
 template <int BLOCK>
 struct LongGradient {
     static constexpr int GROUP = GROUP_TILES * 64 / BLOCK;
@@ -64,8 +64,7 @@ struct LongGradient {
     }
 };
 
-// The results of the forward pass. Their sums are those of the rows of `out`, and of P, whose total is where lse will
-// be.
+// The results of the forward pass. The total of `out` is kept in `out`, and the total of P in `lse`.
 struct RowResults {
     ResultRows out;
     Accum* lse;
