@@ -88,11 +88,12 @@ def test_numbers_beyond_the_size_class_do_not_decide_about_kernels(
 ) -> None:
     known: dict[Any, KindPlan] = {}
     reused = 0
-    for device, bounded, dims in (
-        *product((H200,), WINDOWS, DIMS),
-        (A100, (False, True), (64, 64)),
+    for device, dtype, bounded, dims in (
+        *product((H200,), ("bfloat16",), WINDOWS, DIMS),
+        *((A100, dtype, (False, True), (64, 64)) for dtype in ("bfloat16", "float32")),
+        (A100, "float32", (False, False), (64, 64)),
     ):
-        for problem, layout in cases("bfloat16", options, bounded, dims):
+        for problem, layout in cases(dtype, options, bounded, dims):
             plan, arrays = planned(problem, layout, device, direction)
             kind = plan.kind
             key = kind_key(problem, arrays, device)

@@ -31,6 +31,7 @@ from tileattn.kernels.cuda.families.float32 import (
 )
 from tileattn.kernels.cuda.families.grid import Grid
 from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.query_splits import has_short_splits
 from tileattn.kernels.cuda.families.shared_memory import (
     float32_generic_backward_bytes,
     float32_generic_bytes,
@@ -40,7 +41,6 @@ from tileattn.kernels.cuda.families.shared_memory import (
 from tileattn.kernels.cuda.families.size_class import (
     empty_axes,
     fits_positions,
-    has_short_splits,
     suits_planes,
 )
 from tileattn.kernels.cuda.families.tiles import bucket, tuned_tiles

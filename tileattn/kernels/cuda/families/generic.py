@@ -26,6 +26,7 @@ from tileattn.kernels.cuda.families.context import (
 from tileattn.kernels.cuda.families.family import NO_GENERIC, Family, first_reason
 from tileattn.kernels.cuda.families.grid import OPEN, Grid
 from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.query_splits import splits_queries
 from tileattn.kernels.cuda.families.shared_memory import (
     generic_bytes,
     generic_static_bytes,
@@ -36,7 +37,6 @@ from tileattn.kernels.cuda.families.size_class import (
     has_queries,
     has_small_key_block,
     short_rows,
-    splits_queries,
     suits_small_ds_tiles,
 )
 from tileattn.kernels.cuda.families.tiles import (

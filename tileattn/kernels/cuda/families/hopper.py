@@ -31,6 +31,7 @@ from tileattn.kernels.cuda.families.family import (
 )
 from tileattn.kernels.cuda.families.grid import OPEN, Grid, block_count
 from tileattn.kernels.cuda.families.key import KernelKey
+from tileattn.kernels.cuda.families.query_splits import splits_queries
 from tileattn.kernels.cuda.families.shared_memory import (
     HOPPER_GROUP_ROWS,
     HOPPER_LIMIT,
@@ -51,7 +52,6 @@ from tileattn.kernels.cuda.families.size_class import (
     is_window,
     short_rows,
     split_keys,
-    splits_queries,
     suits_small_ds_tiles,
     suits_tall_rows,
     tall_keys,

@@ -14,6 +14,7 @@ from tileattn.kernels.cuda.families.context import (
 )
 from tileattn.kernels.cuda.families.cuda_text import Learned, functions_text
 from tileattn.kernels.cuda.families.families import forward_launches
+from tileattn.kernels.cuda.families.query_splits import query_splits
 from tileattn.kernels.cuda.families.size_class import (
     FEW_ROWS,
     MOST_ROWS,
@@ -21,7 +22,6 @@ from tileattn.kernels.cuda.families.size_class import (
     fills_tiles,
     has_keys,
     has_queries,
-    query_splits,
     size_class,
 )
 from tileattn.kernels.cuda.plan.aux_gradient import learned_arrays

@@ -16,7 +16,7 @@ from tileattn.call.problem import Problem
 from tileattn.call.sequences import FAR
 from tileattn.kernels.cuda.families.context import COUNT, KernelLaunch, main_of
 from tileattn.kernels.cuda.families.key import KernelKey
-from tileattn.kernels.cuda.families.size_class import query_splits
+from tileattn.kernels.cuda.families.query_splits import query_splits
 from tileattn.kernels.cuda.plan.assignment import Array, assignment_of
 from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import CallLayout
