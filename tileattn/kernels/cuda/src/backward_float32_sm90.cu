@@ -123,7 +123,6 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
 
 // The warpgroup of dK.
 __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem) {
-    const int row0 = threadIdx.x / WARP % 4 * 16;
     PipelineState<1> k_pipe, v_pipe;
     PipelineState<Q_STAGES> q_pipe;
     PipelineState<DOUT_STAGES> dout_pipe;

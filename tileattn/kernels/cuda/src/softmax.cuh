@@ -187,14 +187,15 @@ struct RowState {
         return total;
     }
 
-    // The maximum of each row of a tile. With PARTS > 1 there are several dependency chains.
-    template <int PARTS, int NT, class Group>
+    // The maximum of each row of a tile. With MOST > 1 there are several dependency chains.
+    template <int MOST, int NT, class Group>
     __device__ static void row_maxima(const Fragment<Accum, MT, NT>& s, const Group& group,
                                       Accum (&largest)[MT][2]) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+                constexpr int PARTS = MOST < NT ? MOST : NT;
                 Accum part[PARTS];
 #pragma unroll
                 for (int n = 0; n < PARTS; ++n) part[n] = s.x[i][n][2 * half];
