@@ -187,15 +187,14 @@ struct RowState {
         return total;
     }
 
-    // The maximum of each row of a tile. With MOST > 1 there are several dependency chains.
-    template <int MOST, int NT, class Group>
+    // The maximum of each row of a tile. With PARTS > 1 there are several dependency chains.
+    template <int PARTS, int NT, class Group>
     __device__ static void row_maxima(const Fragment<Accum, MT, NT>& s, const Group& group,
                                       Accum (&largest)[MT][2]) {
 #pragma unroll
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                constexpr int PARTS = MOST < NT ? MOST : NT;
                 Accum part[PARTS];
 #pragma unroll
                 for (int n = 0; n < PARTS; ++n) part[n] = s.x[i][n][2 * half];
@@ -224,7 +223,7 @@ struct RowState {
             for (int half = 0; half < 2; ++half) begun = begun && m[i][half] != -infinity<Accum>();
         if (!__all_sync(~0u, begun)) {
             Accum maxima[MT][2];
-            row_maxima<4>(s, group, maxima);
+            row_maxima<NT < 4 ? NT : 4>(s, group, maxima);
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -285,7 +284,7 @@ struct RowState {
     __device__ void update(Fragment<Accum, MT, NT>& s, Accum softmax_scale_log2, const Group& group,
                            Accum (&rescale)[MT][2]) {
         Accum largest[MT][2], begin[MT][2], most[MT][2], shift[MT][2], factor[MT][2];
-        row_maxima<RESCALE_THRESHOLD == 0 ? 1 : 4>(s, group, largest);
+        row_maxima<RESCALE_THRESHOLD == 0 ? 1 : NT < 4 ? NT : 4>(s, group, largest);
         if constexpr (SHIFT_FROM_SUMS) {
             // The shift of a row starts as the maximum of its first tile. The sums of the same tile may
             // raise it at once.
