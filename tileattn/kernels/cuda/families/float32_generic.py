@@ -38,11 +38,7 @@ from tileattn.kernels.cuda.families.shared_memory import (
     generic_static_bytes,
     limit_of_block,
 )
-from tileattn.kernels.cuda.families.size_class import (
-    empty_axes,
-    fits_positions,
-    suits_planes,
-)
+from tileattn.kernels.cuda.families.size_class import empty_axes, fits_positions, suits_planes
 from tileattn.kernels.cuda.families.tiles import bucket, tuned_tiles
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
