@@ -3,8 +3,9 @@
 from tileattn.call.problem import Problem
 from tileattn.kernels.cuda.tuning import Tuning
 
-# A split sums at most this many rows of queries, 1,024 tiles. Its relative error is then about 8e-7:
-# 4,096 tiles without a total had 1.7e-6 (H200, normal input), and it grows with the square root.
+# A split sums at most this many rows of queries, 1,024 tiles. Its relative error is then about
+# 8e-7: it grows with the square root, and 4,096 tiles without a total had 1.7e-6 (H200, normal
+# input).
 _SHORT_SPLIT = 16384
 _NARROW = 64  # columns of heads whose rows take longer in 32 bits
 
