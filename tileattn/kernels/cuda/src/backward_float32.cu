@@ -93,7 +93,7 @@ __device__ inline bool backward_block(const Params& p, const KeyBlock& at) {
             if (STAGES > 1 && !tiles.done()) load(stage ^= 1);
 
             if constexpr (!SPLIT_Q)  // a split has few tiles, and no results of its own
-                long_sums.begin_tile([&](auto add) { add(dk, rows_of_dk()), add(dv, rows_of_dv()); });
+                long_sums.begin_tiles(1, [&](auto add) { add(dk, rows_of_dk()), add(dv, rows_of_dv()); });
             const float q_inverse = rows.inverse(p.q_factors, q0), dout_inverse = rows.inverse(p.dout_factors, q0);
             farthest = maximum_or_nan(farthest, q_inverse);
             TileGradient<true, 1, QT> tile(k0 + row0, q0);

@@ -78,7 +78,7 @@ __device__ inline bool backward_block(const Params& p, int q0, int b, int h) {
         tiles.next();
         if (STAGES > 1 && !tiles.done()) load(stage ^= 1);
 
-        long_sums.begin_tile([&](auto add) { add(dq, rows_of_dq()); });
+        long_sums.begin_tiles(1, [&](auto add) { add(dq, rows_of_dq()); });
         const float k_inverse = keys.inverse(p.k_factors, k0), v_inverse = keys.inverse(p.v_factors, k0);
         farthest = maximum_or_nan(farthest, k_inverse);
         TileGradient<false, 1, NT> tile(q0 + row0, k0);

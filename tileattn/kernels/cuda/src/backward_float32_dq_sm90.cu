@@ -86,44 +86,47 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         //     S             S                    k
         //     dS            -                    k
         //     dQ            dQ                   k
+        while (any) {
+            long_sums.begin_tiles(long_sums.GROUP, [&](auto add) { add(dq, rows_of_dq()); });
+            int left = long_sums.GROUP;
 #pragma unroll 1
-        for (; any; ++tile) {
-            smem.full(pipe.stage).wait(pipe.phase);
-            if constexpr (HAS_TILE_LIST) staged = smem.storage.tiles[pipe.stage], tile = staged.tile();
-            long_sums.begin_tile([&](auto add) { add(dq, rows_of_dq()); });
-            const i64 factor_at = keys + tile * BLOCK_K / TILE_ROWS;
-            const float k_inverse = p.k_factors[factor_at], dp_inverse = p.v_factors[factor_at] * dout_inverse;
-            const ValueTile v = smem.v(pipe.stage);
-            zero_unattended(v, tile_columns(VALUE_DIM), tile, attended, warpgroup);
-            dp_sums.issue(smem.dout(warpgroup), v);
-            dp_sums.template wait<0>();
-            release();
-            dp_sums.join(dp, {dp_inverse, dp_inverse});
-            smem.full(pipe.stage).wait(pipe.phase);
-            const KeyTile k = smem.k(pipe.stage);
-            zero_unattended(k, tile_columns(HEAD_DIM), tile, attended, warpgroup);
-            s_sums.issue(smem.q(warpgroup), k);
-            bias.load(ScoreMod(p, work.b, work.h), work.q0 + row0, tile * BLOCK_K);
-            s_sums.template wait<0>();
-            s_sums.join(s, {q_inverse * k_inverse, q_inverse * k_inverse});
-            farthest = maximum_or_nan(farthest, k_inverse);
-            const bool partial = HAS_TILE_LIST ? staged.is_partial() : work.tiles.is_partial(tile);
-            s.row = work.q0 + row0, s.column = tile * BLOCK_K;
-            compute_ds(p, work, partial, bias, lse_log2, delta, s, dp, [](int) {});
-            if constexpr (WRITE_DBIAS) {
-                // With several copies of dbias each batch entry has its own.
-                BiasElement* const dbias = static_cast<BiasElement*>(p.dbias_copies > 1 ? p.dbias_sums : p.dbias);
-                const i64 first = (i64(work.entry()) * p.Hq + work.h) * p.Nq * p.Nk;
-                WarpBias<false, 1, NT>(nullptr).write(dbias + first, ScoreMod(p, work.b, work.h), work.q0 + row0,
-                                                      tile * BLOCK_K, dp);
+            for (; any && left > 0; --left, ++tile) {
+                smem.full(pipe.stage).wait(pipe.phase);
+                if constexpr (HAS_TILE_LIST) staged = smem.storage.tiles[pipe.stage], tile = staged.tile();
+                const i64 factor_at = keys + tile * BLOCK_K / TILE_ROWS;
+                const float k_inverse = p.k_factors[factor_at], dp_inverse = p.v_factors[factor_at] * dout_inverse;
+                const ValueTile v = smem.v(pipe.stage);
+                zero_unattended(v, tile_columns(VALUE_DIM), tile, attended, warpgroup);
+                dp_sums.issue(smem.dout(warpgroup), v);
+                dp_sums.template wait<0>();
+                release();
+                dp_sums.join(dp, {dp_inverse, dp_inverse});
+                smem.full(pipe.stage).wait(pipe.phase);
+                const KeyTile k = smem.k(pipe.stage);
+                zero_unattended(k, tile_columns(HEAD_DIM), tile, attended, warpgroup);
+                s_sums.issue(smem.q(warpgroup), k);
+                bias.load(ScoreMod(p, work.b, work.h), work.q0 + row0, tile * BLOCK_K);
+                s_sums.template wait<0>();
+                s_sums.join(s, {q_inverse * k_inverse, q_inverse * k_inverse});
+                farthest = maximum_or_nan(farthest, k_inverse);
+                const bool partial = HAS_TILE_LIST ? staged.is_partial() : work.tiles.is_partial(tile);
+                s.row = work.q0 + row0, s.column = tile * BLOCK_K;
+                compute_ds(p, work, partial, bias, lse_log2, delta, s, dp, [](int) {});
+                if constexpr (WRITE_DBIAS) {
+                    // With several copies of dbias each batch entry has its own.
+                    BiasElement* const dbias = static_cast<BiasElement*>(p.dbias_copies > 1 ? p.dbias_sums : p.dbias);
+                    const i64 first = (i64(work.entry()) * p.Hq + work.h) * p.Nq * p.Nk;
+                    WarpBias<false, 1, NT>(nullptr).write(dbias + first, ScoreMod(p, work.b, work.h), work.q0 + row0,
+                                                          tile * BLOCK_K, dp);
+                }
+                float factor[2];
+                row_factors(dp, factor);
+                ds.split(dp, factor);
+                add_split_product<8, IN_TURN>(dq, ds, k, {inverse_power(factor[0]) * k_inverse,
+                                                          inverse_power(factor[1]) * k_inverse});
+                release();
+                any = HAS_TILE_LIST ? !staged.is_last() : tile + 1 < work.tiles.end;
             }
-            float factor[2];
-            row_factors(dp, factor);
-            ds.split(dp, factor);
-            add_split_product<8, IN_TURN>(dq, ds, k, {inverse_power(factor[0]) * k_inverse,
-                                                      inverse_power(factor[1]) * k_inverse});
-            release();
-            any = HAS_TILE_LIST ? !staged.is_last() : tile + 1 < work.tiles.end;
         }
         smem.q_empty(warpgroup).arrive();  // safe: the GEMMs that read q and dO are complete
         if (work.tiles.begin < work.tiles.end) skip_tiles(work.end - work.tiles.end);

@@ -49,6 +49,21 @@ __device__ inline void store_sums(const Params& p, const ResultRows& results, co
     results.store(acc);
 }
 
+// Call step(partial) for each query tile and head of a work tile. One copy of the step keeps the loops within the
+// instruction cache.
+template <class AddToTotal, class Step>
+__device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int& h, int& tile,
+                                              LongGradient<BLOCK_Q>& sums, AddToTotal add_to_total, Step step) {
+    const QueryTileList list(p, work);
+    for_each_index(p, work, [&](int index, int begin, int end) {
+        sums.begin_tiles(end - begin, add_to_total);
+        tile = list.tile(index);
+        const bool partial = is_partial(work, list, index);
+#pragma unroll 1
+        for (h = begin; h < end; ++h) step(partial);
+    });
+}
+
 // The warpgroup of dV.
 __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem) {
     const int row0 = threadIdx.x / WARP % 4 * 16;
@@ -71,8 +86,8 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
     //     softmax, publish P         -                    q
     //     dV                         dV                   dO
     auto rows_of_dv = [&] { return results_of(p, p.dv, p.dv_at, p.Dv, work); };
-    auto step = [&](bool partial, bool) {
-        long_sums.begin_tile([&](auto add) { add(dv, rows_of_dv()); });
+    auto add_to_total = [&](auto add) { add(dv, rows_of_dv()); };
+    auto step = [&](bool partial) {
         const Factors factors{p, work};
         const float q_inverse = factors.of_queries(p.q_factors, h, tile);
         const float dout_inverse = factors.of_queries(p.dout_factors, h, tile) / SPLIT_P;
@@ -113,7 +128,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         if (!work.tiles.is_empty()) {
             zero_unattended(p, smem, work, v_pipe.phase);
             v_pipe.advance();
-            for_each_tile<false, false>(p, work, h, tile, step);
+            for_each_tile(p, work, h, tile, long_sums, add_to_total, step);
         }
         // Safe: all GEMMs that read k are complete, and the steps have read the work tile.
         smem.k_empty().arrive();
@@ -141,8 +156,8 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
     //     wait for P, dS             -                    dO, P
     //     dK                         dK                   q
     auto rows_of_dk = [&] { return results_of(p, p.dk, p.dk_at, p.D, work); };
-    auto step = [&](bool, bool) {
-        long_sums.begin_tile([&](auto add) { add(dk, rows_of_dk()); });
+    auto add_to_total = [&](auto add) { add(dk, rows_of_dk()); };
+    auto step = [&](bool) {
         const Factors factors{p, work};
         const float q_inverse = factors.of_queries(p.q_factors, h, tile);
         const float inverse = factors.of_queries(p.dout_factors, h, tile) * v_inverse;
@@ -188,7 +203,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             zero_unattended(p, smem, work, v_pipe.phase);
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();
-            for_each_tile<false, false>(p, work, h, tile, step);
+            for_each_tile(p, work, h, tile, long_sums, add_to_total, step);
             smem.v_empty().arrive();  // safe: only GEMMs read v, and the last is complete
         }
         smem.k_empty().arrive();  // safe: the steps have read the work tile

@@ -20,18 +20,28 @@ struct ResultRows {
                             bool is_last) const {
         const Lane lane;
         const int row = 16 * m + lane.row(2 * half);
+        if (row >= rows) return;
+        Element* const target = first + row * stride;
+        constexpr int STEP = NT < 4 ? NT : 4;  // loads in flight, in pairs
 #pragma unroll
-        for (int n = 0; n < NT; ++n)
+        for (int n0 = 0; n0 < NT; n0 += STEP) {
+            Accum total[STEP][2] = {};
+            auto for_each = [&](auto visit) {
 #pragma unroll
-            for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                const int column = 8 * n + lane.column(e);
-                const bool inside = row < rows && column < columns;
-                Accum& x = sums.x[m][n][e];
-                Element* const at = first + row * stride + column;
-                if (has_total && inside) x = fma(*at, factor, x);
-                if (!is_last && inside) *at = x;
-                if (!is_last) x = 0;
-            }
+                for (int n = n0; n < n0 + STEP && n < NT; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) visit(sums.x[m][n][2 * half + e], 8 * n + lane.column(e), n - n0, e);
+            };
+            for_each([&](Accum&, int column, int n, int e) {
+                if (has_total && column < columns) total[n][e] = target[column];
+            });
+            for_each([&](Accum& x, int column, int n, int e) {
+                x = fma(total[n][e], factor, x);
+                if (is_last) return;
+                if (column < columns) target[column] = x;
+                x = 0;
+            });
+        }
     }
     template <int NT>
     __device__ void store(const Fragment<Accum, 1, NT>& sums) const {
@@ -39,28 +49,34 @@ struct ResultRows {
     }
 };
 
-// The sums of gradients over tiles of BLOCK rows. A group has 4,096 rows.
+// The sums of gradients over tiles of BLOCK rows. A group has 4,096 rows, or more if several tiles begin together.
 template <int BLOCK>
 struct LongGradient {
     static constexpr int GROUP = GROUP_TILES * 64 / BLOCK;
-    int done = 0;  // tiles
+    int tiles = 0;  // of this group
+    bool has_total = false;
 
-    // Before each tile. visit(add) calls add(sums, where they go) for each gradient.
+    // Before `count` tiles. visit(add) calls add(sums, where they go) for each gradient.
     template <class Visit>
-    __device__ __forceinline__ void begin_tile(Visit visit) {
-        if (done > 0 && done % GROUP == 0)
-            visit([&](auto& sums, const ResultRows& total) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) total.add_row(sums, 0, half, 1, done > GROUP, false);
-            });
-        ++done;
+    __device__ __forceinline__ void begin_tiles(int count, Visit visit) {
+        if (tiles >= GROUP) {
+            visit([&](auto& sums, const ResultRows& total) { add_total(sums, total, false); });
+            has_total = true, tiles = 0;
+        }
+        tiles += count;
     }
     // After all tiles.
     template <int NT>
     __device__ __forceinline__ void end(Fragment<Accum, 1, NT>& sums, const ResultRows& total) const {
-        if (done <= GROUP) return;
+        if (has_total) add_total(sums, total, true);
+    }
+
+  private:
+    template <int NT>
+    __device__ __forceinline__ void add_total(Fragment<Accum, 1, NT>& sums, const ResultRows& total,
+                                              bool is_last) const {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) total.add_row(sums, 0, half, 1, true, true);
+        for (int half = 0; half < 2; ++half) total.add_row(sums, 0, half, 1, has_total, is_last);
     }
 };
 
