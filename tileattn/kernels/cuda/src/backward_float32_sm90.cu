@@ -49,8 +49,11 @@ __device__ inline void store_sums(const Params& p, const ResultRows& results, co
     results.store(acc);
 }
 
-// Call step(partial) for each query tile and head of a work tile. One copy of the step keeps the loops within the
-// instruction cache.
+// Of the step of dV, a copy without masks. Wider steps would exceed the instruction cache. On an H200 two copies are
+// 1.5 to 3 % faster at D = 64 and 128, and 1.5 % slower at 256.
+constexpr bool TWO_COPIES = HEAD_DIM <= 128 && VALUE_DIM <= 128;
+
+// Call step(partial) for each query tile and head of a work tile.
 template <class AddToTotal, class Step>
 __device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int& h, int& tile,
                                               LongGradient<BLOCK_Q>& sums, AddToTotal add_to_total, Step step) {
@@ -128,7 +131,12 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         if (!work.tiles.is_empty()) {
             zero_unattended(p, smem, work, v_pipe.phase);
             v_pipe.advance();
-            for_each_tile(p, work, h, tile, long_sums, add_to_total, step);
+            for_each_tile(p, work, h, tile, long_sums, add_to_total, [&](bool partial) {
+                if constexpr (TWO_COPIES)
+                    partial ? step(true) : step(false);
+                else
+                    step(partial);
+            });
         }
         // Safe: all GEMMs that read k are complete, and the steps have read the work tile.
         smem.k_empty().arrive();
