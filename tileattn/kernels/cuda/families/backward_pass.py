@@ -24,7 +24,7 @@ from tileattn.kernels.cuda.families.size_class import (
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
 
 _VECTORS = 4  # upper bound of the vectors of a lane, as in ``src/backward_preprocess.cu``
-_ROW_BLOCKS = 8  # thread blocks of an SM that compute delta, 16 bits; 5 fit without this limit
+_ROW_BLOCKS = 8  # thread blocks of an SM that compute delta; 4 or 5 fit without this limit
 _BESIDE_WARPS = 32  # warps of a thread block that computes delta beside the main kernel
 
 
@@ -75,7 +75,7 @@ def _rows(P: Problem, context: LaunchContext, begins: Sequence[KernelLaunch]) ->
         *("backward_preprocess", P.dtype.name),
         value_dim=bucket(min(P.Dv, MAX_HEAD_DIM)),
         warps_m=_BESIDE_WARPS if beside else ROW_WARPS,
-        min_blocks_per_sm=_ROW_BLOCKS if P.dtype.itemsize == 2 and not beside else 1,
+        min_blocks_per_sm=_ROW_BLOCKS if P.dtype.itemsize <= 4 and not beside else 1,
         alignment_bytes=context.alignment_bytes,
         packed=P.is_packed,
     )

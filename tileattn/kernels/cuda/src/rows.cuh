@@ -45,6 +45,11 @@ __device__ inline Vector<Element> load_vector(const Element* source, int count) 
         if (e < count) vector.values[e] = source[e];
     return vector;
 }
+// Load a whole vector if it is wanted, else zeros. Without a branch, so that all loads of a loop are in flight at once.
+__device__ inline Vector<Element> load_whole(const Element* source, bool wanted) {
+    return wanted ? *reinterpret_cast<const Vector<Element>*>(source) : Vector<Element>{};
+}
+
 // Store a whole vector. In asm: the compiler would merge parts of it with the stores of shorter vectors.
 template <class T>
 __device__ inline void store_whole(T* target, const Vector<T>& vector) {

@@ -35,19 +35,28 @@ __device__ inline void split_tile(const Element* from, i64 stride, int columns, 
                                   int rows, int valid, float* inverse) {
     const int row0 = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     Vector<Element> x[PASSES][VECTORS];
+    auto load = [&](auto load_one) {
+#pragma unroll
+        for (int i = 0; i < PASSES; ++i)
+#pragma unroll
+            for (int n = 0; n < VECTORS; ++n) {
+                const int row = row0 + i * TOGETHER, column = (lane + n * LANES) * VECTOR_SIZE;
+                x[i][n] = load_one(from + row * stride + column, row < valid ? columns - column : 0);
+            }
+    };
+    if (columns % VECTOR_SIZE)
+        load(load_vector);
+    else
+        load([](const Element* source, int count) { return load_whole(source, count > 0); });
     float largest = 0, smallest = infinity<float>();
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < PASSES; ++i) {
-        const int row = row0 + i * TOGETHER;
         float most = 0;
 #pragma unroll
-        for (int n = 0; n < VECTORS; ++n) {
-            const int column = (lane + n * LANES) * VECTOR_SIZE;
-            x[i][n] = load_vector(from + row * stride + column, row < valid ? columns - column : 0);
+        for (int n = 0; n < VECTORS; ++n)
 #pragma unroll
             for (const float& e : x[i][n].values) finite = finite && is_finite(e), most = fmaxf(most, fabsf(e));
-        }
 #pragma unroll
         for (int step = LANES / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
         largest = fmaxf(largest, most);
