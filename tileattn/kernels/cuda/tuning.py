@@ -78,6 +78,7 @@ _STAGGER_AGAIN = _row("stagger heads at 16384 too; one wave up to 512 keys", _BO
 _DBIAS = _row("thread blocks share the tiles of a broadcast bias", _H200)
 _HALF_WAVE = _row("half a wave of key blocks at a time", _H100)
 _PLANES = _row("float32 as float16 numbers on wgmma: from 128 queries and keys", _H200)
+_PLANE_KEYS = _row("the same with 65 to 127 keys, D above 32", _H200)
 _GENERIC_PLANES = _row("other GPUs, forward: `mma.sync` of float16 over planes", _H200)
 
 
@@ -122,6 +123,7 @@ class Tuning:
     plane_rows: int = _tuned(
         128, _NEVER, "queries and keys", "float32: split numbers if both are >= x", _PLANES
     )
+    plane_keys: int = _tuned(65, 128, "keys", "the same if D > 32: keys >= x", _PLANE_KEYS)
     generic_plane_rows: int = _tuned(
         512, _NEVER, "queries and keys", "the same with mma.sync", _GENERIC_PLANES
     )

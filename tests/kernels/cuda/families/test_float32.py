@@ -31,7 +31,8 @@ from tileattn.kernels.cuda.plan.device import Device
 from tileattn.kernels.cuda.plan.layout import contiguous, contiguous_inputs
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
-FEW = H200.tuning.plane_rows
+FEW, FEW_KEYS = H200.tuning.plane_rows, H200.tuning.plane_keys
+NARROW_HEADS = {"D": 32, "Dv": 32}
 SPLIT = [SPLIT_KEYS, FLOAT32_FORWARD, "forward"]
 
 
@@ -50,8 +51,9 @@ REFUSED_BY_BOTH: list[Refusal] = [
     ("a head dimension is above 256", {"D": 260}, {}),
     ("a head dimension is above 256", {"Dv": 260}, {}),
     ("queries or keys are few", {"Nq": FEW - 1}, {}),
-    ("queries or keys are few", {"Nk": FEW - 1}, {}),
-    ("queries or keys are few", {"window": (FEW // 2, FEW // 2 - 2)}, {}),
+    ("queries or keys are few", {"Nk": FEW_KEYS - 1}, {}),
+    ("queries or keys are few", {"Nk": FEW - 1, **NARROW_HEADS}, {}),
+    ("queries or keys are few", {"window": (FEW_KEYS // 2, FEW_KEYS // 2 - 1)}, {}),
 ]
 BIAS = frozenset({"bias"})
 REFUSED = [
@@ -121,7 +123,7 @@ def test_every_clause_is_tried() -> None:
     [
         ("a head dimension is above 256", {"D": 260}, {}),
         ("queries or keys are few", {"Nq": FEW - 1}, {}),
-        ("queries or keys are few", {"Nk": FEW - 1}, {}),
+        ("queries or keys are few", {"Nk": FEW_KEYS - 1}, {}),
         (
             "the gradient of a bias of narrow heads is wanted",
             {"D": 32, "Dv": 20},
@@ -166,7 +168,7 @@ def test_neither_batch_nor_heads_decide(Nq: int, window: Any) -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (FEW, 0), (FEW // 2, 0)])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (FEW, 0), (FEW_KEYS // 2, 0)])
 def test_lengths_of_packed_sequences_do_not_decide(window: Any) -> None:
     """They are known only on the device, and a window has the same bits in any call."""
     found = set()
@@ -174,7 +176,7 @@ def test_lengths_of_packed_sequences_do_not_decide(window: Any) -> None:
         packed = problem_of({"cu_seqlens_q", "cu_seqlens_k"}, B=1, Nq=Nq, Nk=Nk, window=window)
         found.add(tuple(launch.key for launch in forward(packed, H200).launches))
     (keys,) = found
-    assert (FLOAT32_FORWARD in [key.kernel for key in keys]) == (window != (FEW // 2, 0))
+    assert (FLOAT32_FORWARD in [key.kernel for key in keys]) == (window != (FEW_KEYS // 2, 0))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

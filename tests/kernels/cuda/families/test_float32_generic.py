@@ -203,8 +203,10 @@ def test_kernels_do_not_spill(arch: str, dim: int) -> None:
     for key in own:
         made = compiled(key, arch)
         assert made.spill_bytes is not None
-        # On compute capability 9.0 other kernels run. There the widest sums leave no register.
-        assert made.spill_bytes <= (16 if arch == "sm_90" and dim == 128 else 0), made.log
+        # At D = 128 numbers spill where totals are added: two instructions a tile in the forward
+        # pass. On compute capability 9.0 other kernels run.
+        most = {64: 0, 128: 32 if arch == "sm_90" else 8}[dim]
+        assert made.spill_bytes <= most, made.log
 
 
 def test_tiles_have_one_factor() -> None:

@@ -15,7 +15,7 @@ from tests.kernels.cuda.plan.planning import A100, H200, asked, backward, kernel
         ({"D": 96, "Dv": 80}, 64, False),
         ({"D": 32, "window": (None, 0)}, 64, True),
         ({"D": 32, "Nq": 3}, 64, True),
-        ({"D": 32, "Nk": 65}, 128, False),
+        ({"D": 32, "Dv": 32, "Nk": 65}, 128, False),
         ({"D": 200}, 32, False),
     ],
 )

@@ -97,6 +97,9 @@ template <int SIZE> void copy_async(u32 to, const char* from, int valid) {
     if (valid) memcpy(shared_at(to), from, valid);
 }
 template <int SIZE> void copy_async(u32 to, const char* from) { copy_async<SIZE>(to, from, SIZE); }
+template <int SIZE> void copy_async_if(u32 to, const char* from, bool wanted) {
+    copy_async<SIZE>(to, from, wanted ? SIZE : 0);
+}
 inline void copy_commit() {}
 template <int PENDING> void copy_wait() {}
 inline u32 load_shared(u32 at) {

@@ -218,6 +218,8 @@ def most_spilled(key: KernelKey) -> int:
     """Return the bytes that a kernel may spill."""
     if key.kernel == HOPPER:
         return 128  # in its NaN-safe passes, which rarely run
+    if key.kernel == FLOAT32_BACKWARD:
+        return 8  # where totals are added, outside the loops over tiles
     is_split = key.kernel == FLOAT32_FORWARD and max(key.head_dim, key.value_dim) > 64
     masks = key.mask or key.block_mask or key.mask_mod or key.packed
     return 192 if is_split and (masks or key.dropout) else 0

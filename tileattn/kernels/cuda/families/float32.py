@@ -68,7 +68,7 @@ _UNSUPPORTED: tuple[Clause, ...] = (
     ("an array is empty", lambda P, _: bool(empty_axes(P)) or 0 in (P.D, P.Dv)),
     ("an array has nearly 2**31 rows or more", lambda P, _: not fits_positions(P)),
     (f"a head dimension is above {MAX_HEAD_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_HEAD_DIM),
-    ("queries or keys are few", lambda P, context: not suits_planes(P, context.tuning.plane_rows)),
+    ("queries or keys are few", lambda P, context: not suits_planes(P, context.tuning)),
 )
 _UNSUPPORTED_FORWARD: tuple[Clause, ...] = (
     *_UNSUPPORTED,

@@ -38,7 +38,11 @@ from tileattn.kernels.cuda.families.shared_memory import (
     generic_static_bytes,
     limit_of_block,
 )
-from tileattn.kernels.cuda.families.size_class import empty_axes, fits_positions, suits_planes
+from tileattn.kernels.cuda.families.size_class import (
+    empty_axes,
+    fits_positions,
+    suits_generic_planes,
+)
 from tileattn.kernels.cuda.families.tiles import bucket, tuned_tiles
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
@@ -61,7 +65,7 @@ _UNSUPPORTED: tuple[Clause, ...] = (
     (f"a head dimension is above {MAX_DIM}", lambda P, _: max(P.D, P.Dv) > MAX_DIM),
     (
         "queries or keys are few",
-        lambda P, context: not suits_planes(P, context.tuning.generic_plane_rows),
+        lambda P, context: not suits_generic_planes(P, context.tuning),
     ),
 )
 _NO_TILE = "no tile fits in shared memory"

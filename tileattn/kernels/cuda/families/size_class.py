@@ -35,6 +35,9 @@ _SHORT_BLOCKS, _LARGE_BLOCK = ((64, 64), (128, 96)), (128, 128)
 _TALL_QUERIES, _TALL_COLUMNS = 192, 128  # of a forward tile; the columns at most
 _MOST_TALL_KEYS, _WIDE_TALL_KEYS = 128, (96, 64)  # wide: above `_NARROW` columns
 _NARROW = 64  # columns of heads that leave registers for larger tiles
+_NARROW_PLANES = (
+    32  # columns of heads whose float32 numbers take long to split, for what is computed with them
+)
 _KEY_BLOCKS = (64, 128)  # keys of a tile of the Hopper backward kernels
 # Positions have 32 bits; the margin is for what the last tile goes beyond.
 _MOST_POSITIONS = (1 << 31) - (1 << 16)
@@ -93,8 +96,8 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         has_short_keys(P, tuning),
         has_two_group_keys(P, tuning),
         short_rows(P, tuning),
-        suits_planes(P, tuning.plane_rows),
-        suits_planes(P, tuning.generic_plane_rows),
+        suits_planes(P, tuning),
+        suits_generic_planes(P, tuning),
         tall_keys(P, tuning),
         fills_tall_tiles(P, tuning, sm_count),
         suits_tall_rows(P, tuning),
@@ -257,8 +260,19 @@ def attended_keys(P: Problem) -> int:
     return end - first
 
 
-def suits_planes(P: Problem, least: int) -> bool:
-    """Return True for float32 with at least so many queries, and keys in reach of the middle one.
+def suits_planes(P: Problem, tuning: Tuning) -> bool:
+    """Return True if Hopper's kernels for float32 suit the lengths."""
+    is_narrow = max(P.D, P.Dv) <= _NARROW_PLANES
+    return _has_rows(P, tuning.plane_rows, tuning.plane_rows if is_narrow else tuning.plane_keys)
+
+
+def suits_generic_planes(P: Problem, tuning: Tuning) -> bool:
+    """Return True if the generic kernels for split float32 suit the lengths."""
+    return _has_rows(P, tuning.generic_plane_rows, tuning.generic_plane_rows)
+
+
+def _has_rows(P: Problem, queries: int, keys: int) -> bool:
+    """Return True for float32 with so many queries, and keys in reach of the middle one.
 
     Only the lengths and the window count, so that a row has the same bits in any batch. Packed
     lengths are known only on the device, and count as long.
@@ -267,8 +281,8 @@ def suits_planes(P: Problem, least: int) -> bool:
     if P.dtype.name != "float32":
         return False
     if P.is_packed:
-        return left is None or right is None or left + right + 1 >= least
-    return min(P.Nq, attended_keys(P)) >= least
+        return left is None or right is None or left + right + 1 >= keys
+    return P.Nq >= queries and attended_keys(P) >= keys
 
 
 def short_rows(P: Problem, tuning: Tuning) -> tuple[int, ...]:

@@ -132,7 +132,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         if (work.tiles.begin < work.tiles.end) skip_tiles(work.end - work.tiles.end);
         long_sums.end(dq, rows_of_dq());
         clear_past_end(p, work, row0, dq);
-        if (!(all_finite_by_fma(dq) & keeps_digits(p, q_inverse, farthest))) fail_head(p, work.b, kv);
+        if (!(dq.all_finite() & keeps_digits(p, q_inverse, farthest))) fail_head(p, work.b, kv);
         dq.scale(Accum(p.scale));
         rows_of_dq().store(dq);
     }

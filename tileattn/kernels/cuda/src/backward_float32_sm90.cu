@@ -45,7 +45,7 @@ __device__ inline void store_sums(const Params& p, const ResultRows& results, co
                                   Fragment<Accum, 1, NT>& acc, const LongGradient<BLOCK_Q>& sums, float scale, bool good) {
     sums.end(acc, results);
     acc.scale(scale);
-    if (!(all_finite_by_fma(acc) & good)) fail_head(p, work.b, work.kv);
+    if (!(acc.all_finite() & good)) fail_head(p, work.b, work.kv);
     results.store(acc);
 }
 

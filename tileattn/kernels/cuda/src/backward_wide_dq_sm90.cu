@@ -153,7 +153,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             skip_tiles(work.end - work.tiles.end);
         }
         clear_past_end(p, work, row0, dq);
-        if (!all_finite_by_fma(dq)) fail_head(p, work.b, work.h / int(p.group));
+        if (!dq.all_finite()) fail_head(p, work.b, work.h / int(p.group));
         dq.scale(Accum(p.scale));
         const int row = work.q0 + row0, column = own_half() * HEAD_COLUMNS;
         store_rows(rows_of<Element>(p.dq, p.dq_at, work.entry(), work.h) +

@@ -101,18 +101,23 @@ struct WarpBias {
             share.template store<WARP, BIAS_ALIGNMENT_BYTES>(dbias, score_mod.Nk, rows, columns,
                                                              threadIdx.x % WARP);
         } else {
+            // As in `read`.
             const Lane lane;
+            const int r = lane.row(0), c = lane.column(0);
+            i64 down = score_mod.Nk;
+            BiasElement* const to = dbias + (TRANSPOSED ? c * down + r : r * down + c);
+            asm volatile("" : "+l"(down));
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
                 for (int m = 0; m < MT; ++m)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        const int across = 8 * n + lane.column(e), down = 16 * m + lane.row(e);
-                        const int row = TRANSPOSED ? across : down, column = TRANSPOSED ? down : across;
-                        if (row < rows && column < columns)
-                            dbias[i64(row) * score_mod.Nk + column] =
-                                narrow<BiasElement>(ds.x[m][n][e]);
+                        const int across = 8 * n + e % 2, along = 16 * m + e / 2 * 8;
+                        const int row = TRANSPOSED ? across : along, column = TRANSPOSED ? along : across;
+                        const bool inside =
+                            row + (TRANSPOSED ? c : r) < rows && column + (TRANSPOSED ? r : c) < columns;
+                        if (inside) to[row * down + column] = narrow<BiasElement>(ds.x[m][n][e]);
                     }
         }
     }

@@ -353,7 +353,7 @@ __device__ inline bool join_splits(const Params& p, const WorkTile& work, Sums&.
 template <int NT>
 __device__ inline void flag_non_finite(const Params& p, const WorkTile& work,
                                        const Fragment<Accum, 1, NT>& acc) {
-    if (!NAN_SAFE && !all_finite_by_fma(acc)) fail_head(p, work.b, work.kv);
+    if (!NAN_SAFE && !acc.all_finite()) fail_head(p, work.b, work.kv);
 }
 
 // Store 16 rows of each warp to dK or dV. Narrow heads stage them in a stage of dS that is no longer read;

@@ -33,6 +33,26 @@ __device__ inline void copy_async(u32 target, const char* source, int valid) {
 #endif
 }
 
+// Start to copy SIZE bytes if they are wanted, else write zeros.
+template <int SIZE>
+__device__ inline void copy_async_if(u32 target, const char* source, bool wanted) {
+#if __CUDA_ARCH__ >= 800
+    const int ignored = !wanted;
+    if constexpr (SIZE == 16)
+        asm volatile("{.reg .pred ignored; setp.ne.b32 ignored, %2, 0; "
+                     "cp.async.cg.shared.global [%0], [%1], 16, ignored;}" ::"r"(target),
+                     "l"(source), "r"(ignored)
+                     : "memory");
+    else
+        asm volatile("{.reg .pred ignored; setp.ne.b32 ignored, %3, 0; "
+                     "cp.async.ca.shared.global [%0], [%1], %2, ignored;}" ::"r"(target),
+                     "l"(source), "n"(SIZE), "r"(ignored)
+                     : "memory");
+#else
+    copy_async<SIZE>(target, source, wanted ? SIZE : 0);
+#endif
+}
+
 // Start to copy SIZE bytes.
 template <int SIZE>
 __device__ inline void copy_async(u32 target, const char* source) {

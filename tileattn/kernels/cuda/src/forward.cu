@@ -185,7 +185,9 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
         if constexpr (SPLIT) {
             const WorkTile work(p, index);
             const Head head(p, work.b, work.h);
-            const int row = work.q0 + row0;
+            int row = row0;
+            hide(row);  // so that addresses are not kept in registers
+            row += work.q0;
             Element* const out = head.sequence.queries<Element>(p.out, p.out_at, head.h) + row * p.out_at.n;
             const RowResults results{{out, p.out_at.n, int(head.Nq()) - row, int(p.Dv)},
                                      static_cast<Accum*>(p.lse) + head.row(row)};

@@ -187,7 +187,7 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
             long_sums.add_total(results_of(p, work), state, acc, true, true);
         skip_tiles(work.end - work.tiles.end);
 
-        bool good = all_finite_by_fma(acc) & state.all_bounded();
+        bool good = acc.all_finite() & state.all_bounded();
         state.reduce_sums(rows);
         const Lane lane;
         const RowResults results = results_of(p, work);

@@ -17,15 +17,22 @@ struct Fragment {
                 for (int e = 0; e < 4; ++e) x[m][n][e] = 0;
     }
 
+    // True if the first ELEMENTS of each atom are finite: 0 times NaN or infinity is not 0. Without branches, and
+    // with several sums, since a single one would be a long dependency chain.
+    template <int ELEMENTS = 4, int CHAINS = 4>
     __device__ bool all_finite() const {
-        bool finite = true;
+        S zeros[CHAINS] = {};
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) finite = finite && is_finite(x[m][n][e]);
-        return finite;
+                for (int e = 0; e < ELEMENTS; ++e)
+                    zeros[e % CHAINS] = fma(x[m][n][e], S(0), zeros[e % CHAINS]);
+        S sum = zeros[0];
+#pragma unroll
+        for (int n = 1; n < CHAINS; ++n) sum += zeros[n];
+        return sum == 0;
     }
 
     __device__ void scale(S factor) {

@@ -386,7 +386,7 @@ __device__ inline void epilogue(const Params& p, const Smem& smem, const WorkTil
     if constexpr (!NAN_SAFE) {
         // A value that is not finite spoils its column in all rows, so half of the rows are enough. A sum
         // that overflows spoils only its own row.
-        good = all_finite_by_fma<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>(acc) & state.all_bounded();
+        good = acc.template all_finite<HAS_FINITE_SUMS<Element> ? 2 : 4, 2>() & state.all_bounded();
     }
     if constexpr (SPLIT_KV || TOTALS) {
         state.reduce_sums(RowGroup(16));

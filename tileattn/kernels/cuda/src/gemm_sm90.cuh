@@ -97,22 +97,6 @@ __device__ inline Fragment<float, 1, COUNT>& atoms(Fragment<float, 1, NT>& c, in
     return reinterpret_cast<Fragment<float, 1, COUNT>&>(c.x[0][first]);
 }
 
-// True if the first ELEMENTS of each atom are finite: 0 times NaN or infinity is not 0. Several sums, since
-// a single one would be a long dependency chain.
-template <int ELEMENTS = 4, int CHAINS = 4, int NT>
-__device__ inline bool all_finite_by_fma(const Fragment<float, 1, NT>& c) {
-    float zeros[CHAINS] = {};
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int e = 0; e < ELEMENTS; ++e)
-            zeros[e % CHAINS] = fma(c.x[0][n][e], 0.f, zeros[e % CHAINS]);
-    float sum = zeros[0];
-#pragma unroll
-    for (int n = 1; n < CHAINS; ++n) sum += zeros[n];
-    return sum == 0;
-}
-
 // Store one of a thread's two rows to global memory, straight from registers, if `wanted`. Two lanes exchange
 // columns of neighbouring atoms, so that each stores four of one: 8 bytes, and 32 of a row.
 template <class T, int NT>

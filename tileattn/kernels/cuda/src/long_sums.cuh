@@ -13,39 +13,52 @@ struct ResultRows {
     i64 stride;
     int rows, columns;
 
-    // Add the total, times a factor, to one of a lane's two rows of row tile m. Unless the sums are the last, they
-    // become the total, and begin at zero.
+    // Add the total, times a factor, to the sums of one of a lane's two rows of row tile m.
     template <int MT, int NT>
-    __device__ void add_row(Fragment<Accum, MT, NT>& sums, int m, int half, Accum factor, bool has_total,
-                            bool is_last) const {
-        const Lane lane;
-        const int row = 16 * m + lane.row(2 * half);
-        if (row >= rows) return;
-        Element* const target = first + row * stride;
-        constexpr int STEP = NT < 4 ? NT : 4;  // loads in flight, in pairs
-#pragma unroll
-        for (int n0 = 0; n0 < NT; n0 += STEP) {
-            Accum total[STEP][2] = {};
-            auto for_each = [&](auto visit) {
-#pragma unroll
-                for (int n = n0; n < n0 + STEP && n < NT; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) visit(sums.x[m][n][2 * half + e], 8 * n + lane.column(e), n - n0, e);
-            };
-            for_each([&](Accum&, int column, int n, int e) {
-                if (has_total && column < columns) total[n][e] = target[column];
-            });
-            for_each([&](Accum& x, int column, int n, int e) {
-                x = fma(total[n][e], factor, x);
-                if (is_last) return;
-                if (column < columns) target[column] = x;
-                x = 0;
-            });
-        }
+    __device__ void add_total(Fragment<Accum, MT, NT>& sums, int m, int half, Accum factor) const {
+        for_each<8>(sums, m, half, true, [&](Accum& x, Accum total, volatile Element&, bool) {
+            x = fma(total, factor, x);
+        });
+    }
+    // Add the sums of such a row to the total, if there is one, times a factor. The sums begin at zero again.
+    template <int MT, int NT>
+    __device__ void add_to_total(Fragment<Accum, MT, NT>& sums, int m, int half, Accum factor,
+                                 bool has_total) const {
+        for_each<2>(sums, m, half, has_total, [&](Accum& x, Accum total, volatile Element& at, bool inside) {
+            if (inside) at = fma(total, factor, x);
+            x = 0;
+        });
     }
     template <int NT>
     __device__ void store(const Fragment<Accum, 1, NT>& sums) const {
         store_rows<ALIGNMENT_BYTES>(first, stride, sums, 0, 0, rows, columns);
+    }
+
+  private:
+    // Call visit(x, total, where it is, whether it is inside) for each element of a row. The totals of PAIRS pairs are
+    // loaded at a time: more would spill in the loops over tiles. They are volatile, so that ptxas keeps to that.
+    template <int PAIRS, int MT, int NT, class Visit>
+    __device__ void for_each(Fragment<Accum, MT, NT>& sums, int m, int half, bool has_total, Visit visit) const {
+        const Lane lane;
+        const int row = 16 * m + lane.row(2 * half);
+        if (row >= rows) return;
+        volatile Element* const target = first + row * stride;
+#pragma unroll
+        for (int n0 = 0; n0 < NT; n0 += PAIRS) {
+            Accum total[PAIRS][2] = {};
+            auto for_each_pair = [&](auto use) {
+#pragma unroll
+                for (int n = n0; n < n0 + PAIRS && n < NT; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) use(n, e, 8 * n + lane.column(e), total[n - n0][e]);
+            };
+            for_each_pair([&](int, int, int column, Accum& x) {
+                if (has_total && column < columns) x = target[column];
+            });
+            for_each_pair([&](int n, int e, int column, Accum x) {
+                visit(sums.x[m][n][2 * half + e], x, target[column], column < columns);
+            });
+        }
     }
 };
 
@@ -60,7 +73,10 @@ struct LongGradient {
     template <class Visit>
     __device__ __forceinline__ void begin_tiles(int count, Visit visit) {
         if (tiles >= GROUP) {
-            visit([&](auto& sums, const ResultRows& total) { add_total(sums, total, false); });
+            visit([&](auto& sums, const ResultRows& total) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) total.add_to_total(sums, 0, half, 1, has_total);
+            });
             has_total = true, tiles = 0;
         }
         tiles += count;
@@ -68,15 +84,9 @@ struct LongGradient {
     // After all tiles.
     template <int NT>
     __device__ __forceinline__ void end(Fragment<Accum, 1, NT>& sums, const ResultRows& total) const {
-        if (has_total) add_total(sums, total, true);
-    }
-
-  private:
-    template <int NT>
-    __device__ __forceinline__ void add_total(Fragment<Accum, 1, NT>& sums, const ResultRows& total,
-                                              bool is_last) const {
+        if (!has_total) return;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) total.add_row(sums, 0, half, 1, has_total, is_last);
+        for (int half = 0; half < 2; ++half) total.add_total(sums, 0, half, 1);
     }
 };
 
@@ -116,7 +126,10 @@ struct LongSums {
                 __syncwarp();  // all lanes have read it
                 if (!is_last && lane.t == 0 && row < out.rows) lse[row] = l;
                 if (!is_last || lane.t > 0) l = 0;
-                out.add_row(acc, m, half, factor[m][half], has_total, is_last);
+                if (is_last)
+                    out.add_total(acc, m, half, factor[m][half]);
+                else
+                    out.add_to_total(acc, m, half, factor[m][half], has_total);
                 factor[m][half] = 1;
             }
         __syncwarp();  // all lanes see the sums of a row

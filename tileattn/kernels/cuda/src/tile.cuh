@@ -93,8 +93,13 @@ struct Tile {
                 for (int n = 0; n < ROWS / STEP; ++n, from += step) copy_async<SIZE>(to(n), from);
             } else {
 #pragma unroll UNROLL
-                for (int n = 0; n < ROWS / STEP; ++n, from += step)
-                    copy_async<SIZE>(to(n), from, row + n * STEP < rows ? inside : 0);
+                for (int n = 0; n < ROWS / STEP; ++n, from += step) {
+                    const int valid = row + n * STEP < rows ? inside : 0;
+                    if constexpr (SIZE == int(sizeof(T)))
+                        copy_async_if<SIZE>(to(n), from, valid > 0);
+                    else
+                        copy_async<SIZE>(to(n), from, valid);
+                }
             }
         } else {
             load_rows<THREADS, ALIGNMENT_BYTES, UNROLL < 4 ? 1 : 4>([=](int row) { return source + row * stride; },
