@@ -6,7 +6,9 @@
 
 A bias is (1, H, N, N), and its gradient is part of the backward pass. Calls cycle through sets of
 arrays several times as large as the L2. Results are compared with tileattn's. A row that failed
-says why. The file is gpu_models.json.
+says why. The file is gpu_models.json, or has the name that is given:
+
+    python -m tileattn bench model_shapes --dtype f32 --name gpu_models_f32
 """
 
 import argparse
@@ -151,12 +153,13 @@ def main(argv: list[str] | None = None, device: Gpu | None = None) -> None:
     dtypes = ("bf16", "fp16", "f32")
     parser.add_argument("--dtype", type=partial(report.names, dtypes), default=["bf16"])
     peers.add_options(parser, PEERS)
+    parser.add_argument("--name", default="gpu_models", help="stem of the file (gpu_models)")
     arguments: argparse.Namespace = report.parsed(parser, argv)
     device = device or Gpu.required()
     found, missing = peers.find(arguments.peers)
     report.show_missing(missing)
     made = rows(arguments.only, arguments.dtype, {"tileattn": Arrays("tileattn"), **found}, device)
-    path = arguments.to / "gpu_models.json"
+    path = arguments.to / f"{arguments.name}.json"
     more = {"section": "models", "missing": missing}
     report.written(made, path, device.machine, arguments.ran, **more)
 

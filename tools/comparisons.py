@@ -281,6 +281,7 @@ SOURCES = {
     "gpu_shapes": Source("grid", "Forward, bf16, other shapes", _speedups),
     "gpu_backward_shapes": Source("grid", "Backward, bf16, other shapes", _speedups),
     "gpu_models": Source("models", "Models", _speedups),
+    "gpu_models_f32": Source("models", "Models, float32", _speedups),
     "gpu_decode": Source("decode", "Decoding", _speedups),
     "gpu_packed": Source("packed", "Packed sequences", _speedups),
     "gpu_options": Source("options", "Options", _speedups),

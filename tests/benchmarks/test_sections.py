@@ -183,9 +183,9 @@ def test_every_model_is_timed_in_both_passes(tmp_path: Path) -> None:
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_shapes, "MODELS", small)
-        argv = ["--peers", "efficient", "--to", str(tmp_path)]
+        argv = ["--peers", "efficient", "--name", "gpu_models_small", "--to", str(tmp_path)]
         model_shapes.main(argv, Fake())
-    rows = written(tmp_path, "gpu_models")
+    rows = written(tmp_path, "gpu_models_small")
     assert [(row["case"], row["pass"]) for row in rows] == [
         *(("bias", kind) for kind in PASSES),
         *(("mask", kind) for kind in PASSES),
