@@ -79,6 +79,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         } else {
             skip_tiles(work.end - work.begin);
         }
+        // The work tile is given back after the loop: what only the loop needs must have been read, too.
+        order_after((work.tiles.full_begin | work.tiles.full_end) == 0x7fffffff);
         // q and dO are held throughout:
         //
         //     step          GEMMs in flight      stages held
