@@ -6,7 +6,7 @@
 
 A bias is (1, H, N, N), and its gradient is part of the backward pass. Calls cycle through sets of
 arrays several times as large as the L2. Results are compared with tileattn's. A row that failed
-says why. The file is gpu_models.json, or has the name that is given:
+says why. The file is gpu_models.json. Another name is set with --name:
 
     python -m tileattn bench model_shapes --dtype f32 --name gpu_models_f32
 """

@@ -123,7 +123,9 @@ class Tuning:
     plane_rows: int = _tuned(
         128, _NEVER, "queries and keys", "float32: split numbers if both are >= x", _PLANES
     )
-    plane_keys: int = _tuned(65, 128, "keys", "the same if D > 32: keys >= x", _PLANE_KEYS)
+    plane_keys: int = _tuned(
+        65, 128, "keys", "the same if a head dimension is above 32: keys >= x", _PLANE_KEYS
+    )
     generic_plane_rows: int = _tuned(
         512, _NEVER, "queries and keys", "the same with mma.sync", _GENERIC_PLANES
     )

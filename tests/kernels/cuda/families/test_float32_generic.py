@@ -203,8 +203,8 @@ def test_kernels_do_not_spill(arch: str, dim: int) -> None:
     for key in own:
         made = compiled(key, arch)
         assert made.spill_bytes is not None
-        # At D = 128 numbers spill where totals are added: two instructions a tile in the forward
-        # pass. On compute capability 9.0 other kernels run.
+        # At D = 128 registers spill where totals are added: a store and a load for each tile in
+        # the forward pass. Compute capability 9.0 has other kernels.
         most = {64: 0, 128: 32 if arch == "sm_90" else 8}[dim]
         assert made.spill_bytes <= most, made.log
 

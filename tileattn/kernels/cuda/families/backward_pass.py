@@ -24,7 +24,9 @@ from tileattn.kernels.cuda.families.size_class import (
 from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
 
 _VECTORS = 4  # upper bound of the vectors of a lane, as in ``src/backward_preprocess.cu``
-_ROW_BLOCKS = 8  # thread blocks of an SM that compute delta; 4 or 5 fit without this limit
+# Thread blocks of an SM that compute delta, 16 and 32 bits. Without this limit 4 or 5 fit (H200:
+# docs/tuning-log.md).
+_ROW_BLOCKS = 8
 _BESIDE_WARPS = 32  # warps of a thread block that computes delta beside the main kernel
 
 

@@ -35,9 +35,9 @@ _SHORT_BLOCKS, _LARGE_BLOCK = ((64, 64), (128, 96)), (128, 128)
 _TALL_QUERIES, _TALL_COLUMNS = 192, 128  # of a forward tile; the columns at most
 _MOST_TALL_KEYS, _WIDE_TALL_KEYS = 128, (96, 64)  # wide: above `_NARROW` columns
 _NARROW = 64  # columns of heads that leave registers for larger tiles
-_NARROW_PLANES = (
-    32  # columns of heads whose float32 numbers take long to split, for what is computed with them
-)
+# Columns of heads up to which float32 with few keys was faster in generic kernels (H200:
+# docs/tuning-log.md).
+_NARROW_PLANES = 32
 _KEY_BLOCKS = (64, 128)  # keys of a tile of the Hopper backward kernels
 # Positions have 32 bits; the margin is for what the last tile goes beyond.
 _MOST_POSITIONS = (1 << 31) - (1 << 16)
@@ -261,7 +261,10 @@ def attended_keys(P: Problem) -> int:
 
 
 def suits_planes(P: Problem, tuning: Tuning) -> bool:
-    """Return True if Hopper's kernels for float32 suit the lengths."""
+    """Return True if Hopper's kernels for float32 suit the lengths.
+
+    Wider heads may have fewer keys.
+    """
     is_narrow = max(P.D, P.Dv) <= _NARROW_PLANES
     return _has_rows(P, tuning.plane_rows, tuning.plane_rows if is_narrow else tuning.plane_keys)
 
@@ -272,7 +275,9 @@ def suits_generic_planes(P: Problem, tuning: Tuning) -> bool:
 
 
 def _has_rows(P: Problem, queries: int, keys: int) -> bool:
-    """Return True for float32 with so many queries, and keys in reach of the middle one.
+    """Return True for float32 with at least ``queries`` queries, and ``keys`` keys in reach.
+
+    The middle query counts.
 
     Only the lengths and the window count, so that a row has the same bits in any batch. Packed
     lengths are known only on the device, and count as long.

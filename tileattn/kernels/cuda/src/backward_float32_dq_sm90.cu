@@ -79,7 +79,8 @@ __device__ __forceinline__ void consume(const Params& p, const Smem& smem, int w
         } else {
             skip_tiles(work.end - work.begin);
         }
-        // The work tile is given back after the loop: what only the loop needs must have been read, too.
+        // The warpgroup gives the work tile back after the loop. If no tile is attended to, the loop reads nothing: the
+        // loads of the bounds that only the loop uses must have ended before.
         order_after((work.tiles.full_begin | work.tiles.full_end) == 0x7fffffff);
         // q and dO are held throughout:
         //

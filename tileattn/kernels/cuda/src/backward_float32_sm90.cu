@@ -49,13 +49,15 @@ __device__ inline void store_sums(const Params& p, const ResultRows& results, co
     results.store(acc);
 }
 
-// Of the step of dV, a copy without masks. Wider steps would exceed the instruction cache. On an H200 two copies are
-// 1.5 to 3 % faster at D = 64 and 128, and 1.5 % slower at 256.
+// The step of dV has a second copy for tiles without masked-out pairs. Two copies of wider steps would exceed the
+// instruction cache. Two copies are 1.5 to 3 % faster at D = 64 and 128, and 1.5 % slower at 256 (H200, 2,048 keys:
+// docs/tuning-log.md).
 constexpr bool TWO_COPIES = HEAD_DIM <= 128 && VALUE_DIM <= 128;
 
-// Call step(partial) for each query tile and head of a work tile.
+// Call step(partial) for each query tile and head of a work tile. The sums go to their totals before the heads of a
+// tile, outside the inner loop.
 template <class AddToTotal, class Step>
-__device__ __forceinline__ void for_each_tile(const Params& p, const WorkTile& work, int& h, int& tile,
+__device__ __forceinline__ void for_each_tile_of_groups(const Params& p, const WorkTile& work, int& h, int& tile,
                                               LongGradient<BLOCK_Q>& sums, AddToTotal add_to_total, Step step) {
     const QueryTileList list(p, work);
     for_each_index(p, work, [&](int index, int begin, int end) {
@@ -131,7 +133,7 @@ __device__ __forceinline__ void consume_for_dv(const Params& p, const Smem& smem
         if (!work.tiles.is_empty()) {
             zero_unattended(p, smem, work, v_pipe.phase);
             v_pipe.advance();
-            for_each_tile(p, work, h, tile, long_sums, add_to_total, [&](bool partial) {
+            for_each_tile_of_groups(p, work, h, tile, long_sums, add_to_total, [&](bool partial) {
                 if constexpr (TWO_COPIES)
                     partial ? step(true) : step(false);
                 else
@@ -211,7 +213,7 @@ __device__ __forceinline__ void consume_for_dk(const Params& p, const Smem& smem
             zero_unattended(p, smem, work, v_pipe.phase);
             smem.v_full().wait(v_pipe.phase);
             v_pipe.advance();
-            for_each_tile(p, work, h, tile, long_sums, add_to_total, step);
+            for_each_tile_of_groups(p, work, h, tile, long_sums, add_to_total, step);
             smem.v_empty().arrive();  // safe: only GEMMs read v, and the last is complete
         }
         smem.k_empty().arrive();  // safe: the steps have read the work tile

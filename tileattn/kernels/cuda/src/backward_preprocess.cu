@@ -42,15 +42,11 @@ __device__ inline void preprocess(const Params& p, const Sequence& sequence, con
             for (int d = d0; d < columns; d += STEP)
                 add(load_vector(out + d, columns - d), load_vector(dout + d, columns - d));
         } else {
-            // Without branches all loads are in flight at once.
-            auto load = [&](const Element* row, int d) {
-                return d < columns ? *reinterpret_cast<const Vector<Element>*>(row + d) : Vector<Element>{};
-            };
             for (int first = d0; first < columns; first += VECTORS * STEP) {
                 Vector<Element> x[VECTORS], y[VECTORS];
 #pragma unroll
                 for (int n = 0; n < VECTORS; ++n)
-                    x[n] = load(out, first + n * STEP), y[n] = load(dout, first + n * STEP);
+                    x[n] = load_whole(out, first + n * STEP, columns), y[n] = load_whole(dout, first + n * STEP, columns);
 #pragma unroll
                 for (int n = 0; n < VECTORS; ++n) add(x[n], y[n]);
             }

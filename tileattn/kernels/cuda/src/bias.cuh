@@ -101,7 +101,7 @@ struct WarpBias {
             share.template store<WARP, BIAS_ALIGNMENT_BYTES>(dbias, score_mod.Nk, rows, columns,
                                                              threadIdx.x % WARP);
         } else {
-            // As in `read`.
+            // `read` says why `down` is hidden.
             const Lane lane;
             const int r = lane.row(0), c = lane.column(0);
             i64 down = score_mod.Nk;

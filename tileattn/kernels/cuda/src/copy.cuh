@@ -33,21 +33,16 @@ __device__ inline void copy_async(u32 target, const char* source, int valid) {
 #endif
 }
 
-// Start to copy SIZE bytes if they are wanted, else write zeros.
+// Start to copy one element of SIZE bytes if it is wanted, or write zeros. The predicate takes fewer instructions than
+// a number of bytes.
 template <int SIZE>
 __device__ inline void copy_async_if(u32 target, const char* source, bool wanted) {
+    static_assert(SIZE == 4 || SIZE == 8);
 #if __CUDA_ARCH__ >= 800
-    const int ignored = !wanted;
-    if constexpr (SIZE == 16)
-        asm volatile("{.reg .pred ignored; setp.ne.b32 ignored, %2, 0; "
-                     "cp.async.cg.shared.global [%0], [%1], 16, ignored;}" ::"r"(target),
-                     "l"(source), "r"(ignored)
-                     : "memory");
-    else
-        asm volatile("{.reg .pred ignored; setp.ne.b32 ignored, %3, 0; "
-                     "cp.async.ca.shared.global [%0], [%1], %2, ignored;}" ::"r"(target),
-                     "l"(source), "n"(SIZE), "r"(ignored)
-                     : "memory");
+    asm volatile("{.reg .pred ignored; setp.ne.b32 ignored, %3, 0; "
+                 "cp.async.ca.shared.global [%0], [%1], %2, ignored;}" ::"r"(target),
+                 "l"(source), "n"(SIZE), "r"(int(!wanted))
+                 : "memory");
 #else
     copy_async<SIZE>(target, source, wanted ? SIZE : 0);
 #endif

@@ -186,7 +186,7 @@ __device__ inline void forward_block(const Params& p, const WorkTile& work, int 
             const WorkTile work(p, index);
             const Head head(p, work.b, work.h);
             int row = row0;
-            hide(row);  // so that addresses are not kept in registers
+            hide(row);  // otherwise the loop keeps addresses in registers
             row += work.q0;
             Element* const out = head.sequence.queries<Element>(p.out, p.out_at, head.h) + row * p.out_at.n;
             const RowResults results{{out, p.out_at.n, int(head.Nq()) - row, int(p.Dv)},

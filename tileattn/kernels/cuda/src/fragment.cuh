@@ -17,8 +17,8 @@ struct Fragment {
                 for (int e = 0; e < 4; ++e) x[m][n][e] = 0;
     }
 
-    // True if the first ELEMENTS of each atom are finite: 0 times NaN or infinity is not 0. Without branches, and
-    // with several sums, since a single one would be a long dependency chain.
+    // True if the first ELEMENTS of each atom are finite: 0 times NaN or infinity is not 0. The test has no branches.
+    // It has several sums, since a single one would be a long dependency chain.
     template <int ELEMENTS = 4, int CHAINS = 4>
     __device__ bool all_finite() const {
         S zeros[CHAINS] = {};

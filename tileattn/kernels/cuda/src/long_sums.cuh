@@ -16,17 +16,18 @@ struct ResultRows {
     // Add the total, times a factor, to the sums of one of a lane's two rows of row tile m.
     template <int MT, int NT>
     __device__ void add_total(Fragment<Accum, MT, NT>& sums, int m, int half, Accum factor) const {
-        for_each<8>(sums, m, half, true, [&](Accum& x, Accum total, volatile Element&, bool) {
-            x = fma(total, factor, x);
+        for_each<8>(sums, m, half, true, [&](Accum& sum, Accum total, volatile Element&, bool) {
+            sum = fma(total, factor, sum);
         });
     }
-    // Add the sums of such a row to the total, if there is one, times a factor. The sums begin at zero again.
+    // Add the sums of such a row to the total, times a factor. Without a total the sums become the total. Then set the
+    // sums to zero.
     template <int MT, int NT>
     __device__ void add_to_total(Fragment<Accum, MT, NT>& sums, int m, int half, Accum factor,
                                  bool has_total) const {
-        for_each<2>(sums, m, half, has_total, [&](Accum& x, Accum total, volatile Element& at, bool inside) {
-            if (inside) at = fma(total, factor, x);
-            x = 0;
+        for_each<2>(sums, m, half, has_total, [&](Accum& sum, Accum total, volatile Element& at, bool inside) {
+            if (inside) at = fma(total, factor, sum);
+            sum = 0;
         });
     }
     template <int NT>
@@ -35,8 +36,9 @@ struct ResultRows {
     }
 
   private:
-    // Call visit(x, total, where it is, whether it is inside) for each element of a row. The totals of PAIRS pairs are
-    // loaded at a time: more would spill in the loops over tiles. They are volatile, so that ptxas keeps to that.
+    // Call visit(sum, total, address of the total, whether the element is inside) for each element of a row. Load the
+    // totals of PAIRS pairs at a time. More loads would spill registers in the loops over tiles. The totals are
+    // volatile, so that ptxas does not start more loads.
     template <int PAIRS, int MT, int NT, class Visit>
     __device__ void for_each(Fragment<Accum, MT, NT>& sums, int m, int half, bool has_total, Visit visit) const {
         const Lane lane;

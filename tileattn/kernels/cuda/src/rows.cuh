@@ -45,9 +45,10 @@ __device__ inline Vector<Element> load_vector(const Element* source, int count) 
         if (e < count) vector.values[e] = source[e];
     return vector;
 }
-// Load a whole vector if it is wanted, else zeros. Without a branch, so that all loads of a loop are in flight at once.
-__device__ inline Vector<Element> load_whole(const Element* source, bool wanted) {
-    return wanted ? *reinterpret_cast<const Vector<Element>*>(source) : Vector<Element>{};
+// Load the vector of a row at a column, or zeros past the last column. The columns are whole vectors. There is no
+// branch, so that all loads of a loop are in flight at once.
+__device__ inline Vector<Element> load_whole(const Element* row, int column, int columns) {
+    return column < columns ? *reinterpret_cast<const Vector<Element>*>(row + column) : Vector<Element>{};
 }
 
 // Store a whole vector. In asm: the compiler would merge parts of it with the stores of shorter vectors.

@@ -47,7 +47,7 @@ __device__ inline void split_tile(const Element* from, i64 stride, int columns, 
     if (columns % VECTOR_SIZE)
         load(load_vector);
     else
-        load([](const Element* source, int count) { return load_whole(source, count > 0); });
+        load([](const Element* source, int count) { return load_whole(source, 0, count); });
     float largest = 0, smallest = infinity<float>();
     bool finite = true;
 #pragma unroll
