@@ -148,10 +148,7 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(64, 64, 2, 4, 2, tuned=True, spills=True), TileSize(64, 64, 2, 4)),
     },
     ("backward_dkdv", 4): {
-        32: (
-            TileSize(64, 128, 4, 2, tuned=True, spills=True),
-            TileSize(64, 64, 4, 1, 1, 3, tuned=True, spills=True),
-        ),
+        32: (TileSize(64, 64, 4, 1, 1, 3, tuned=True, spills=True),),
         64: (TileSize(64, 128, 4, 2, tuned=True, spills=True), TileSize(64, 64, 4, 1, 1, 2)),
         128: (TileSize(64, 64, 2, 4, tuned=True, spills=True),),
         256: (TileSize(64, 32, 2, 4), TileSize(32, 32, 2, 2)),

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.cuda.plan.planning import A100, H200, asked, backward, kernels
+from tests.kernels.cuda.plan.planning import A100, H200, asked, backward, forward, kernels
+from tileattn.kernels.cuda.jit.compile import compiled
 
 
 @pytest.mark.parametrize(
@@ -15,7 +16,7 @@ from tests.kernels.cuda.plan.planning import A100, H200, asked, backward, kernel
         ({"D": 96, "Dv": 80}, 64, False),
         ({"D": 32, "window": (None, 0)}, 64, True),
         ({"D": 32, "Nq": 3}, 64, True),
-        ({"D": 32, "Dv": 32, "Nk": 65}, 128, False),
+        ({"D": 32, "Dv": 32, "Nk": 65}, 64, False),
         ({"D": 200}, 32, False),
     ],
 )
@@ -51,3 +52,19 @@ def test_small_tiles_instead_of_the_hopper_kernels(changed: Any, is_small: bool)
     assert ("backward_sm90" in kernels(plan)) is not is_small
     why = "not the Hopper kernel, because a small tile has all queries and keys; "
     assert any(launch.why.startswith(why) for launch in plan.launches) is is_small
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_kernels_of_narrow_heads_have_16_columns_and_spill_nothing(dtype: str) -> None:
+    problem = asked(dtype, Nq=42, Nk=42, D=8, Dv=8)
+    keys = {x.key for plan in (forward, backward) for x in plan(problem, H200).launches}
+    assert {key.kernel for key in keys} >= {"forward", "backward_preprocess", "backward_dkdv"}
+    for key in keys:
+        assert key.value_dim == 16
+        assert compiled(key, "sm_90a").spill_bytes == 0, key
+
+
+def test_kernels_of_16_bits_have_32_columns_or_more() -> None:
+    problem = asked("bfloat16", Nq=42, Nk=42, D=8, Dv=8)
+    launches = [*forward(problem, A100).launches, *backward(problem, A100).launches]
+    assert {x.key.value_dim for x in launches} == {32}

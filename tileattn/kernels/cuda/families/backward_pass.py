@@ -21,7 +21,7 @@ from tileattn.kernels.cuda.families.size_class import (
     has_keys,
     has_queries,
 )
-from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, bucket
+from tileattn.kernels.cuda.families.tiles import MAX_HEAD_DIM, whole_row_bucket
 
 _VECTORS = 4  # upper bound of the vectors of a lane, as in ``src/backward_preprocess.cu``
 # Thread blocks of an SM that compute delta, 16 and 32 bits. Without this limit 4 or 5 fit (H200:
@@ -75,7 +75,7 @@ def _rows(P: Problem, context: LaunchContext, begins: Sequence[KernelLaunch]) ->
     beside = beside and delta_beside(P, begins[0].key.block_k, tuning, sm_count)
     key = KernelKey(
         *("backward_preprocess", P.dtype.name),
-        value_dim=bucket(min(P.Dv, MAX_HEAD_DIM)),
+        value_dim=whole_row_bucket(min(P.Dv, MAX_HEAD_DIM), P.dtype.itemsize),
         warps_m=_BESIDE_WARPS if beside else ROW_WARPS,
         min_blocks_per_sm=_ROW_BLOCKS if P.dtype.itemsize <= 4 and not beside else 1,
         alignment_bytes=context.alignment_bytes,

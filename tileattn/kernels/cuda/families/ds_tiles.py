@@ -19,6 +19,7 @@ from tileattn.kernels.cuda.families.shared_memory import DAUX_WINDOW_BYTES
 DBIAS, DBIAS_SUM, DAUX = "backward_dbias", "backward_dbias_sum", "backward_daux"
 
 _SUM_WARPS = 8
+_SUM_BLOCKS = 4  # thread blocks of an SM; without this limit 3 fit
 _WHY_SUM = "several thread blocks have summed or written each element"
 _DAUX_WINDOW_LEAST = 32 * 1024  # bytes of shared memory that tiles leave for private sums
 
@@ -31,7 +32,12 @@ def dbias_launches(
     If thread blocks share tiles of dbias, another kernel adds up their sums. If the kernel over
     keys has ``written`` dbias, or a copy for each batch entry, there are only copies to add up.
     """
-    total = KernelKey(DBIAS_SUM, problem.dtype.name, warps_m=_SUM_WARPS, bias=context.bias)
+    total = KernelKey(
+        *(DBIAS_SUM, problem.dtype.name),
+        warps_m=_SUM_WARPS,
+        min_blocks_per_sm=_SUM_BLOCKS,
+        bias=context.bias,
+    )
     if written:
         copies = Grid("copies of dbias", tasks=0, together=total.threads)
         return (KernelLaunch(total, copies, why=_WHY_SUM),) if context.entry_copies else ()

@@ -42,9 +42,9 @@ from tileattn.kernels.cuda.families.size_class import (
 from tileattn.kernels.cuda.families.tiles import (
     MAX_HEAD_DIM,
     SMALL_TILE,
-    bucket,
     small_first,
     tuned_tiles,
+    whole_row_bucket,
 )
 from tileattn.kernels.cuda.tile_sizes import TileSize
 
@@ -235,7 +235,8 @@ def _tiled(
     staged = context.bias and (bias_alignment or kernel in _STAGES_BIAS or P.is_invariant)
     bias_size = NAMED[context.bias].itemsize if staged else 0
     unit = 32 * tile.warps_n if tile.pair else 1
-    dim, value = bucket(P.D, unit), bucket(min(P.Dv, MAX_HEAD_DIM), unit)
+    dims = P.D, min(P.Dv, MAX_HEAD_DIM)
+    dim, value = (whole_row_bucket(n, size, unit) for n in dims)
     shared_bytes = generic_bytes(kernel, tile, dim, value, size, bias_size)
     # A bias must not lower the occupancy that the tile asks for.
     blocks = tile.min_blocks_per_sm if bias_size else 1

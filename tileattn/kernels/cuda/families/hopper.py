@@ -407,7 +407,7 @@ class _Totals:
 
 def backward_workspace(P: Problem, key: KernelKey) -> Parts:
     """Return the sums of dq, and the counters of work tiles, dq tiles and key heads."""
-    heads = {} if P.is_packed else {"row_counter": P.B * P.Hkv}
+    heads = {} if P.is_packed or key.split_floats else {"row_counter": P.B * P.Hkv}
     if not key.add_dq:
         return Parts({}, _counters({"tile_counter": 2, **heads}))
     tiles = P.B * P.Hq * block_count(P, P.Nq, key.block_q)

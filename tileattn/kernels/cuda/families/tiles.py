@@ -6,6 +6,7 @@ from functools import cache
 from tileattn.kernels.cuda.tile_sizes import TILES, TileSize
 
 HEAD_DIM_BUCKETS = (32, 64, 96, 128, 192, 256)  # others are padded; Hopper kernels have more
+_NARROW_BUCKET = 16  # of generic kernels without splits of the keys, for float32 and float64
 SMALL_TILE = 64  # queries, and keys
 MAX_HEAD_DIM = HEAD_DIM_BUCKETS[-1]
 _WIDE_BUCKETS = (384, 512)  # of the kernels that have tiles for them
@@ -16,6 +17,12 @@ def bucket(dim: int, unit: int = 1) -> int:
     """Return the smallest bucket for a head dimension that is a multiple of ``unit``."""
     buckets = (*HEAD_DIM_BUCKETS, *_WIDE_BUCKETS)
     return next(size for size in buckets if dim <= size and size % unit == 0)
+
+
+def whole_row_bucket(dim: int, itemsize: int, unit: int = 1) -> int:
+    """Return the bucket of a generic kernel without splits of the keys."""
+    is_narrow = itemsize >= 4 and dim <= _NARROW_BUCKET and _NARROW_BUCKET % unit == 0
+    return _NARROW_BUCKET if is_narrow else bucket(dim, unit)
 
 
 def small_first(tiles: Sequence[TileSize]) -> tuple[TileSize, ...]:

@@ -13,15 +13,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS_PER_SM)
     const bool few = i64(gridDim.x) * WARP >= elements;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const i64 n = i64(blockIdx.x) * (few ? WARP : THREADS) + (few ? lane : threadIdx.x);
-    const Accum* const copies = static_cast<const Accum*>(p.dbias_sums) + min(n, elements - 1);
-    const int step = few ? WARPS_M : 1;
+    const int first = few ? warp : 0, step = few ? WARPS_M : 1;
+    const i64 stride = step * elements;
+    const Accum* next = static_cast<const Accum*>(p.dbias_sums) + first * elements + min(n, elements - 1);
     Accum total = 0;
 #pragma unroll 1
-    for (i64 copy = few ? warp : 0; copy < p.dbias_copies; copy += LOADS * step) {
+    for (int left = int(p.dbias_copies) - first; left > 0; left -= LOADS * step) {
         Accum own[LOADS];
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i)
-            own[i] = copy + i * step < p.dbias_copies ? copies[(copy + i * step) * elements] : 0;
+        for (int i = 0; i < LOADS; ++i, next += stride) own[i] = i * step < left ? *next : 0;
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) total += own[i];
     }

@@ -6,8 +6,15 @@
 #include "rows.cuh"
 
 constexpr int COLUMNS = HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM;
-constexpr int LANES = lanes_of_row(COLUMNS);  // of a row
-constexpr int VECTORS = (COLUMNS + LANES * VECTOR_SIZE - 1) / (LANES * VECTOR_SIZE);  // of a lane and row
+
+// The lanes of a row: as many as divide its vectors evenly, so that no lane is idle.
+constexpr int even_lanes() {
+    int lanes = 1;
+    while (lanes < WARP && COLUMNS / VECTOR_SIZE % (2 * lanes) == 0) lanes *= 2;
+    return lanes;
+}
+constexpr int LANES = even_lanes();
+constexpr int VECTORS = COLUMNS / VECTOR_SIZE / LANES;  // of a lane and row
 constexpr int TOGETHER = THREADS / LANES, PASSES = TILE_ROWS / TOGETHER;
 static_assert(PASSES * TOGETHER == TILE_ROWS && VECTOR_SIZE <= 4, "whole passes");
 
