@@ -137,7 +137,7 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         ),
         512: (TileSize(64, 16, 4, pair=True), TileSize(32, 16, 2)),
     },
-    # Tiles of 64 x 64 come first if one has all keys.
+    # Tiles of 64 x 64 come first if one has all keys, in float32 up to D = 32 if a few have them.
     ("backward_dkdv", 2): {
         32: (
             TileSize(128, 128, 4, 2, 2, 1, tuned=True, spills=True),
@@ -148,7 +148,10 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         256: (TileSize(64, 64, 2, 4, 2, tuned=True, spills=True), TileSize(64, 64, 2, 4)),
     },
     ("backward_dkdv", 4): {
-        32: (TileSize(64, 64, 4, 1, 1, 3, tuned=True, spills=True),),
+        32: (
+            TileSize(64, 128, 4, 2, tuned=True, spills=True),
+            TileSize(64, 64, 4, 1, 1, 3, tuned=True, spills=True),
+        ),
         64: (TileSize(64, 128, 4, 2, tuned=True, spills=True), TileSize(64, 64, 4, 1, 1, 2)),
         128: (TileSize(64, 64, 2, 4, tuned=True, spills=True),),
         256: (TileSize(64, 32, 2, 4), TileSize(32, 32, 2, 2)),

@@ -79,6 +79,7 @@ _DBIAS = _row("thread blocks share the tiles of a broadcast bias", _H200)
 _HALF_WAVE = _row("half a wave of key blocks at a time", _H100)
 _PLANES = _row("float32 as float16 numbers on wgmma: from 128 queries and keys", _H200)
 _PLANE_KEYS = _row("the same with 65 to 127 keys, D above 32", _H200)
+_SMALL_BLOCKS = _row("float32, D up to 32: blocks of 64 keys up to 384 keys", _H200)
 _GENERIC_PLANES = _row("other GPUs, forward: `mma.sync` of float16 over planes", _H200)
 
 
@@ -206,6 +207,10 @@ class Tuning:
     )
     split_small_rows: int = _tuned(
         64, 0, "rows", "D = 128: two small thread blocks an SM if <= x", _SMALL_SPLITS
+    )
+    # Backward tiles of the generic kernel.
+    small_block_keys: int = _tuned(
+        384, 64, "keys", "float32, D <= 32: blocks of 64 keys if Nk <= x", _SMALL_BLOCKS
     )
     # Gradient of a bias.
     dbias_tasks: int = _tuned(

@@ -7,6 +7,8 @@ import pytest
 from tests.kernels.cuda.plan.planning import A100, H200, asked, backward, forward, kernels
 from tileattn.kernels.cuda.jit.compile import compiled
 
+SMALL_KEYS = H200.tuning.small_block_keys
+
 
 @pytest.mark.parametrize(
     ("changed", "keys", "writes"),
@@ -17,6 +19,8 @@ from tileattn.kernels.cuda.jit.compile import compiled
         ({"D": 32, "window": (None, 0)}, 64, True),
         ({"D": 32, "Nq": 3}, 64, True),
         ({"D": 32, "Dv": 32, "Nk": 65}, 64, False),
+        ({"D": 32, "Dv": 32, "Nk": SMALL_KEYS, "Nq": 100}, 64, False),
+        ({"D": 32, "Dv": 32, "Nk": SMALL_KEYS + 1, "Nq": 100}, 128, False),
         ({"D": 200}, 32, False),
     ],
 )

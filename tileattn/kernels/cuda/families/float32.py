@@ -59,8 +59,6 @@ TILE_ROWS = 64  # rows that share a factor, as in algorithm/splitting.py
 _UNIT = 16  # columns: the K extent of wgmma
 _NARROW_DIM = 32  # up to here generic kernels were faster with dbias (H200: docs/tuning-log.md)
 _WARPS = 8  # of a thread block that splits a tile
-_SPLIT_BLOCKS = 4  # such thread blocks of an SM; one more than fit without this limit
-_SPLIT_COLUMNS = 128  # with more the limit would cost spills
 PLANE_BYTES, _FACTOR_BYTES = 2, 4  # of an element of planes, and of a factor
 _SPLITS = "float32 as two float16 numbers, before the main kernel"
 
@@ -200,7 +198,6 @@ def split_launch(
     key = KernelKey(
         *(kernel, P.dtype.name, *sizes),
         warps_m=_WARPS,
-        min_blocks_per_sm=_SPLIT_BLOCKS if max(sizes) <= _SPLIT_COLUMNS else 1,
         alignment_bytes=context.alignment_bytes,
         packed=P.is_packed,
     )

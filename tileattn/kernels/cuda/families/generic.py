@@ -38,6 +38,7 @@ from tileattn.kernels.cuda.families.size_class import (
     has_small_key_block,
     short_rows,
     suits_small_ds_tiles,
+    suits_small_key_blocks,
 )
 from tileattn.kernels.cuda.families.tiles import (
     MAX_HEAD_DIM,
@@ -220,7 +221,7 @@ def _tiles(kernel: str, P: Problem, context: LaunchContext) -> tuple[TileSize, .
         best = tuple(sorted(best, key=straddles))
     small = {
         "backward_dbias": suits_small_ds_tiles(P, context.tuning),
-        "backward_dkdv": has_small_key_block(P),
+        "backward_dkdv": suits_small_key_blocks(P, context.tuning),
     }
     if small.get(kernel):
         best = small_first(best)

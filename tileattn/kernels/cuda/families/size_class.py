@@ -38,6 +38,7 @@ _NARROW = 64  # columns of heads that leave registers for larger tiles
 # Columns of heads up to which float32 with few keys was faster in generic kernels (H200:
 # docs/tuning-log.md).
 _NARROW_PLANES = 32
+_SMALL_BLOCK_DIM = 32  # columns of heads for which small key blocks were measured
 _KEY_BLOCKS = (64, 128)  # keys of a tile of the Hopper backward kernels
 # Positions have 32 bits; the margin is for what the last tile goes beyond.
 _MOST_POSITIONS = (1 << 31) - (1 << 16)
@@ -69,6 +70,7 @@ class SizeClass(NamedTuple):
     suits_tall_rows: bool
     is_head_major: bool
     suits_small_ds_tiles: bool
+    suits_small_key_blocks: bool
     has_small_key_block: bool
     is_window: bool
     splits_queries: bool
@@ -103,6 +105,7 @@ def size_class(P: Problem, tuning: Tuning, sm_count: int) -> SizeClass:
         suits_tall_rows(P, tuning),
         is_head_major(P, tuning),
         suits_small_ds_tiles(P, tuning),
+        suits_small_key_blocks(P, tuning),
         has_small_key_block(P),
         is_window(P),
         splits_queries(P, tuning),
@@ -390,6 +393,13 @@ def suits_small_ds_tiles(P: Problem, tuning: Tuning) -> bool:
     """Return True if large tiles of the kernels that sum dS lie mostly past the ends."""
     large, small = (padded_pairs(P, n, n) for n in (2 * SMALL_TILE, SMALL_TILE))
     return P.has_bias and large >= tuning.small_ds_tiles * small
+
+
+def suits_small_key_blocks(P: Problem, tuning: Tuning) -> bool:
+    """Return True if the generic kernel over keys should have small tiles."""
+    is_narrow = P.dtype.name == "float32" and max(P.D, P.Dv) <= _SMALL_BLOCK_DIM
+    few = tuning.small_block_keys if is_narrow else SMALL_TILE
+    return P.Nk <= few and not P.is_packed
 
 
 def has_small_key_block(P: Problem) -> bool:
