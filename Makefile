@@ -42,7 +42,7 @@ PYTEST = OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 JAX_DISABLE_MOST_OPTIMIZATIONS
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 test: setup  ## run the quick tests, with a third of the random examples (options: ARGS="...")
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not gpu and not slow" $(ARGS)
-test-all: setup  ## run every test that needs no GPU (ARGS="--turn 0/4": a quarter of the slow ones)
+test-all: setup  ## run every test that needs no GPU (ARGS="--turn 0/5": a fifth of the slow ones)
 	$(PYTEST) -m "not gpu" $(ARGS)
 test-gpu: $(VENV)/gpu.stamp  ## run the tests that need a GPU, in processes that share it
 	$(BIN)/python -m tools.gpu_tests $(ARGS)

@@ -39,6 +39,7 @@ def test_the_pictures_and_pages_are_fresh(monkeypatch: pytest.MonkeyPatch) -> No
     assert pictures.main(["--check"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("matplotlib_figure")
 def test_a_changed_result_is_drawn_again_and_nothing_else(
     results: Path, root: Path, capsys: pytest.CaptureFixture[str]

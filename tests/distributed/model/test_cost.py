@@ -27,7 +27,9 @@ SLOW = Link(latency=0.5, bandwidth=1e3)
 FREE = Link(latency=0.0, bandwidth=float("inf"))
 
 
-@pytest.mark.parametrize("budget", [0.0, 1.5, 100.0])
+@pytest.mark.parametrize(
+    "budget", [0.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1.5, 100.0))]
+)
 @given(case=problems(options=OPTIONS, max_length=60))
 @settings(max_examples=30, deadline=None, derandomize=True)
 def test_messages_and_bytes_are_those_that_are_sent(budget: float, case: AttentionCase) -> None:

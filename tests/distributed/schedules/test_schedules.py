@@ -18,7 +18,10 @@ from tileattn.testing.options import DRAW, Choices
 OPTIONS = tuple(name for name in DRAW if name not in REFUSED)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "heads", "groups", "gather"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["ring", *(pytest.param(x, marks=pytest.mark.slow) for x in ("heads", "groups", "gather"))],
+)
 @given(case=problems(options=OPTIONS, max_length=60))
 @settings(max_examples=75, deadline=None, derandomize=True)
 def test_results_are_those_of_the_oracle(schedule: Any, case: AttentionCase) -> None:

@@ -192,7 +192,9 @@ def test_the_workspace_has_two_numbers_for_each_element() -> None:
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", pytest.param("sm_90", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "arch", ["sm_80", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sm_89", "sm_90"))]
+)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_kernels_do_not_spill(arch: str, dim: int) -> None:
     device = device_of_arch("sm_90a" if arch == "sm_90" else arch)

@@ -58,7 +58,8 @@ def test_small_tiles_instead_of_the_hopper_kernels(changed: Any, is_small: bool)
     assert any(launch.why.startswith(why) for launch in plan.launches) is is_small
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 def test_kernels_of_narrow_heads_have_16_columns_and_spill_nothing(dtype: str) -> None:
     problem = asked(dtype, Nq=42, Nk=42, D=8, Dv=8)
     keys = {x.key for plan in (forward, backward) for x in plan(problem, H200).launches}

@@ -65,7 +65,7 @@ def check(grads: Gradients, given: dict[str, Array], **options: Any) -> None:
     ("sizes", "options"),
     [
         ((64, 64, 40, 70), ()),
-        ((72, 128, 70, 80), ("causal",)),
+        pytest.param((72, 128, 70, 80), ("causal",), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -80,7 +80,9 @@ def test_results(
     assert not flags.any()
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(300, 16), (16, 300)])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [pytest.param(300, 16, marks=pytest.mark.slow), (16, 300)]
+)
 def test_sums_over_groups_of_tiles(
     queries: int, keys: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ def use(tile: TileSize, monkeypatch: pytest.MonkeyPatch) -> None:
         ((64, 64, 70, 150), (), ONE_ROW_TILE),
         ((64, 64, 70, 150), (), TWO_ROW_TILES),
         ((128, 128, 70, 80), (), ONE_ROW_TILE),
-        ((72, 40, 150, 130), ("causal",), ONE_ROW_TILE),
+        pytest.param((72, 40, 150, 130), ("causal",), ONE_ROW_TILE, marks=pytest.mark.slow),
         ((17, 101, 40, 130), (), ONE_ROW_TILE),
     ],
     ids=str,
@@ -101,7 +101,9 @@ def test_sums_over_many_keys(
     assert split < plain
 
 
-@pytest.mark.parametrize("keys", [1024, 1024 + 20, 3 * 1024 - 40])
+@pytest.mark.parametrize(
+    "keys", [1024, 1024 + 20, pytest.param(3 * 1024 - 40, marks=pytest.mark.slow)]
+)
 def test_sums_over_groups_of_64_tiles(
     keys: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
