@@ -131,6 +131,8 @@ def cases() -> list[Case]:
         Case(Configuration("backward", "bf16", B, 6, N, D), bias=True)
         for B, N, D in ((1024, 49, 32), (128, 384, 32), (16, 512, 64))
     ]
+    found += [Case(Configuration(kind, "f32", 4, 10, 77, 64), queries=4096) for kind in PASSES]
+    found += [Case(Configuration("backward", "f32", 256, 6, N, 32), bias=True) for N in (144, 320)]
     latent = (Configuration("forward", "bf16", 16, 16, N, 576, Hkv=1, Dv=512) for N in LENGTHS)
     return found + [Case(one, queries=1, latent=True) for one in latent]
 
