@@ -185,6 +185,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 # The bridge has no code for a dtype: each case has every second one, the next case the others.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, x) for n, case in enumerate(CASES) for x in DTYPES[n % 2 :: 2]],

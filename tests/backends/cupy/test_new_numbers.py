@@ -135,6 +135,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[LaunchBlock]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [None, False, True])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -134,6 +134,7 @@ def test_head_dimensions(
     check(q.astype(q_dtype), k, v, **descales)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("Nq", [FEW, MANY])
 @pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*OPTIONS, "bias", "mask"])
@@ -147,14 +148,8 @@ def test_options(name: str, dtype: np.dtype[Any], Nq: int) -> None:
         check(q.astype(np.float32), k, v, kv_lengths=[NK, 131], **descales, **chosen)
 
 
-# Functions make kernels of their own, which `test_options` compiles without pages.
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        pytest.param(x, id=name, marks=[pytest.mark.slow] * name.endswith("_mod"))
-        for name, x in OPTIONS.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("page", [1, 3, 16])
 def test_pages(page: int, chosen: dict[str, Any]) -> None:
     rng = np.random.default_rng(page)
@@ -168,6 +163,7 @@ def test_pages(page: int, chosen: dict[str, Any]) -> None:
             check(q, k, v, **paging, **descales, **chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_cache", [False, True], ids=["packed keys", "pages"])
 @pytest.mark.parametrize("dtype", CACHE_DTYPES, ids=str)
 def test_packed_sequences(dtype: np.dtype[Any], in_cache: bool) -> None:

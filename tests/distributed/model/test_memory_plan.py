@@ -139,6 +139,7 @@ def test_ranks_hold_little_more_than_their_share(schedule: Any, Hkv: int, ranks:
         assert counted.share < BOUNDS[schedule, Hkv, ranks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_ring_of_gpus_holds_little_more_than_its_share(ranks: int, causal: bool) -> None:

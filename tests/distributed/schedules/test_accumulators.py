@@ -74,6 +74,7 @@ def value(x: Any, low: Any, wide: np.dtype[Any], is_split: bool) -> Any:
     return (high << 16 | low).view(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("schedule", ["ring", "gather", ("heads", 2)], ids=str)
 @pytest.mark.parametrize("name", ["full", "causal", "sinks", "window"])
@@ -81,6 +82,7 @@ def test_ranks_with_a_gpu_each(dtype: Any, schedule: Any, name: str) -> None:
     check(2, dtype, schedule, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[:1], ids=str)
 @pytest.mark.parametrize("schedule", ["ring", "gather", ("heads", 2)], ids=str)
 @pytest.mark.parametrize("name", ["full", "causal", "sinks", "window"])

@@ -106,6 +106,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "options", "budget", "layout"), STEPS)
 def test_no_step_waits_for_another(
     schedule: Any, options: dict[str, Any], budget: float, layout: str

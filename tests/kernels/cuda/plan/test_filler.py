@@ -100,6 +100,7 @@ def packed(found: Filled) -> dict[str, Any]:
     return {**found._asdict(), "cells": block, "grids": [*found.grids]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", ["forward", "backward", "deterministic"])
 @pytest.mark.parametrize("bounded", WINDOWS, ids=str)
 @pytest.mark.parametrize("options", COMBINED, ids=lambda x: "+".join(sorted(x)) or "plain")

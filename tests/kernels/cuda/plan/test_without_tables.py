@@ -40,6 +40,7 @@ def both(*given: Any, direction: str, deterministic: bool) -> list[LaunchPlan]:
     return [plan(tables=tables) for tables in (True, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("direction", "deterministic"), [("forward", False), ("backward", False), ("backward", True)]
 )

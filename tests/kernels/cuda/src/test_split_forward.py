@@ -63,7 +63,7 @@ def use(tile: TileSize, monkeypatch: pytest.MonkeyPatch) -> None:
         ((64, 64, 70, 150), (), TWO_ROW_TILES),
         ((128, 128, 70, 80), (), ONE_ROW_TILE),
         pytest.param((72, 40, 150, 130), ("causal",), ONE_ROW_TILE, marks=pytest.mark.slow),
-        ((17, 101, 40, 130), (), ONE_ROW_TILE),
+        pytest.param((17, 101, 40, 130), (), ONE_ROW_TILE, marks=pytest.mark.slow),
     ],
     ids=str,
 )
