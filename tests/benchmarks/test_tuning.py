@@ -21,7 +21,7 @@ STAGGERED = [
 ]
 
 
-OF_OLDER_GPUS = ("generic_plane_rows",)  # Hopper has kernels of its own for these calls
+OF_OLDER_GPUS = ("generic_plane_rows",)  # Hopper computes these calls with other kernels
 
 
 @pytest.fixture(scope="module")

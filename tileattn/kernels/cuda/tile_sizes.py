@@ -137,7 +137,7 @@ TILES: dict[tuple[str, int], dict[int, tuple[TileSize, ...]]] = {
         ),
         512: (TileSize(64, 16, 4, pair=True), TileSize(32, 16, 2)),
     },
-    # Tiles of 64 x 64 come first if one has all keys, in float32 up to D = 32 if a few have them.
+    # Tiles of 64 x 64 come first for calls with few keys (`suits_small_key_blocks`).
     ("backward_dkdv", 2): {
         32: (
             TileSize(128, 128, 4, 2, 2, 1, tuned=True, spills=True),

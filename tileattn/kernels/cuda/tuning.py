@@ -125,7 +125,7 @@ class Tuning:
         128, _NEVER, "queries and keys", "float32: split numbers if both are >= x", _PLANES
     )
     plane_keys: int = _tuned(
-        65, 128, "keys", "the same if a head dimension is above 32: keys >= x", _PLANE_KEYS
+        65, 128, "keys", "float32, D > 32: split numbers if keys >= x", _PLANE_KEYS
     )
     generic_plane_rows: int = _tuned(
         512, _NEVER, "queries and keys", "the same with mma.sync", _GENERIC_PLANES

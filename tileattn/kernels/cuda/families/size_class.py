@@ -35,10 +35,11 @@ _SHORT_BLOCKS, _LARGE_BLOCK = ((64, 64), (128, 96)), (128, 128)
 _TALL_QUERIES, _TALL_COLUMNS = 192, 128  # of a forward tile; the columns at most
 _MOST_TALL_KEYS, _WIDE_TALL_KEYS = 128, (96, 64)  # wide: above `_NARROW` columns
 _NARROW = 64  # columns of heads that leave registers for larger tiles
-# Columns of heads up to which float32 with few keys was faster in generic kernels (H200:
+# Largest head dimension at which generic kernels were faster for float32 with few keys (H200:
 # docs/tuning-log.md).
 _NARROW_PLANES = 32
-_SMALL_BLOCK_DIM = 32  # columns of heads for which small key blocks were measured
+# Largest head dimension at which small key blocks were faster (float32, H200: docs/tuning-log.md).
+_SMALL_BLOCK_DIM = 32
 _KEY_BLOCKS = (64, 128)  # keys of a tile of the Hopper backward kernels
 # Positions have 32 bits; the margin is for what the last tile goes beyond.
 _MOST_POSITIONS = (1 << 31) - (1 << 16)
@@ -280,7 +281,7 @@ def suits_generic_planes(P: Problem, tuning: Tuning) -> bool:
 def _has_rows(P: Problem, queries: int, keys: int) -> bool:
     """Return True for float32 with at least ``queries`` queries, and ``keys`` keys in reach.
 
-    The middle query counts.
+    The keys in reach are the keys of the middle query.
 
     Only the lengths and the window count, so that a row has the same bits in any batch. Packed
     lengths are known only on the device, and count as long.
@@ -396,7 +397,7 @@ def suits_small_ds_tiles(P: Problem, tuning: Tuning) -> bool:
 
 
 def suits_small_key_blocks(P: Problem, tuning: Tuning) -> bool:
-    """Return True if the generic kernel over keys should have small tiles."""
+    """Return True if small tiles of the generic kernel over keys are faster."""
     is_narrow = P.dtype.name == "float32" and max(P.D, P.Dv) <= _SMALL_BLOCK_DIM
     few = tuning.small_block_keys if is_narrow else SMALL_TILE
     return P.Nk <= few and not P.is_packed

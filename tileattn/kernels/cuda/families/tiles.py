@@ -6,7 +6,9 @@ from functools import cache
 from tileattn.kernels.cuda.tile_sizes import TILES, TileSize
 
 HEAD_DIM_BUCKETS = (32, 64, 96, 128, 192, 256)  # others are padded; Hopper kernels have more
-_NARROW_BUCKET = 16  # of generic kernels without splits of the keys, for float32 and float64
+# Columns of the narrowest generic kernels for float32 and float64. Kernels over splits of the keys
+# have no such bucket (H200: docs/tuning-log.md).
+_NARROW_BUCKET = 16
 SMALL_TILE = 64  # queries, and keys
 MAX_HEAD_DIM = HEAD_DIM_BUCKETS[-1]
 _WIDE_BUCKETS = (384, 512)  # of the kernels that have tiles for them

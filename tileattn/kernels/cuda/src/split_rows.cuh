@@ -7,7 +7,7 @@
 
 constexpr int COLUMNS = HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM;
 
-// The lanes of a row: as many as divide its vectors evenly, so that no lane is idle.
+// The number of lanes that share a row. It divides the number of vectors, so that no lane is idle.
 constexpr int even_lanes() {
     int lanes = 1;
     while (lanes < WARP && COLUMNS / VECTOR_SIZE % (2 * lanes) == 0) lanes *= 2;
